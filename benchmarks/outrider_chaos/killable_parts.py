@@ -133,7 +133,7 @@ class KillableVerifier:
     def lose_device(self) -> None:
         """From now on every round fails; whoever keeps it is to end it."""
         if self.service is not None:
-            _break(self.service._core._runner, "collect_round")
+            _break(self.service.core.runner, "collect_round")
 
     async def lost(self) -> None:
         """Wait until it has given its device up."""
@@ -148,7 +148,7 @@ class KillableVerifier:
     @property
     def swapped(self) -> bool:
         """Whether K/V of a session is in host memory."""
-        return self.service is not None and self.service._core.block_manager.swapped_bytes > 0
+        return self.service is not None and self.service.core.block_manager.swapped_bytes > 0
 
     @property
     def reads_prompts(self) -> bool:
@@ -165,7 +165,7 @@ class KillableVerifier:
         if self.service is None:
             return []
         with contextlib.suppress(RuntimeError):  # the engine thread changed them meanwhile
-            return list(getattr(self.service._core.block_manager, which).values())
+            return list(getattr(self.service.core.block_manager, which).values())
         return []
 
     @property
@@ -173,7 +173,7 @@ class KillableVerifier:
         """How often sessions lost their K/V, since it was started."""
         if self.service is None:
             return 0
-        counters = self.service._core.counters
+        counters = self.service.core.counters
         return counters["preemptions_swap"] + counters["preemptions_recompute"]
 
     async def held(self) -> list[str]:
@@ -184,7 +184,7 @@ class KillableVerifier:
             "sessions": info.sessions,
             "K/V blocks": info.kv_total_blocks - info.kv_free_blocks,
             "waiting sessions": info.waiting_sessions,
-            "followed sessions": self.service._routers.num_sessions,
+            "followed sessions": self.service.router_streams.num_sessions,
         }
         gauges = self.service._gauges()
         counts |= {name: int(gauges[name]) for name in _IDLE_GAUGES}

@@ -169,12 +169,13 @@ def fuzz_port(port: str, frames: int, *, seed: int, corpus: Sequence[bytes] = ()
     decoders = [decoder for decoder in DECODERS if decoder.port == port]
     share = -(-frames // len(decoders))
     for decoder in decoders:
-        honest = [frame for frame in corpus if _reads(decoder, frame)]
+        honest = [frame for frame in corpus if can_read(decoder, frame)]
         _fuzz(decoder, share, rng, honest, report)
     return report
 
 
-def _reads(decoder: Decoder, frame: bytes) -> bool:
+def can_read(decoder: Decoder, frame: bytes) -> bool:
+    """Whether a decoder takes a frame in without an error that it may have."""
     try:
         decoder.decode(frame)
     except (InvalidRequestError, DecodeError):

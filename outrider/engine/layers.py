@@ -82,7 +82,7 @@ def run_layer(weights: LayerWeights, index: int, x_RH: Tensor, shared: LayerCont
     normed = rms_norm(x_RH, weights.input_norm, shared.norm_eps)
     qkv = weights.qkv(normed).view(x_RH.shape[0], -1, shared.head_dim)
     if weights.qk_norms is not None:
-        qkv = _norm_heads(qkv, weights.qk_norms, shared.norm_eps)
+        qkv = norm_heads(qkv, weights.qk_norms, shared.norm_eps)
     qkv = rotate(qkv, shared.rotations)
     for plan in shared.segments:
         context = attend_segment(plan, index, qkv[plan.rows], shared.num_heads)
@@ -93,7 +93,7 @@ def run_layer(weights: LayerWeights, index: int, x_RH: Tensor, shared: LayerCont
     return weights.down.add(F.silu(gate).mul_(up), x_RH)
 
 
-def _norm_heads(qkv_RDd: Tensor, norms_Dd: Tensor, eps: float) -> Tensor:
+def norm_heads(qkv_RDd: Tensor, norms_Dd: Tensor, eps: float) -> Tensor:
     """RMSNorm of the query and key heads (the first ones), each by its own weight row."""
     num_normed, dtype = norms_Dd.shape[0], qkv_RDd.dtype
     heads = qkv_RDd[:, :num_normed].float()

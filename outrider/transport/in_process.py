@@ -165,7 +165,7 @@ class InprocNetwork:
         endpoint, process = self.verifier(address), self.process(address)
         far: _InProcessEnd[Any, Any]
         if self._encoded:
-            far, near_end = _byte_pipe(address, "inproc:drafter")
+            far, near_end = make_byte_pipe(address, "inproc:drafter")
             connection = verifier_end(far, self.heartbeat)
             near = drafter_end(near_end, self.heartbeat)
         else:
@@ -183,7 +183,7 @@ class InprocNetwork:
         endpoint, process = self.verifier(address), self.process(address)
         far: _InProcessEnd[Any, Any]
         if self._encoded:
-            far, near_end = _byte_pipe(address, "inproc:router")
+            far, near_end = make_byte_pipe(address, "inproc:router")
             connection = serving_end(far, self.heartbeat)
             near = router_end(near_end, self.heartbeat)
         else:
@@ -209,9 +209,10 @@ _LOCAL: set[asyncio.Task[None]] = set()
 """Endpoints that serve a local stream; they end with it."""
 
 
-def _byte_pipe(
+def make_byte_pipe(
     address: str, peer: str
 ) -> tuple[_InProcessEnd[Any, Any], _InProcessEnd[bytes | memoryview, bytes | memoryview]]:
+    """Both ends of a connection of frames: the endpoint's, and the near one's."""
     up: BoundedQueue[bytes | memoryview] = BoundedQueue(size_of=len)
     down: BoundedQueue[bytes | memoryview] = BoundedQueue(size_of=len)
     return _InProcessEnd(peer, down, up), _InProcessEnd(address, up, down)

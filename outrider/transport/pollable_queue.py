@@ -11,7 +11,7 @@ from typing import Final, Generic, TypeVar
 
 ItemT = TypeVar("ItemT")
 
-_SELECT_FDS: Final = 1024
+SELECT_FDS: Final = 1024
 """`select` knows file descriptors below this; beyond them waits are rounded up to milliseconds."""
 _MS: Final = 1000.0
 
@@ -72,7 +72,7 @@ class PollableQueue(Generic[ItemT]):
 
 
 def _ready(readers: Sequence[int], writers: Sequence[int], timeout_s: float | None) -> set[int]:
-    if max((*readers, *writers)) < _SELECT_FDS:
+    if max((*readers, *writers)) < SELECT_FDS:
         read, written, _ = select.select(readers, writers, (), timeout_s)
         return {*read, *written}
     waiting = select.poll()

@@ -33,7 +33,7 @@ class FakeDrafter:
         self.detached: list[str] = []
         """The same of those that it was told to leave."""
         self._verifiers = verifiers
-        self._info = DrafterInfo(
+        self.described = DrafterInfo(
             protocol_version=PROTOCOL_VERSION,
             drafter_id=DrafterId(name),
             incarnation="1",
@@ -48,27 +48,27 @@ class FakeDrafter:
 
     def change_info(self, **changes: object) -> None:
         """Change what `info` answers."""
-        self._info = replace(self._info, **changes)  # type: ignore[arg-type]
+        self.described = replace(self.described, **changes)  # type: ignore[arg-type]
 
     async def info(self) -> DrafterInfo:
         if self.lost:
             raise ConnectionLostError("drafter is gone", reason="PEER_LOST")
-        return self._info
+        return self.described
 
     async def attach(self, verifier_address: str) -> None:
         self.attached.append(verifier_address)
         self._verifiers[verifier_address].attach(
             AttachedDrafter(
-                drafter_id=self._info.drafter_id,
-                incarnation=self._info.incarnation,
-                methods=self._info.methods,
+                drafter_id=self.described.drafter_id,
+                incarnation=self.described.incarnation,
+                methods=self.described.methods,
                 sessions=0,
             )
         )
 
     async def detach(self, verifier_address: str) -> None:
         self.detached.append(verifier_address)
-        self._verifiers[verifier_address].detach(self._info.drafter_id)
+        self._verifiers[verifier_address].detach(self.described.drafter_id)
 
     async def set_draining(self, draining: bool) -> None:
         self.change_info(draining=draining)

@@ -53,8 +53,9 @@ async def running_router(
     wait: bool = True,
     **config: Any,
 ) -> AsyncGenerator[RouterService]:
-    """A router that polls fast; with `wait` it is ready when it is yielded."""
-    drafters = drafters or {}
+    """A router that polls fast; with `wait` it is ready when it is yielded. What is added to
+    `verifiers` and `drafters` later can be dialled, too."""
+    drafters = {} if drafters is None else drafters
     settings = {"poll_interval_s": 0.02, "peer_timeout_s": 0.3} | config
     service = RouterService(
         config=RouterConfig(

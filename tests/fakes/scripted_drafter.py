@@ -100,11 +100,11 @@ class ScriptedDrafter:
         """Reads on but proposes nothing, like a drafter whose compute hangs."""
         self.foreseen = 0
         """Prefixes that were predicted and came about."""
-        self._predict = predict
+        self.predict = predict
         self._predicted: dict[int, set[int]] = {}
         """Digests of predicted prefixes, by handle."""
         self.connection: DrafterConnection | None = None
-        self._dialer, self._address, self._propose = dialer, address, propose
+        self._dialer, self._address, self.propose = dialer, address, propose
         self._task: asyncio.Task[None] | None = None
         self._hello = Hello(
             protocol_version=protocol_version,
@@ -179,7 +179,7 @@ class ScriptedDrafter:
 
     def _look_ahead(self, handle: int) -> list[Proposal]:
         """Drafts for what may come of the present draft."""
-        if self._predict is None:
+        if self.predict is None:
             return []
         followed = self.sessions[self.names[handle]]
         drafts = [
@@ -189,7 +189,7 @@ class ScriptedDrafter:
                 prefix_len=len(followed.tokens) + len(suffix),
                 tree=tree,
             )
-            for suffix, tree in self._predict(followed)
+            for suffix, tree in self.predict(followed)
         ]
         self._predicted[handle] = {draft.prefix_digest for draft in drafts}
         return drafts
@@ -211,7 +211,7 @@ class ScriptedDrafter:
         if verdict.prefix_digest in self._predicted.get(verdict.handle, ()):
             self.foreseen += 1
             return None
-        draft = self._propose(followed)
+        draft = self.propose(followed)
         if draft is None:
             return None
         tree, distribution = draft if isinstance(draft, tuple) else (draft, None)

@@ -89,7 +89,7 @@ class FakeVerifier(ServesGenerators):
         self.moves: list[tuple[SessionId, DrafterId | None]] = []
         """Every session that was given to another drafter."""
         self.refuses_moves = False
-        self._info = VerifierInfo(
+        self.described = VerifierInfo(
             protocol_version=PROTOCOL_VERSION,
             verifier_id=VerifierId("v0"),
             incarnation="1",
@@ -108,25 +108,25 @@ class FakeVerifier(ServesGenerators):
     @classmethod
     def describe(cls, **changes: object) -> VerifierInfo:
         """What such a verifier says of itself, with changes."""
-        return replace(cls()._info, **changes)  # type: ignore[arg-type]
+        return replace(cls().described, **changes)  # type: ignore[arg-type]
 
     def change_info(self, **changes: object) -> None:
         """Change what `info` answers."""
-        self._info = replace(self._info, **changes)  # type: ignore[arg-type]
+        self.described = replace(self.described, **changes)  # type: ignore[arg-type]
 
     def attach(self, drafter: AttachedDrafter) -> None:
         """Pretend that a drafter connected."""
-        others = [d for d in self._info.drafters if d.drafter_id != drafter.drafter_id]
+        others = [d for d in self.described.drafters if d.drafter_id != drafter.drafter_id]
         self.change_info(drafters=(*others, drafter))
 
     def detach(self, drafter_id: DrafterId) -> None:
         """Pretend that a drafter left."""
-        left = [d for d in self._info.drafters if d.drafter_id != drafter_id]
+        left = [d for d in self.described.drafters if d.drafter_id != drafter_id]
         self.change_info(drafters=tuple(left))
 
     async def info(self) -> VerifierInfo:
         await self._check()
-        return replace(self._info, sessions=len(self.live))
+        return replace(self.described, sessions=len(self.live))
 
     async def serve_sessions(self, connection: ServingConnection) -> None:
         serving = asyncio.create_task(super().serve_sessions(connection))
@@ -152,7 +152,7 @@ class FakeVerifier(ServesGenerators):
         """Be there again, as another process."""
         self.lost.clear()
         self.hung = False
-        self.change_info(draining=False, incarnation=f"{self._info.incarnation}+")
+        self.change_info(draining=False, incarnation=f"{self.described.incarnation}+")
 
     async def run_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
         await self._check()
@@ -187,7 +187,7 @@ class FakeVerifier(ServesGenerators):
     def move_session(self, spec: SessionSpec, drafter_id: DrafterId | None) -> DrafterId | None:
         now = self.live.get(spec.session_id, spec)
         attached = drafter_id is None or any(
-            d.drafter_id == drafter_id for d in self._info.drafters
+            d.drafter_id == drafter_id for d in self.described.drafters
         )
         if self.refuses_moves or not attached:
             return now.drafter_id
@@ -197,7 +197,7 @@ class FakeVerifier(ServesGenerators):
 
     def _drafted(self, spec: SessionSpec) -> bool:
         drafter_id = self.live.get(spec.session_id, spec).drafter_id
-        attached = any(d.drafter_id == drafter_id for d in self._info.drafters)
+        attached = any(d.drafter_id == drafter_id for d in self.described.drafters)
         return attached and self.drafters_alive
 
     async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
@@ -213,7 +213,7 @@ class FakeVerifier(ServesGenerators):
         old = self.live.get(spec.session_id)
         if old is not None and old.epoch >= spec.epoch:
             raise AlreadyExistsError("session is live")
-        if self._info.draining:
+        if self.described.draining:
             raise UnavailableError("the verifier is about to stop", reason="DRAINING")
         if self.refusals > 0:
             self.refusals -= 1
@@ -255,7 +255,7 @@ class FakeVerifier(ServesGenerators):
         return tokens, None
 
     def _count(self, stats: SpecStats, emitted: int, spec: SessionSpec) -> SpecStats:
-        own = spec.drafter_id is None and spec.plan.method in self._info.in_process_methods
+        own = spec.drafter_id is None and spec.plan.method in self.described.in_process_methods
         attached = self._drafted(spec)
         drafted = spec.plan.is_speculative and (own or attached)
         return SpecStats(

@@ -108,7 +108,7 @@ async def test_a_prompt_that_gives_nan_fails_alone(
     damaged = damage_embedding(tiny_target, tmp_path / "damaged", [bad])
     async with serving(damaged, device=CUDA, cuda_graphs=cuda_graphs) as service:
         found = await read_all(service, (*PROMPTS, (5, 6, bad)), **options)
-        assert service._core.counters["invalid_outputs"] == 1
+        assert service.core.counters["invalid_outputs"] == 1
     assert found[:3] == wanted
     assert found[3][0] == []
     assert_invalid(found[3][1])

@@ -25,7 +25,7 @@ def test_texts_and_own_drafts_are_those_of_prompts_that_were_computed(
         async with serving(tiny_target, tiny_head, device=CUDA, **place) as service:
             plain = await run_all(service, SpeculationPlan(), SAMPLINGS[name])
             drafted = [await run_all(service, OWN, SAMPLINGS[name]) for _ in range(2)]
-            found = service._core.counters["prefix_cache_hit_tokens"]
+            found = service.core.counters["prefix_cache_hit_tokens"]
         assert found == (sum((len(p) - 1) // 16 * 16 for p in PROMPTS) if cached else 0)
         return [plain, *drafted]
 

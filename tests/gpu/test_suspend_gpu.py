@@ -130,8 +130,8 @@ def test_a_swap_keeps_the_bits_of_target_and_head(
     runner, pool = device_runner(
         tiny_target, tiny_head, device=CUDA, weights=weights, draft_length=3, dtype=precision
     )
-    assert isinstance(runner, GpuModelRunner) and runner._in_process_drafter is not None
-    storages = pool.storage, runner._in_process_drafter.storage
+    assert isinstance(runner, GpuModelRunner) and runner.in_process_drafter is not None
+    storages = pool.storage, runner.in_process_drafter.storage
     driver = Driver(runner, pool, runner.make_swap_space(64 * MIB, pool), ahead=True)
     session, other = (driver.open(spec) for spec in specs(SAMPLINGS["coupled"], OWN)[::2])
     driver.resume(session)

@@ -54,12 +54,12 @@ async def test_a_lost_devices_actor_is_replaced(flag: Path) -> None:
         keeper.keep()
         control = await dialer.verifier(NAME)
         await control.info()
-        assert keeper._endpoint is not None
+        assert keeper.where is not None
         # Ray keeps the name as long as somebody holds the actor's handle.
-        first = keeper._endpoint.pid
+        first = keeper.where.pid
         await asyncio.to_thread(flag.touch)
         async with asyncio.timeout(REPLACED_S):
-            while keeper._endpoint is None or keeper._endpoint.pid == first:
+            while keeper.where is None or keeper.where.pid == first:
                 await asyncio.sleep(0.1)
             while True:
                 try:

@@ -85,7 +85,7 @@ async def drafted(rig: Rig, source: SlowSource) -> AsyncIterator[None]:
         identity=TargetIdentity(vocab_size=rig.target.vocab_size),
     )
     await service.attach(ADDRESS)
-    await until(lambda: bool(rig.service._hub.links))
+    await until(lambda: bool(rig.service.drafter_connections.links))
     try:
         yield
     finally:
@@ -100,11 +100,11 @@ async def stats_after_stall(
     plan = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=4, proposal_timeout_ms=1000)
     specs = [make_spec(f"s{n}", max_new_tokens=700, plan=plan) for n in range(sessions)]
     running = asyncio.create_task(rig.run_all(specs))
-    served = rig.service._core.sessions
+    served = rig.service.core.sessions
     await until(lambda: len(served) == sessions)
     first = served[specs[0].session_id]
     await until(lambda: first.round_id >= 5)
-    counters = rig.service._core.counters
+    counters = rig.service.core.counters
     before = counters["fallback_rounds"] / sessions
     source.well.clear()
     await until(lambda: counters["fallback_rounds"] / sessions >= before + STALLED)

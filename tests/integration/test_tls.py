@@ -183,7 +183,7 @@ async def test_a_channel_with_a_replaced_certificate_is_closed_after_its_last_st
         async with asyncio.timeout(30.0):
             while old.get_state() is not grpc.ChannelConnectivity.SHUTDOWN:
                 await asyncio.sleep(0.01)
-        assert not made._retired
+        assert made.num_retired_channels == 0
         await control.info()
 
 

@@ -7,7 +7,6 @@ import pytest
 from outrider.errors import InvalidMessageError
 from outrider.spec.plan import SpeculationPlan
 from outrider.spec.sampling import SamplingParams
-from outrider.wire import common_codec
 from outrider.wire.common_codec import plan_from_pb, sampling_from_pb
 from outrider.wire.v1 import common_pb2
 
@@ -29,8 +28,9 @@ def test_what_is_remembered_of_others_changes_nothing_for_a_session() -> None:
 
 
 def test_a_message_full_of_what_nobody_knows_is_not_remembered() -> None:
-    before = common_codec._plan_of.cache_info().currsize
     # Field 99, bytes.
     unknown = common_pb2.Plan.FromString(b"\x9a\x06\xff\x07" + bytes(1023))
     assert plan_from_pb(unknown) == SpeculationPlan()
-    assert common_codec._plan_of.cache_info().currsize == before
+    assert plan_from_pb(unknown) is not plan_from_pb(unknown)
+    known = common_pb2.Plan(top_k=2)
+    assert plan_from_pb(known) is plan_from_pb(known)

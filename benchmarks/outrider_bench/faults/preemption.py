@@ -164,7 +164,7 @@ def _blocks_of(specs: Sequence[SessionSpec]) -> int:
 
 
 def _preemptions(service: VerifierService) -> dict[str, int]:
-    counters = service._core.counters
+    counters = service.core.counters
     return {way: counters[f"preemptions_{way}"] for way in ("swap", "recompute")}
 
 
@@ -210,14 +210,14 @@ async def _all(
 def _noting_preemptions(service: VerifierService) -> dict[SessionId, int]:
     """How often each session is preempted from now on."""
     most: dict[SessionId, int] = {}
-    room = service._core.block_manager
-    preempt = room._preempt
+    room = service.core.block_manager
+    preempt = room.preempt_session
 
     def noting(session: object, now: float) -> None:
         preempt(session, now)  # type: ignore[arg-type]
         most[session.session_id] = session.preemption.count  # type: ignore[attr-defined]
 
-    room._preempt = noting  # type: ignore[method-assign, assignment]
+    room.preempt_session = noting  # type: ignore[method-assign, assignment]
     return most
 
 
@@ -256,7 +256,7 @@ async def _busy(
 
     tasks = [asyncio.create_task(on_and_on(spec)) for spec in _answers(args)[:count]]
     try:
-        while service._core.counters["finished"] < count // SHARE:
+        while service.core.counters["finished"] < count // SHARE:
             await asyncio.sleep(0.05)
         yield
     finally:
@@ -302,7 +302,7 @@ async def _at_once(args: argparse.Namespace) -> dict[str, object]:
                 for i in range(args.sessions)
             ]
             began, seen = time.perf_counter(), list[int]()
-            core = service._core
+            core = service.core
             while (
                 core.counters["sessions"] < args.sessions or core.block_manager.waiting or not seen
             ):

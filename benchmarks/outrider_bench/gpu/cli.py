@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     bench = Bench(args)
     try:
         if args.gpu_name != ALL:
-            finish(args, args.gpu_name, _module(args.gpu_name).run(bench))
+            finish(args, args.gpu_name, import_part(args.gpu_name).run(bench))
             return
         failed = run_all(bench, chosen(args.only))
     finally:
@@ -87,7 +87,7 @@ def run_all(bench: Any, names: list[str]) -> list[str]:
     for name in names:
         began = time.perf_counter()
         try:
-            finish(bench.args, name, _module(name).run(bench))
+            finish(bench.args, name, import_part(name).run(bench))
         except Exception as error:
             failed.append(name)
             traceback.print_exc()
@@ -109,5 +109,6 @@ def finish(args: argparse.Namespace, name: str, result: dict[str, object]) -> No
         print(json.dumps(result), flush=True)
 
 
-def _module(name: str) -> Any:
+def import_part(name: str) -> Any:
+    """The module of a benchmark."""
     return importlib.import_module(f"outrider_bench.gpu.{_MODULES.get(name, name)}")

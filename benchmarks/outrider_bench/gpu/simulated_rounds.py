@@ -143,7 +143,7 @@ async def record_wave(
 def wrap_engine(running: RunningService, host: HostTimeline) -> None:
     """Time the host's steps of a round."""
     service: Any = running.service
-    rounds, engine = service._rounds, running.runner or service._rounds._engine
+    rounds, engine = service.rounds, running.runner or service.core.runner
     host.wrap(rounds, "plan_round", "plan")
     host.wrap(engine, "submit_round", "submit")
     host.wrap(engine, "collect_round", "collect (wait)")

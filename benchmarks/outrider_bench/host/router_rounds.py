@@ -107,7 +107,7 @@ async def _counts(service: VerifierService) -> tuple[float, ...]:
         time.monotonic(),
         _thread_s(engine.native_id),
         time.thread_time(),
-        float(service._core.counters["finished"]),
+        float(service.core.counters["finished"]),
     )
 
 

@@ -149,7 +149,7 @@ class VerifierSide:
             lambda key: _verified(_shape_of(key), width),
             lambda: steps.mark("verifier: rows staged"),
         )
-        canned._downloads = CannedDownloads(self._arrived)
+        canned.downloads = CannedDownloads(self._arrived)
         self.service = VerifierService(
             config,
             target,
@@ -158,7 +158,7 @@ class VerifierSide:
             pool=target.pool,
             max_context_len=4096,
         )
-        self._core, self._rounds = self.service._core, self.service._rounds
+        self._core, self._rounds = self.service.core, self.service.rounds
         self._outbox = self.service._outbox
         self._shm_channels = self.service._shm_channels
         if shm_channel is not None:

@@ -28,7 +28,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
         setup_logging("INFO")
         return keep_node(rest)
-    args = _parser(name).parse_args(rest)
+    args = make_command_parser(name).parse_args(rest)
     from outrider_ray.supervisor import fleet_status, stop_detached
 
     with joined(args.ray_address, args.namespace):
@@ -76,7 +76,8 @@ def joined(address: str, namespace: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _parser(name: str) -> argparse.ArgumentParser:
+def make_command_parser(name: str) -> argparse.ArgumentParser:
+    """The command line of `status` or `stop`."""
     texts = {STATUS: "show a detached fleet", STOP: "drain a detached fleet and stop it"}
     parser = argparse.ArgumentParser(prog=f"outrider ray {name}", description=texts[name])
     add = parser.add_argument

@@ -99,19 +99,19 @@ class GpuProposer(GpuProposerBase):
         )
         self.method = method
         self._batch = DraftBatch(
-            self._rows,
+            self.kv_rows,
             self._program.forward,
             dtype,
             self._device,
             max_rows=drafter.buckets.rows[-1],
         )
         self._landing = DownloadBuffer(self._device)
-        self._grower = DraftLauncher(self._program, self._rows, self._landing)
+        self._grower = DraftLauncher(self._program, self.kv_rows, self._landing)
         self._ahead: GpuLookAhead | None = None
         if look_ahead:
             self._ahead = GpuLookAhead(
                 self._program,
-                self._rows,
+                self.kv_rows,
                 self._grower,
                 self.graphs,
                 self._landing,
@@ -133,13 +133,18 @@ class GpuProposer(GpuProposerBase):
     @property
     def used_rows(self) -> int:
         """K/V rows reserved on the device now."""
-        return self._rows.used_rows
+        return self.kv_rows.used_rows
+
+    @property
+    def num_on_host(self) -> int:
+        """Sessions that are drafted for on the host."""
+        return len(self._on_host)
 
     def kv(self, handle: int, connection: int) -> tuple[Tensor, Tensor]:
         """Keys and values [L * G, S, d] of a session's stable rows, for inspection."""
         slot = self._known[SessionKey(connection, handle)]
         rows = int(self._seats.stable[slot])
-        keys, values = self._rows.copy_kv(int(self._seats.seats[slot]), rows)
+        keys, values = self.kv_rows.copy_kv(int(self._seats.seats[slot]), rows)
         return keys.flatten(0, 1), values.flatten(0, 1)
 
     @torch.inference_mode()
@@ -328,7 +333,7 @@ class GpuProposer(GpuProposerBase):
         size = bucket_for(len(ready), batch_sizes(shape, self._buckets.sessions))
         num_rows = bucket_for(most, self._buckets.rows)
         if members.has_penalties:
-            update_penalty_counts(members, self._seats.counted, self._rows.warp)
+            update_penalty_counts(members, self._seats.counted, self.kv_rows.warp)
         starts = draft_starts(members.sessions) if members.has_grammar else ()
         general = bool(members.needs_general_graph.any())
         if general:
@@ -378,7 +383,7 @@ class GpuProposer(GpuProposerBase):
         size = bucket_for(len(ready), nodes.batch_buckets)
         num_rows = bucket_for(int(ready.counts.max()), self._buckets.score_rows)
         if members.has_penalties:
-            update_penalty_counts(members, self._seats.counted, self._rows.warp)
+            update_penalty_counts(members, self._seats.counted, self.kv_rows.warp)
         words = ahead.launch_scoring(
             nodes, self._batch.stage_rows(ready, size, num_rows), members, lives
         )

@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_REASON: Final = 1000
 """Characters of a refusal."""
-_ROUND_TIMEOUT_S: Final = 5.0
+ROUND_TIMEOUT_S: Final = 5.0
 """Time that a round which was announced may take to come."""
 _MAX_LAUNCHED: Final = 32
 """Commands of a replica that may be on its stream; each launches some 20 kernels at most, and a
@@ -314,7 +314,7 @@ class Replicas:
             device=self._device,
             cuda_graphs=self._captures,
             # On a CPU the thread looks whether a round is there, and waits for none.
-            timeout_us=int(_ROUND_TIMEOUT_S * 1e6) if self._is_cuda else 0,
+            timeout_us=int(ROUND_TIMEOUT_S * 1e6) if self._is_cuda else 0,
         )
 
     def run_waiting(self) -> list[tuple[int, str]]:
@@ -400,7 +400,7 @@ class Replicas:
             return peer.launches.is_full
         if not isinstance(peer.commands[0], ReplicaRoundLaunched) or peer.replica.has_next_round:
             return False
-        if time.monotonic() - peer.waiting_since > _ROUND_TIMEOUT_S:
+        if time.monotonic() - peer.waiting_since > ROUND_TIMEOUT_S:
             raise InvalidMessageError("a round was announced and has not come", reason="REPLICA")
         return True
 

@@ -61,7 +61,7 @@ class GpuProposerBase(KVProposer):
             device=device,
         )
         self._bounded, self._buckets = bounded, drafter.buckets
-        self._rows = PagedDraftKV(
+        self.kv_rows = PagedDraftKV(
             drafter.kv,
             max_rows=max_rows,
             max_session_rows=self._max_context + _TREE_ROWS,
@@ -71,11 +71,14 @@ class GpuProposerBase(KVProposer):
             device=self._device,
             vocabulary=drafter.vocabulary,
         )
-        self._program = LookAheadProgram(drafter.forward(self._rows.storage, self._rows.capacity))
+        """K/V rows of all sessions on the device, and of outcomes."""
+        self._program = LookAheadProgram(
+            drafter.forward(self.kv_rows.storage, self.kv_rows.capacity)
+        )
         self.graphs = GraphCache(self._device, enabled=cuda_graphs)
         self._writer = KVRowWriter(
             self._program.forward,
-            self._rows,
+            self.kv_rows,
             self.graphs,
             dtype=dtype,
             device=self._device,
@@ -99,7 +102,7 @@ class GpuProposerBase(KVProposer):
     def _new_shape(self, session: FollowedSession) -> DraftTreeShape | None:
         """What to grow for a seated session, worked out from its plan and its room."""
         seat = int(self._seats.seats[session.slot])
-        self._seats.describe_session(session, warps=self._rows.warp.has_logits_processing(seat))
+        self._seats.describe_session(session, warps=self.kv_rows.warp.has_logits_processing(seat))
         shape = shape_of_session(session)
         if shape is not None and self._bounded:
             shape = fit_shape(shape, self._buckets.chains)
@@ -168,7 +171,7 @@ class GpuProposerBase(KVProposer):
             self._seats.seats[session.slot] = NO_SLOT
             self._seats.shapes[session.slot] = None
             try:
-                self._seats.seats[session.slot] = self._rows.open_slot(session.sampling)
+                self._seats.seats[session.slot] = self.kv_rows.open_slot(session.sampling)
             except ResourceExhaustedError as error:
                 logger.info(
                     "session not drafted",
@@ -182,8 +185,8 @@ class GpuProposerBase(KVProposer):
 
     def _reserve_blocks(self, session: FollowedSession, rows: int, ceiling: int) -> None:
         seat = int(self._seats.seats[session.slot])
-        self._rows.reserve(seat, rows, ceiling=ceiling)
-        self._seats.room[session.slot] = self._rows.num_reserved(seat)
+        self.kv_rows.reserve(seat, rows, ceiling=ceiling)
+        self._seats.room[session.slot] = self.kv_rows.num_reserved(seat)
 
     def _write(
         self,
@@ -203,7 +206,7 @@ class GpuProposerBase(KVProposer):
                 self._give_up(session)
 
     def _give_up(self, session: FollowedSession) -> None:
-        self._rows.close_slot(int(self._seats.seats[session.slot]))
+        self.kv_rows.close_slot(int(self._seats.seats[session.slot]))
         self._seats.seats[session.slot] = NO_SLOT
         self._seats.stable[session.slot] = self._seats.room[session.slot] = 0
         self._seats.shapes[session.slot] = None

@@ -35,8 +35,8 @@ from outrider_drafter.proposers.tree_growth import StepFrontier
 from outrider_drafter.proposers.tree_visibility import TreeVisibility
 from outrider_drafter.state.session import FollowedSession, SessionKey
 
-_MAX_ROWS_PER_FORWARD = 512
-_MIN_ROWS_AHEAD = 32
+MAX_ROWS_PER_FORWARD = 512
+MIN_ROWS_AHEAD = 32
 """Fewer rows are left to the next draft, whose batch runs them at hardly any extra cost."""
 DRAFT_KV_SLOTS = 128
 """K/V slots kept for draft rows beside a session's own tokens; larger trees are not drafted."""
@@ -265,8 +265,8 @@ class SmallModelProposer:
             return None
         if int(ids[sequence.len :].max(initial=0)) >= self._model.vocab_size:
             return None
-        while len(ids) - 1 - sequence.len >= _MIN_ROWS_AHEAD:
-            end = min(sequence.len + _MAX_ROWS_PER_FORWARD, len(ids) - 1)
+        while len(ids) - 1 - sequence.len >= MIN_ROWS_AHEAD:
+            end = min(sequence.len + MAX_ROWS_PER_FORWARD, len(ids) - 1)
             part = _Prefix(sequence=sequence, token_ids=_ids(ids[sequence.len : end]))
             _run(self._model, part.token_ids, [_causal(part)], torch.empty(0, dtype=torch.int64))
         return sequence

@@ -148,10 +148,12 @@ def _load_head(method: DraftMethod, config: DrafterConfig) -> Proposer:
     target = load_model_config(config.model)
     # Before anything is loaded: every mismatch that files can tell.
     read_head(Path(config.head), target, kind=method)
-    return _head_source(_load_weights(config, target, dtype), config, dtype)
+    return build_head_proposer(_load_weights(config, target, dtype), config, dtype)
 
 
-def _head_source(head: DraftHead, config: DrafterConfig, dtype: torch.dtype) -> Proposer:
+def build_head_proposer(head: DraftHead, config: DrafterConfig, dtype: torch.dtype) -> Proposer:
+    """What drafts with a loaded head: on a GPU captured graphs, elsewhere and for heads that these
+    do not cover the host."""
     if torch.device(config.device).type != "cuda" or not can_extract(head):
         return EagleProposer(
             head,

@@ -132,6 +132,15 @@ class DraftEngine:
         """Sessions followed now."""
         return len(self._table)
 
+    def sessions_of_connection(self, connection: int) -> list[FollowedSession]:
+        """The sessions that a verifier announced on this connection and has not ended."""
+        return self._table.sessions_of_connection(connection)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether grammars of sessions are being compiled."""
+        return self._forms.is_compiling
+
     @property
     def has_wanted_drafts(self) -> bool:
         """Whether a draft is wanted, or a verifier is to hear of a lost session."""

@@ -174,6 +174,16 @@ class DrafterService:
         """Sessions followed now."""
         return self._worker.num_sessions
 
+    @property
+    def is_drafting(self) -> bool:
+        """Whether the drafting thread runs."""
+        return self._worker.is_alive
+
+    @property
+    def unsent_batches(self) -> list[int]:
+        """Batches of proposals that wait for each connected verifier to read them."""
+        return [len(outbox) for outbox in self._outboxes.values()]
+
     def connected_to(self, verifier_address: str) -> bool:
         """Whether an attached verifier has answered and is still there."""
         link = self._links.get(verifier_address)

@@ -38,6 +38,11 @@ class SessionConstraints:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forms")
         self._waiting: dict[StructuredOutput, Future[CompiledGrammar | None]] = {}
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether any form that was asked for is not compiled yet."""
+        return not all(future.done() for future in self._waiting.values())
+
     def request_grammar(self, session: FollowedSession) -> None:
         """A session was announced: have its form compiled, if it has one."""
         structured = session.structured_output

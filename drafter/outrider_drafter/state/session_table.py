@@ -207,7 +207,7 @@ class SessionTable:
         if found is None:
             return AppliedVerdicts(np.empty(0, dtype=np.int64), [], len(verdicts))
         slots = found.find_slots(verdicts.handles)
-        if self._take_in_whole(verdicts, slots):
+        if self.take_in_whole(verdicts, slots):
             return AppliedVerdicts(slots, [], 0)
         self._touch(slots[slots >= 0])
         entries = np.flatnonzero(self.followed[slots] & (slots >= 0))
@@ -226,7 +226,7 @@ class SessionTable:
             unknown=int(np.count_nonzero(slots < 0)),
         )
 
-    def _take_in_whole(self, verdicts: Verdicts, slots: Indices) -> bool:
+    def take_in_whole(self, verdicts: Verdicts, slots: Indices) -> bool:
         """Move sessions on by a message that says of each of them exactly what comes next, as
         nearly all do. False, and nothing has changed, where any entry does not: then entries are
         looked at one by one."""

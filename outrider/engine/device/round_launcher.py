@@ -117,7 +117,8 @@ class RoundLauncher:
         self._inputs: dict[tuple[int, int], RoundInputs] = {}
         self._distributions = DistributionInputs(max_rows=slots.padding, device=target.device)
         self._chunks: dict[int, PrefillChunkInputs] = {}
-        self._downloads = Downloader(target.device)
+        self.downloads = Downloader(target.device)
+        """What copies the results of rounds to the host."""
         self.form_drafts: GrammarDraftBuffer | None = None
         """Of the in-process drafter; None without one in this process."""
         if isinstance(in_process_drafter, InProcessDrafter):
@@ -184,11 +185,11 @@ class RoundLauncher:
             self.after_launch(shape)
         if not features or verified.features is None:
             launched = LaunchedRound(
-                shape, self._downloads.start_download(verified.result, part), None, launched_at=at
+                shape, self.downloads.start_download(verified.result, part), None, launched_at=at
             )
         else:
             memory = None if place is None else place(verified.features.nbytes)
-            result, sent = self._downloads.start_downloads(
+            result, sent = self.downloads.start_downloads(
                 (verified.result, verified.features), part, last_into=memory
             )
             launched = LaunchedRound(

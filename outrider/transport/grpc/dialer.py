@@ -217,6 +217,11 @@ class GrpcDialer:
         if line is not None:
             await line.close()
 
+    @property
+    def num_retired_channels(self) -> int:
+        """Channels that were replaced and have calls that go on."""
+        return len(self._retired)
+
     async def close(self) -> None:
         """Close every channel."""
         lines, self._lines = [*self._lines.values(), *self._retired], {}

@@ -49,6 +49,16 @@ class ShmFrames:
         """Address of the other end."""
         return self._call.peer
 
+    @property
+    def num_unread(self) -> int:
+        """Frames that have arrived and were not taken."""
+        return len(self._inbox)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Size of these."""
+        return self._inbox.size
+
     async def send(self, frame: bytes) -> None:
         """Queue a frame; waits while the peer is not reading."""
         while not self.try_send(frame):

@@ -11,9 +11,9 @@ import torch
 from outrider_bench.gpu.support.benchmark_context import Bench, add_arguments
 from outrider_bench.gpu.support.draft_ablation import (
     TREE_SESSIONS,
-    _choosing,
-    _scored,
     chains_by_choice,
+    choices_by,
+    scores_by,
     trees_by_score,
 )
 from outrider_bench.gpu.support.steps import DraftBench
@@ -44,7 +44,7 @@ def test_a_softmax_changes_what_is_chosen_from_and_no_choice(draft: DraftBench) 
     run, seen = draft.chain(1, 3, new_rows=2), []
     x = torch.randn(4, draft.weights.config.hidden_size)
     for name in ("argmax", "softmax"):
-        with _choosing(draft, name):
+        with choices_by(draft, name):
             seen.append((draft.program.forward.logits(x).exp().sum(-1), run().tokens.tolist()))
             sums = draft.program.forward.logits(x).sum(-1)
             assert torch.allclose(sums, torch.ones(4)) == (name == "softmax")
@@ -57,7 +57,7 @@ def test_trees_by_products_have_the_same_candidates(draft: DraftBench) -> None:
     run = draft.tree(1, new_rows=2, num_nodes=2, top_k=2, depth=1)
 
     def grown(name: str) -> TreeDraft:
-        with _scored(name):
+        with scores_by(name):
             return run()
 
     sums, products, after = grown("sums"), grown("products"), run()

@@ -61,7 +61,7 @@ def lock_step(sessions: int) -> Iterator[tuple[VerifierSide, Callable[[], None]]
 def test_features_of_a_round_are_copied_while_the_device_is_at_the_next_one() -> None:
     order = list[str]()
     with lock_step(3) as (verifier, draft):
-        core, engine = verifier.service._core, verifier.service._rounds._engine
+        core, engine = verifier.service.core, verifier.service.core.runner
         assert core.store is not None
         for owner, name in (
             (engine, "submit_round"),
@@ -81,14 +81,14 @@ def test_features_of_a_round_are_copied_while_the_device_is_at_the_next_one() ->
 
 def test_who_begins_meanwhile_finds_the_prompts_of_the_round_before() -> None:
     with lock_step(2) as (verifier, draft):
-        core = verifier.service._core
+        core = verifier.service.core
         verifier.open_one(2, 200, 8, CHAIN, drafted=True)
         while not core.sessions[SessionId("s2")].is_prefilled:
             verifier.round()
             draft()
         # No features are kept of it, so nobody asks the store for its sake.
         verifier.open_one(3, 200, 8, SpeculationPlan(), drafted=False)
-        verifier.service._rounds.plan_round(0.0)
+        verifier.service.rounds.plan_round(0.0)
         assert core.sessions[SessionId("s3")].prefill_left < 16
 
 
@@ -97,14 +97,14 @@ def test_a_round_that_cannot_be_kept_ends_its_sessions_and_nobody_in_the_middle_
         raise MemoryError("no room")
 
     with lock_step(3) as (verifier, _):
-        core = verifier.service._core
+        core = verifier.service.core
         verifier.round()
         assert core.store is not None
         setattr(core.store, "append", fails)  # noqa: B010
         for session in core.sessions.values():
             assert core.store.is_complete(session.handle)
         assert len(core.sessions) == 3
-        assert verifier.service._rounds.plan_round(0.0).is_empty
+        assert verifier.service.rounds.plan_round(0.0).is_empty
         assert not core.sessions and core.counters["failed_rounds"] == 1
 
 
@@ -157,12 +157,12 @@ def test_drafters_hear_of_no_session_that_comes_and_goes_while_its_kind_is_pause
 def test_rounds_with_own_drafts_run_ahead_and_every_step_of_them_is_timed() -> None:
     with torch.inference_mode():
         side = InProcessSide(3, 4, 3)
-        before = side.service._core.counters["emitted_tokens"]
+        before = side.service.core.counters["emitted_tokens"]
         for _ in range(4):
             side.round()
-    assert side._rounds.has_round_in_flight
+    assert side.service.rounds.has_round_in_flight
     # The canned device lets all three drafted tokens stand.
-    assert side.service._core.counters["emitted_tokens"] - before == 4 * 3 * 4
+    assert side.service.core.counters["emitted_tokens"] - before == 4 * 3 * 4
     assert {len(taken) for taken in side.steps.taken.values()} == {4}
     assert {"verifier: planned", "verifier: committed", "verifier: rest"} < set(side.steps.taken)
 

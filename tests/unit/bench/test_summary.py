@@ -77,7 +77,7 @@ def test_a_part_that_fails_is_left_behind(
                 raise RuntimeError("no such luck")
             return _result("1", plain_ms={"1": 4.2})
 
-    monkeypatch.setattr(cli, "_module", Part)
+    monkeypatch.setattr(cli, "import_part", Part)
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     args = parser.parse_args(["all", "--only", "verify,plain", "--out", str(tmp_path)])

@@ -44,7 +44,7 @@ def test_every_packet_of_a_lane_is_read_or_ends_it() -> None:
 def test_every_decoder_reads_some_honest_frame() -> None:
     honest = honest_frames()
     for decoder in DECODERS:
-        assert any(fuzz._reads(decoder, frame) for frame in honest), decoder.name
+        assert any(fuzz.can_read(decoder, frame) for frame in honest), decoder.name
 
 
 def test_a_decoder_that_breaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

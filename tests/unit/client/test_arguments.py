@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from outrider.client import AsyncClient, Client, RetryPolicy
+from outrider.client import AsyncClient, Client, RetryPolicy, sync_client
 from outrider.client.options import GenerateOptions, make_request, user
-from outrider.errors import InvalidRequestError
+from outrider.errors import InvalidRequestError, OutriderError
 from outrider.wire.inference import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
 from outrider.wire.inference_codec import request_to_pb
 
@@ -134,10 +134,20 @@ async def test_ids_to_abort_are_a_sequence_of_texts(ids: Any) -> None:
             await asynchronous.abort(ids)
 
 
-def test_metadata_of_a_generator_is_kept() -> None:
+def test_metadata_of_a_generator_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    def record(metadata: Any) -> Any:
+        sent.append(metadata)
+        return metadata
+
+    monkeypatch.setattr(sync_client, "add_trace_metadata", record)
     pairs: Any = ((key, "v") for key in ("a", "b"))
-    with Client(ADDRESS, metadata=pairs, api_key="") as client:
-        assert client._metadata == (("a", "v"), ("b", "v"))
+    with Client(ADDRESS, metadata=pairs, api_key="", retry=RetryPolicy(max_attempts=1)) as client:
+        for _ in range(2):
+            with pytest.raises(OutriderError):
+                client.generate("a")
+    assert sent == [(("a", "v"), ("b", "v"))] * 2
 
 
 @pytest.mark.parametrize(

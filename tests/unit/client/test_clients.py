@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from outrider_router.requests.service import RouterService
@@ -27,9 +27,11 @@ from outrider.client import (
     RetryPolicy,
     Rule,
     UnavailableError,
+    async_client,
     rpcs,
     user,
 )
+from outrider.client.async_calls import AbortSender
 from outrider.client.rpcs import GENERATE_STREAM, Rpc
 from outrider.errors import InvalidMessageError
 from tests.fakes.router import grpc_router, running_router
@@ -250,10 +252,19 @@ async def test_the_synchronous_client_aborts_them_too(
 
 
 async def test_what_a_client_waits_for_is_forgotten_when_it_has_come_or_is_dropped(
-    address: str,
+    address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    senders: list[AbortSender] = []
+
+    class Noted(AbortSender):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            senders.append(self)
+
+    monkeypatch.setattr(async_client, "AbortSender", Noted)
     async with AsyncClient(address, retry=NO_RETRY) as client:
-        wanted = client._farewells.wanted
+        (sender,) = senders
+        wanted = sender.wanted
         await client.generate("abc", max_tokens=2)
         await client.stream("abc", max_tokens=2).result()
         with pytest.raises(InvalidRequestError):

@@ -174,13 +174,15 @@ def test_a_model_without_a_chat_template_is_warned_of_before_anything_starts(
     line = f"{files.model} has no chat template: chat requests will be refused"
     assert check_files(files) == (line,)
 
-    def stop(*_: object) -> None:
-        raise InvalidRequestError("nothing is started")
-
-    monkeypatch.setattr(LocalCluster, "_start_peers", stop)
     lines: list[str] = []
+
+    def stop(line: str) -> None:
+        lines.append(line)
+        if line.startswith("starting"):
+            raise InvalidRequestError("nothing is started")
+
     with pytest.raises(InvalidRequestError, match="nothing is started"):
-        LocalCluster(files, progress=lines.append).start()
+        LocalCluster(files, progress=stop).start()
     assert lines.count(line) == 1
     monkeypatch.setattr(serve, "run_module", lambda *_: 0)
     assert main.main(["serve", "--runtime", "ray", "--model", str(files.model)]) == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from outrider_bench.__main__ import BENCHMARKS
-from outrider_ray.commands import _parser as ray_parser
+from outrider_ray.commands import make_command_parser as ray_parser
 
 from outrider.client.commands.main import make_parser
 from outrider.config import load_config

@@ -77,7 +77,7 @@ class Followed:
         return found
 
     def sessions(self) -> list[FollowedSession]:
-        return self.engine._table.sessions_of_connection(1)
+        return self.engine.sessions_of_connection(1)
 
     def lives(self, trees: Sequence[DraftTree]) -> list[PendingProposal]:
         return [PendingProposal(self.session(i), tree) for i, tree in enumerate(trees)]

@@ -23,7 +23,10 @@ FAST = ReconnectConfig(
 
 @asynccontextmanager
 async def running(
-    *sources: Proposer, verifier: ScriptedVerifier | None = None, max_sessions: int = 64
+    *sources: Proposer,
+    verifier: ScriptedVerifier | None = None,
+    max_sessions: int = 64,
+    max_unsent_batches: int = 1024,
 ) -> AsyncIterator[tuple[DrafterService, ScriptedVerifier, InprocNetwork]]:
     """A service over the given sources, or prompt lookup; its verifier is at ADDRESS."""
     network = InprocNetwork(encoded=True)
@@ -33,6 +36,7 @@ async def running(
         drafter_id="d1",
         methods=(DraftMethod.NGRAM,),
         max_sessions=max_sessions,
+        max_unsent_batches=max_unsent_batches,
         reconnect=FAST,
     )
     service = DrafterService(

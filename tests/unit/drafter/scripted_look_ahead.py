@@ -50,7 +50,7 @@ class ScriptedProposer(NgramProposer):
     def score_proposals(self, pending: Sequence[PendingProposal]) -> OutcomeScores:
         assert self.fails_in != "score"
         self.scored.append([each.session for each in pending])
-        self._pending = pending
+        self.pending = pending
         tokens = []
         for session, tree in pending:
             ends = np.array([session.tokens.view[-1], *tree.tokens])
@@ -65,7 +65,7 @@ class ScriptedProposer(NgramProposer):
         self.drafted_outcomes.append(list(outcomes))
         for first in range(0, len(outcomes), self.batch):
             part = outcomes[first : first + self.batch]
-            drafts = [(self._pending[o.live].session, _draft(o.token)) for o in part]
+            drafts = [(self.pending[o.live].session, _draft(o.token)) for o in part]
             yield OutcomeDrafts.of_drafts(
                 np.arange(first, first + len(part)), SessionDrafts.of_drafts(drafts)
             )

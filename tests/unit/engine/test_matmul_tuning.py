@@ -117,10 +117,10 @@ def test_the_choice_can_be_read_by_shape() -> None:
 
 
 def test_the_memory_of_the_machine_bounds_the_plain_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul_tuning, "_total_bytes", lambda: 1000)
+    monkeypatch.setattr(matmul_tuning, "total_memory_bytes", lambda: 1000)
     assert matmul_tuning.has_memory_for_copies(125)
     assert not matmul_tuning.has_memory_for_copies(126)
-    monkeypatch.setattr(matmul_tuning, "_total_bytes", lambda: None)
+    monkeypatch.setattr(matmul_tuning, "total_memory_bytes", lambda: None)
     assert not matmul_tuning.has_memory_for_copies(1)
 
 

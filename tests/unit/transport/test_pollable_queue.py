@@ -32,7 +32,7 @@ def test_a_wait_ends_when_its_time_is_over() -> None:
 
 @pytest.mark.parametrize("most", [1024, 0])
 def test_whichever_comes_first_wakes_the_owner(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(module, "_SELECT_FDS", most)
+    monkeypatch.setattr(module, "SELECT_FDS", most)
     box: PollableQueue[str] = PollableQueue()
     ours, theirs = socket.socketpair()
     with ours, theirs:

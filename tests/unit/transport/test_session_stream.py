@@ -13,7 +13,7 @@ from outrider.errors import ConnectionLostError, InternalError, OutriderError, U
 from outrider.ids import DrafterId
 from outrider.transport.framed_connection import router_end
 from outrider.transport.heartbeat import HeartbeatConfig
-from outrider.transport.in_process import _byte_pipe
+from outrider.transport.in_process import make_byte_pipe
 from outrider.transport.session_stream import SessionStream
 from outrider.wire.codec import decode_sessions_request, encode_sessions_message
 from outrider.wire.messages import (
@@ -85,7 +85,7 @@ class Far:
     async def connect(self) -> Any:
         await self.up.wait()
         self.connections += 1
-        self.end, near = _byte_pipe("verifier", "router")
+        self.end, near = make_byte_pipe("verifier", "router")
         return router_end(near, QUIET)
 
     async def said(self) -> SessionsRequest | MalformedOpen:

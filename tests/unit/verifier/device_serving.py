@@ -193,7 +193,7 @@ async def attached(service: VerifierService, propose: ProposeFn) -> AsyncIterato
         fingerprint=info.feature_fingerprint,
     )
     await drafter.attach()
-    await until(lambda: service._core.counters["attached"] > 0)
+    await until(lambda: service.core.counters["attached"] > 0)
     yield
     await drafter.detach()
     await network.remove(ADDRESS)

@@ -15,7 +15,7 @@ from outrider.ids import SessionId
 def preempt_often(service: VerifierService, *, every: int = 3, most: int = 4) -> None:
     """Before every so many rounds, have the session preempted that was least often, `most` times
     at most; a round in flight with it is settled first. The policy lets it in again."""
-    block_manager: Any = service._core.block_manager
+    block_manager: Any = service.core.block_manager
     ready, rounds = block_manager.prepare_round, count(1)
 
     def restless(now: float, *, touched: int, in_flight: Container[SessionId]) -> bool:
@@ -26,7 +26,7 @@ def preempt_often(service: VerifierService, *, every: int = 3, most: int = 4) ->
             block_manager.pressed = victim.session_id in in_flight
             if block_manager.pressed:
                 return False
-            block_manager._preempt(victim, now)
+            block_manager.preempt_session(victim, now)
         return bool(ready(now, touched=touched, in_flight=in_flight))
 
     block_manager.prepare_round = restless
@@ -36,7 +36,7 @@ def hold(service: VerifierService, since: Callable[[], bool]) -> Callable[[], No
     """Begin no round while `since()` is true, which the engine's thread asks; what is asked of the
     verifier is done, but nobody is admitted or preempted. To be called to let rounds begin again:
     however late a test's loop is, its sessions are where it wants them."""
-    block_manager: Any = service._core.block_manager
+    block_manager: Any = service.core.block_manager
     ready, over = block_manager.prepare_round, False
 
     def holding(now: float, *, touched: int, in_flight: Container[SessionId]) -> bool:
@@ -56,10 +56,10 @@ def hold(service: VerifierService, since: Callable[[], bool]) -> Callable[[], No
 def start_together(service: VerifierService, sessions: int) -> None:
     """Begin no round before so many sessions were taken in, so that they press on each other on a
     machine that is slow to open them, too."""
-    hold(service, lambda: service._core.counters["sessions"] < sessions)
+    hold(service, lambda: service.core.counters["sessions"] < sessions)
 
 
 def preemptions(service: VerifierService) -> int:
     """So far, of all kinds."""
-    counters = service._core.counters
+    counters = service.core.counters
     return counters["preemptions_swap"] + counters["preemptions_recompute"]

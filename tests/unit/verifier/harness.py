@@ -85,13 +85,13 @@ class Rig:
 
     async def attach(self, propose: ProposeFn, **options: Any) -> ScriptedDrafter:
         """Attach a scripted drafter and wait until the engine knows it."""
-        before = self.service._core.counters["attached"]
+        before = self.service.core.counters["attached"]
         drafter = ScriptedDrafter(
             self.network.dialer(), ADDRESS, propose, vocab_size=self.target.vocab_size, **options
         )
         self.drafters.append(drafter)
         await drafter.attach()
-        await until(lambda: self.service._core.counters["attached"] > before)
+        await until(lambda: self.service.core.counters["attached"] > before)
         return drafter
 
     async def run(self, spec: SessionSpec) -> Result:
@@ -123,11 +123,11 @@ class Rig:
         """Wait until nothing is held any more."""
         pool = self.target.pool
         await until(lambda: pool.free_blocks == pool.total_blocks)
-        assert self.service._core.num_sessions == 0
-        assert self.service._core.num_proposals == 0
-        store = self.service._core.store
+        assert self.service.core.num_sessions == 0
+        assert self.service.core.num_proposals == 0
+        store = self.service.core.store
         assert store is None or store.used_bytes == 0
-        block_manager = self.service._core.block_manager
+        block_manager = self.service.core.block_manager
         assert (
             not block_manager.running
             and not block_manager.waiting
@@ -177,7 +177,7 @@ async def verifier(
 
 async def mid_stream(rig: Rig, name: str = "s") -> None:
     """Wait until a session has run some rounds."""
-    sessions, session = rig.service._core.sessions, SessionId(name)
+    sessions, session = rig.service.core.sessions, SessionId(name)
     await until(lambda: session in sessions and sessions[session].round_id >= 3)
 
 

@@ -14,6 +14,7 @@ from outrider_verifier.server.service_builder import build_model_runner, build_s
 
 from outrider.engine.device.graphs.shapes import RoundShape
 from outrider.engine.model_loader import load_target
+from outrider.spec.plan import SpeculationPlan
 from tests.unit.verifier.harness import make_spec
 from tests.unit.verifier.round_driver import MAX_NODES, Driver, texts
 
@@ -42,11 +43,16 @@ def config(target: Path, **settings: object) -> VerifierConfig:
     )
 
 
-def test_a_service_is_built_with_its_throttle(tiny_target: Path) -> None:
+async def test_a_service_is_built_with_its_throttle(tiny_target: Path) -> None:
     throttle = Noted()
     service = build_service(config(tiny_target), hooks=VerifierHooks(round_throttle=throttle))
-    assert service._rounds._engine._throttle is throttle
-    assert build_service(config(tiny_target))._rounds._engine._throttle is None
+    spec = make_spec(prompt=(1, 2, 3), max_new_tokens=3, drafter=None, plan=SpeculationPlan())
+    try:
+        events = [event async for event in service.open_session(spec)]
+    finally:
+        await service.stop()
+    assert sum(len(event.tokens) for event in events) == 3
+    assert throttle.forwards == [3, 1, 1]
 
 
 def test_each_forward_of_the_cpu_runner_is_throttled(tiny_target: Path) -> None:

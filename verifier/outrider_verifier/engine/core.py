@@ -100,7 +100,7 @@ class EngineCore:
         `remote_draft_length`: of the drafts that a session would get between devices, see
         `DeviceExchange`."""
         self._pool = pool
-        self._runner = runner
+        self.runner = runner
         self.inbox = inbox
         self.verdict_builder = verdict_builder
         self.store = store
@@ -110,7 +110,8 @@ class EngineCore:
         self.policy = policy
         self.block_manager = block_manager
         self._post = post
-        self._remote_draft_length = remote_draft_length
+        self.remote_draft_length = remote_draft_length
+        """Of the drafts that a session would get between devices now; 0: it gets none."""
         self._emits: EventBatch | None = None
         """Where the next event goes; None: what was posted is handed over."""
         self.sessions: dict[SessionId, Session] = {}
@@ -292,8 +293,8 @@ class EngineCore:
         if not plan.is_speculative or plan.method not in IN_PROCESS_METHODS:
             return 0
         if spec.drafter_id is None:
-            return self._runner.in_process_draft_length
-        return self._remote_draft_length(spec)
+            return self.runner.in_process_draft_length
+        return self.remote_draft_length(spec)
 
     def _has_remote_drafts(self, session: Session) -> bool:
         """Whether a session is one of those that are drafted for between devices now."""

@@ -59,7 +59,7 @@ _COUNTERS: Final = (
     "device_exchange_late_rounds",
     "device_exchange_hits",
 )
-_ANSWER_TIMEOUT_S: Final = 120.0
+ANSWER_TIMEOUT_S: Final = 120.0
 """Time for the answer to an offer: a drafter captures its graphs first, and may have to compile
 their kernels."""
 
@@ -280,7 +280,7 @@ class DeviceExchange:
         if self._remote.is_attached:
             if not self._remote.is_open:
                 self._channels.drop_channel(self._link.link_id, "the drafter has missed a round")
-        elif now - self._offered_at > _ANSWER_TIMEOUT_S:
+        elif now - self._offered_at > ANSWER_TIMEOUT_S:
             self._channels.drop_channel(self._link.link_id, "the drafter does not answer an offer")
 
     def _read_times(self) -> None:

@@ -127,6 +127,10 @@ class DrafterHealthRegistry:
     def __init__(self) -> None:
         self._known: dict[DrafterId, DrafterHealth] = {}
 
+    def __len__(self) -> int:
+        """Drafters that are remembered."""
+        return len(self._known)
+
     def get_health(self, drafter_id: DrafterId) -> DrafterHealth:
         """The conduct of a drafter; of many names the oldest is forgotten."""
         known = self._known.get(drafter_id)

@@ -45,7 +45,8 @@ class FeatureStore:
         self.chunk = chunk
         self._width = width
         self._dtype = np.dtype(dtype)
-        self._budget = budget_bytes
+        self.budget_bytes = budget_bytes
+        """Host memory that features may take; a session whose own exceed it keeps none."""
         self._row_bytes = width * self._dtype.itemsize
         # The first slab is taken at once: of a small budget it is no more than that.
         slab_chunks = min(slab_bytes, budget_bytes) // (self.chunk * self._row_bytes)
@@ -110,7 +111,7 @@ class FeatureStore:
     def has_room(self, count: int) -> bool:
         """Whether so many positions more fit the budget."""
         self.run_deferred()
-        return self._used_bytes + count * self._row_bytes <= self._budget
+        return self._used_bytes + count * self._row_bytes <= self.budget_bytes
 
     def full_blocks(self, handle: int) -> list[int]:
         """Numbers of a session's chunks that are full."""
@@ -150,7 +151,7 @@ class FeatureStore:
         if not self.is_complete(handle):
             return
         count = len(rows)
-        if self._used_bytes + count * self._row_bytes > self._budget:
+        if self._used_bytes + count * self._row_bytes > self.budget_bytes:
             self.close(handle)
             return
         self._used_bytes += count * self._row_bytes
@@ -180,7 +181,7 @@ class FeatureStore:
             kept = np.flatnonzero(places >= 0)
             handles, places, elements = handles[kept], places[kept], elements[kept]
         needed = self._used_bytes + len(handles) * self._row_bytes
-        if needed > self._budget:
+        if needed > self.budget_bytes:
             whole = elements.view(self._dtype).reshape(-1, self._width)
             for number, handle in enumerate(handles.tolist()):
                 self.append(handle, whole[number : number + 1])

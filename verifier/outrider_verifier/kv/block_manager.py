@@ -178,7 +178,7 @@ class BlockManager:
         due = self.waiting and (touched != self._seen or now >= self._again_at)
         if grown and not due and not self.pressed:
             return True
-        actions = self._actions(now, grown=grown)
+        actions = self._plan_actions(now, grown=grown)
         self.pressed = any(
             [isinstance(action, Preempt) and action.session_id in in_flight for action in actions]
         )
@@ -190,7 +190,7 @@ class BlockManager:
             raise AssertionError("blocks were preempted for and are not there")
         return True
 
-    def _actions(self, now: float, *, grown: bool) -> list[Action]:
+    def _plan_actions(self, now: float, *, grown: bool) -> list[Action]:
         running, waiting = self.running.values(), self.waiting.values()
         if grown and can_all_run(
             max_blocks=sum([session.max_blocks for session in (*running, *waiting)]),
@@ -270,7 +270,7 @@ class BlockManager:
     def _act(self, actions: Sequence[Action], now: float) -> None:
         for action in actions:
             if isinstance(action, Preempt):
-                self._preempt(self.running[action.session_id], now)
+                self.preempt_session(self.running[action.session_id], now)
                 continue
             session = self.waiting[action.session_id]
             if self.running and not self._runner.prefetch_session(session):
@@ -282,7 +282,8 @@ class BlockManager:
                 self._counters["resumed_preemption"] += 1
                 timeline.mark_instant("resumed")
 
-    def _preempt(self, session: Session, now: float) -> None:
+    def preempt_session(self, session: Session, now: float) -> None:
+        """Take the K/V of a running session that is in no round; it waits to be admitted again."""
         swap = self._swap if self._mode_of(session) is PreemptionMode.SWAP else None
         self.store_prefix(session)
         way = (

@@ -171,6 +171,11 @@ class RouterStreams:
         """Sessions that are served or being opened."""
         return len(self._served)
 
+    @property
+    def num_moves(self) -> int:
+        """Sessions whose move to another drafter has not been confirmed by the engine."""
+        return len(self._moving)
+
     async def serve_router(self, connection: ServingConnection) -> None:
         """Serve one router until its stream ends, then free its sessions."""
         router = _Router(next(self._numbers), connection, SendQueue(connection, size_of=_size))

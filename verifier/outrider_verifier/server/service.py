@@ -131,7 +131,7 @@ class VerifierService(SessionIteratorMixin):
             )
         self._outbox: list[Effect] = []
         self._exchange: DeviceExchange | None = None
-        self._core, self._rounds = build_engine(
+        self.core, self.rounds = build_engine(
             config,
             target,
             projection,
@@ -141,13 +141,16 @@ class VerifierService(SessionIteratorMixin):
             self._outbox,
             lambda spec: 0 if self._exchange is None else self._exchange.draft_length(spec),
         )
-        self._hub = DrafterConnections(
+        """State of all sessions, and what runs their rounds. The engine thread owns both once it
+        has started; benchmarks and tests that never start it drive rounds by themselves."""
+        self.drafter_connections = DrafterConnections(
             self._identity(),
             post=self._post,
             hello_s=config.handshake_timeout_s,
             queue_bytes=config.drafter_queue_mb << 20,
-            backlog=lambda: 0 if self._loop is None else self._loop.backlog,
+            backlog=lambda: self.backlog,
         )
+        """Connections of the drafters that are attached."""
         self._shm_channels = DrafterShmChannels(
             DrafterMessageChecker(self._identity()),
             queue_bytes=config.drafter_queue_mb << 20,
@@ -158,13 +161,14 @@ class VerifierService(SessionIteratorMixin):
         if config.exchanges_on_device and projection is not None:
             self._exchange = self._make_exchange(runner)
         self._forms = GrammarPreparation(grammars)
-        self._routers = RouterStreams(
+        self.router_streams = RouterStreams(
             post=self._post,
             admit=self._check_draining,
             on_change=lambda sessions: self._busy_cores.set_busy(sessions > 0),
             forms=self._forms,
         )
-        self.metrics = VerifierMetrics(self._counts, self._gauges)
+        """Connections of the routers, and the sessions that each follows."""
+        self.metrics = VerifierMetrics(self.read_counters, self._gauges)
         self._loop: EngineLoop | None = None
         self._running_on: asyncio.AbstractEventLoop | None = None
         self._overflows = 0
@@ -187,7 +191,7 @@ class VerifierService(SessionIteratorMixin):
 
         def lose() -> None:
             runner.detach_remote_drafter()
-            self._core.forget_remote_drafts()
+            self.core.forget_remote_drafts()
 
         return DeviceExchange(
             runner.remote_drafter,
@@ -196,9 +200,9 @@ class VerifierService(SessionIteratorMixin):
             block_tokens=self._pool.block_tokens,
             table_blocks=runner.table_blocks,
             feature_dtype=self._config.feature_dtype,
-            on_open=self._core.open_remote_drafts,
+            on_open=self.core.open_remote_drafts,
             on_lost=lose,
-            on_drafts=self._core.drafters.record_device_drafts,
+            on_drafts=self.core.drafters.record_device_drafts,
             on_rounds=lambda rounds: self.metrics.observe_exchange(rounds),
         )
 
@@ -211,18 +215,18 @@ class VerifierService(SessionIteratorMixin):
             raise UnavailableError("the verifier has stopped", reason="STOPPING")
         if self._loop is None:
             self._loop = EngineLoop(
-                self._core,
-                self._rounds,
+                self.core,
+                self.rounds,
                 self._outbox,
                 self._shm_channels,
                 loop=asyncio.get_running_loop(),
-                dispatch=self._dispatch,
+                dispatch=self.perform_effects,
                 on_lost=self._on_lost,
                 exchange=self._exchange,
             )
             self._running_on = asyncio.get_running_loop()
             if self._config.shared_memory:
-                self._hub.shm_channels = ShmListener.open()
+                self.drafter_connections.shm_channels = ShmListener.open()
             self._loop.start()
             self._watchdog = Watchdog(
                 self._loop.progress,
@@ -238,12 +242,12 @@ class VerifierService(SessionIteratorMixin):
         What is left when time has run out fails, so that routers go on with it; then False.
         """
         self._draining = True
-        self._routers.announce_drain(timeout_s)
+        self.router_streams.announce_drain(timeout_s)
         deadline = time.monotonic() + timeout_s
-        while self._routers.num_sessions and time.monotonic() < deadline:
+        while self.router_streams.num_sessions and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_POLL_S)
-        left = self._routers.num_sessions
-        self._routers.fail_all_sessions(draining_error())
+        left = self.router_streams.num_sessions
+        self.router_streams.fail_all_sessions(draining_error())
         return left == 0
 
     async def stop(self) -> None:
@@ -264,7 +268,7 @@ class VerifierService(SessionIteratorMixin):
     async def info(self) -> VerifierInfo:
         """Identity, capacity and load."""
         self._check_device()
-        medians, counters = self.metrics.medians, self._core.counters
+        medians, counters = self.metrics.medians, self.core.counters
         return VerifierInfo(
             protocol_version=PROTOCOL_VERSION,
             verifier_id=VerifierId(self._config.verifier_id),
@@ -276,10 +280,11 @@ class VerifierService(SessionIteratorMixin):
             kv_block_tokens=self._pool.block_tokens,
             kv_total_blocks=self._kv_blocks,
             kv_free_blocks=self._pool.free_blocks,
-            sessions=self._core.num_sessions,
+            sessions=self.core.num_sessions,
             max_sessions=self._config.max_sessions,
             drafters=tuple(
-                self._core.describe_drafter(link, time.monotonic()) for link in self._hub.links
+                self.core.describe_drafter(link, time.monotonic())
+                for link in self.drafter_connections.links
             ),
             feature_fingerprint=self._fingerprint,
             rounds_total=counters["rounds"],
@@ -291,11 +296,11 @@ class VerifierService(SessionIteratorMixin):
             in_process_methods=IN_PROCESS_METHODS if self._in_process_draft_length else (),
             in_process_draft_length=self._in_process_draft_length,
             simulated_acceptance=self._config.simulated_acceptance,
-            planner=self._core.policy.describe()[:MAX_PLANNER_BYTES],
+            planner=self.core.policy.describe()[:MAX_PLANNER_BYTES],
             stats=stats_of(counters),
             hit_idle_us_p50=medians.hit_idle_us,
             draining=self._draining or self._stopped,
-            waiting_sessions=len(self._core.block_manager.waiting),
+            waiting_sessions=len(self.core.block_manager.waiting),
             preemptions_swap=counters["preemptions_swap"],
             preemptions_recompute=counters["preemptions_recompute"],
             prefix_cache_query_tokens=counters["prefix_cache_query_tokens"],
@@ -303,6 +308,22 @@ class VerifierService(SessionIteratorMixin):
             engine_steps=self._steps(),
             device_exchange=self._exchange_info(),
         )
+
+    @property
+    def backlog(self) -> int:
+        """Commands that wait for the engine thread."""
+        return 0 if self._loop is None else self._loop.backlog
+
+    def read_counters(self) -> dict[str, int]:
+        """Monotonic counts of the engine and of all connections, by their names in metrics."""
+        # The engine thread writes to the first one: only a copy at once is safe.
+        counters = Counter({**self.core.counters, "commands_refused": self._overflows})
+        counters.update(self.drafter_connections.counters)
+        counters.update(self._shm_channels.counters)
+        counters.update(self.router_streams.counters)
+        if self._exchange is not None:
+            counters.update(self._exchange.counters)
+        return counters
 
     async def sessions(self) -> RouterConnection:
         """A stream of sessions for a caller in this process."""
@@ -312,7 +333,7 @@ class VerifierService(SessionIteratorMixin):
     async def serve_sessions(self, connection: ServingConnection) -> None:
         """Serve one router's stream of sessions; its end, however it comes, frees them all."""
         self.start()
-        await self._routers.serve_router(connection)
+        await self.router_streams.serve_router(connection)
 
     async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
         """Change a session's plan; NotFoundError if there is none."""
@@ -331,7 +352,7 @@ class VerifierService(SessionIteratorMixin):
     async def exchange(self, connection: VerifierConnection) -> None:
         """Serve one drafter's connection until it ends."""
         self.start()
-        await self._hub.serve_connection(connection)
+        await self.drafter_connections.serve_connection(connection)
 
     # ---- between the threads -------------------------------------------------------------------
 
@@ -375,17 +396,20 @@ class VerifierService(SessionIteratorMixin):
         self._close_shm_channels()
         for command in [] if loop is None else loop.remaining_commands():
             self._refuse(command, engine_stalled_error())
-        self._routers.fail_all_sessions(engine_stalled_error())
+        self.router_streams.fail_all_sessions(engine_stalled_error())
         self.lost.set()
 
     def _on_shm_channel_lost(self, link_id: int) -> None:
         """Called on the engine thread."""
         assert self._running_on is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the connection
-            self._running_on.call_soon_threadsafe(self._hub.drop_link, link_id)
+            self._running_on.call_soon_threadsafe(self.drafter_connections.drop_link, link_id)
 
     def _close_shm_channels(self) -> None:
-        listener, self._hub.shm_channels = self._hub.shm_channels, None
+        listener, self.drafter_connections.shm_channels = (
+            self.drafter_connections.shm_channels,
+            None,
+        )
         if listener is not None:
             listener.close()
 
@@ -398,22 +422,22 @@ class VerifierService(SessionIteratorMixin):
             raise draining_error()
         self.start()
 
-    def _dispatch(self, effects: list[Effect]) -> None:
+    def perform_effects(self, effects: list[Effect]) -> None:
         """Perform what a round (or a command) asked for; drafters first, each told all at once."""
         for link_id, messages in messages_by_link(effects).items():
-            self._hub.send_messages(link_id, *messages)
+            self.drafter_connections.send_messages(link_id, *messages)
         for effect in effects:
             match effect:
                 case SendMessage():
                     pass
                 case EventBatch():
-                    self._routers.send_events(effect)
+                    self.router_streams.send_events(effect)
                 case FailSession(ticket=ticket, error=error):
-                    self._routers.fail_session(ticket, error)
+                    self.router_streams.fail_session(ticket, error)
                 case DrafterChanged(ticket=ticket, drafter_id=drafter_id):
-                    self._routers.announce_drafter(ticket, drafter_id)
+                    self.router_streams.announce_drafter(ticket, drafter_id)
                 case DisconnectDrafter(link_id=link_id):
-                    self._hub.disconnect_drafter(link_id)
+                    self.drafter_connections.disconnect_drafter(link_id)
                 case CompleteCommand(future=future, error=refused):
                     _settle(future, refused)
                 case RoundReport() as report:
@@ -425,7 +449,7 @@ class VerifierService(SessionIteratorMixin):
         """What tells a router that its sessions make progress: steps of the engine, and grammars
         that were compiled before the engine hears of a session."""
         engine = 0 if self._loop is None else self._loop.session_steps
-        return engine + self._routers.compilations
+        return engine + self.router_streams.compilations
 
     def _exchange_info(self) -> DeviceExchangeInfo | None:
         if self._exchange is not None:
@@ -445,34 +469,24 @@ class VerifierService(SessionIteratorMixin):
             max_tree_nodes=self._config.max_tree_nodes,
         )
 
-    def _counts(self) -> dict[str, int]:
-        # The engine thread writes to the first one: only a copy at once is safe.
-        counters = Counter({**self._core.counters, "commands_refused": self._overflows})
-        counters.update(self._hub.counters)
-        counters.update(self._shm_channels.counters)
-        counters.update(self._routers.counters)
-        if self._exchange is not None:
-            counters.update(self._exchange.counters)
-        return counters
-
     def _gauges(self) -> dict[str, float]:
-        store, exchange = self._core.store, self._exchange_info()
+        store, exchange = self.core.store, self._exchange_info()
         return {
             **{
                 f"device_exchange_open_{kind.value}": exchange is not None
                 and exchange.memory is kind
                 for kind in MemoryKind
             },
-            "sessions_running": len(self._core.block_manager.running),
-            "sessions_waiting": len(self._core.block_manager.waiting),
-            "swapped_bytes": self._core.block_manager.swapped_bytes,
+            "sessions_running": len(self.core.block_manager.running),
+            "sessions_waiting": len(self.core.block_manager.waiting),
+            "swapped_bytes": self.core.block_manager.swapped_bytes,
             "kv_blocks": self._kv_blocks,
             "kv_blocks_free": self._pool.free_blocks,
             "kv_cache_usage_ratio": 1.0 - self._pool.free_blocks / max(1, self._kv_blocks),
-            "prefix_blocks": self._core.block_manager.prefix_blocks,
-            "prefix_feature_bytes": self._core.block_manager.prefix_feature_bytes,
-            "drafters_connected": len(self._hub.links),
-            "pending_proposals": self._core.num_proposals,
+            "prefix_blocks": self.core.block_manager.prefix_blocks,
+            "prefix_feature_bytes": self.core.block_manager.prefix_feature_bytes,
+            "drafters_connected": len(self.drafter_connections.links),
+            "pending_proposals": self.core.num_proposals,
             "feature_bytes": 0 if store is None else store.used_bytes,
         }
 

@@ -44,7 +44,7 @@ def trees_by_score(bench: Bench) -> list[dict[str, Any]]:
             facts: dict[str, Any] = {"sessions": count}
             run = draft.tree(count, new_rows=NEW_ROWS, **TREE)
             for name in ("sums", "products"):
-                with _scored(name):
+                with scores_by(name):
                     facts[f"{name}_ms"] = round(draft.median_ms(run), 4)
                     facts[f"{name}_kernels"] = len(kernel_names(run, bench.device))
             found.append(facts)
@@ -68,7 +68,7 @@ def _chains(bench: Bench, models: LoadedModels) -> list[dict[str, Any]]:
                 "floor_ms": round(floor, 4),
             }
             for name in ("softmax", "argmax"):
-                with _choosing(draft, name):
+                with choices_by(draft, name):
                     facts |= _chain_facts(bench, draft, count, name)
             found.append(facts)
     return found
@@ -95,7 +95,7 @@ def _whole_vocabulary(models: LoadedModels) -> LoadedModels:
 
 
 @contextmanager
-def _choosing(draft: DraftBench, name: str) -> Iterator[None]:
+def choices_by(draft: DraftBench, name: str) -> Iterator[None]:
     """Let drafts choose from probabilities ("softmax"), or as they do."""
     logits: Callable[[Tensor], Tensor] = draft.program.forward.logits
 
@@ -108,7 +108,7 @@ def _choosing(draft: DraftBench, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _scored(name: str) -> Iterator[None]:
+def scores_by(name: str) -> Iterator[None]:
     """Let trees take their candidates by probability ("products"), or as they do. What is added
     up is wrong then, which does not matter for the time."""
 

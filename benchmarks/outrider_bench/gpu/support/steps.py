@@ -204,7 +204,7 @@ class DraftBench:
 
     @property
     def _in_process_drafter(self) -> InProcessDrafter:
-        own: InProcessDrafter = self._runner._in_process_drafter
+        own: InProcessDrafter = self._runner.in_process_drafter
         return own
 
     def chain(

@@ -35,7 +35,7 @@ class GrammarDraftBuffer:
         max_sessions: int,
         vocab_size: int,
     ) -> None:
-        self._head, self._graphs = in_process_drafter, graphs
+        self.drafter, self._graphs = in_process_drafter, graphs
         self._max_sessions = max_sessions
         self._levels = in_process_drafter.levels
         self.are_chains = not in_process_drafter.shape.is_tree
@@ -116,7 +116,7 @@ class GrammarDraftBuffer:
     def read_trees(self, slots: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Of the trees that the next round of these slots' sessions verifies: tokens and parents,
         int32 [len(slots), n] each; -1 and PADDING_NODE where there is no node. Waits."""
-        tokens, parents = self._head.read_trees(slots)
+        tokens, parents = self.drafter.read_trees(slots)
         return tokens.numpy(), parents.numpy()
 
     def write_chains(self, slots: Sequence[int], tokens: NDArray[np.int32]) -> None:
@@ -130,7 +130,7 @@ class GrammarDraftBuffer:
     def warm_up(self) -> None:
         """Compile and capture all buckets, with nothing but padding."""
         for rows in buckets_up_to(ROW_BUCKETS, self._max_sessions):
-            nowhere = [self._head.padding] * rows
+            nowhere = [self.drafter.padding] * rows
             self.start_drafts(nowhere, ())
             if self.are_chains:
                 self.write_chains(nowhere, np.full((rows, self.length), -1, dtype=np.int32))
@@ -142,7 +142,7 @@ class GrammarDraftBuffer:
         """Whom the next passes are for, which level, and what is allowed there; rows of their
         bucket."""
         rows = bucket_for(len(slots), ROW_BUCKETS)
-        told = np.full(2 * rows, self._head.padding, dtype=np.int32)
+        told = np.full(2 * rows, self.drafter.padding, dtype=np.int32)
         told[: len(slots)] = slots
         told[rows:] = level
         self._masks.set_masks(allowed_tokens, rows, told)
@@ -152,9 +152,9 @@ class GrammarDraftBuffer:
     def _begin(self, rows: int) -> None:
         slots = self._masks.beside[:rows]
         if self._levels is None:
-            self._head.draft_stored(slots, self._masks)
+            self.drafter.draft_stored(slots, self._masks)
         else:
-            self._levels.run_rows(self._head.kept.rows_of(slots))
+            self._levels.run_rows(self.drafter.kept.rows_of(slots))
 
     @torch.inference_mode()
     def _choose(self, rows: int) -> Tensor:
@@ -171,9 +171,9 @@ class GrammarDraftBuffer:
     @torch.inference_mode()
     def _put(self, rows: int) -> None:
         slots, tokens = self._given[:rows], self._given[rows : rows * (1 + self.length)]
-        self._head.first_tokens.index_copy_(0, slots.long(), tokens.view(rows, self.length))
+        self.drafter.first_tokens.index_copy_(0, slots.long(), tokens.view(rows, self.length))
 
     def _padded(self, slots: Sequence[int], rows: int) -> NDArray[np.int32]:
-        padded = np.full(rows, self._head.padding, dtype=np.int32)
+        padded = np.full(rows, self.drafter.padding, dtype=np.int32)
         padded[: len(slots)] = slots
         return padded

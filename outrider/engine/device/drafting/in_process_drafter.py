@@ -78,7 +78,7 @@ class InProcessDrafter:
         """By nodes of a row, the root included."""
         self.weights = weights = HeadWeights.from_head(head)
         device, config = pool.storage.device, head.config
-        self._slots = slots
+        self.slots = slots
         self.storage = torch.zeros(
             (2, 1, config.num_kv_heads, pool.storage.shape[3], config.head_dim),
             dtype=pool.storage.dtype,
@@ -187,7 +187,7 @@ class InProcessDrafter:
         chain = self.program.draft_chain(
             rows,
             length=shape.num_nodes,
-            state=self._slots.sampling,
+            state=self.slots.sampling,
             warp=self.logits_slots.state if sampled else None,
             draft_distributions=self.distribution.probs
             if sampled and self.distribution is not None
@@ -225,7 +225,7 @@ class InProcessDrafter:
         assert self._parents is not None
         tree = self.program.draft_tree(
             rows,
-            state=self._slots.sampling,
+            state=self.slots.sampling,
             num_nodes=shape.num_nodes,
             top_k=shape.top_k,
             depth=shape.levels,

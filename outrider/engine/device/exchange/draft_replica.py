@@ -143,10 +143,10 @@ class DraftReplica:
         vocabulary = forward.vocabulary
         ids = vocabulary.target_ids
         self._ids_increase = bool((ids[1:] > ids[:-1]).all())
-        self._limits: DistributionLimits | None = None
+        self.distribution_limits: DistributionLimits | None = None
         """Of the distributions of the rejection rule; None: there are none."""
         if shape.distribution_entries:
-            self._limits = DistributionLimits(max_ids=shape.distribution_entries)
+            self.distribution_limits = DistributionLimits(max_ids=shape.distribution_entries)
         self._warp = LogitsSlots(
             count, len(vocabulary.target_ids), device, draft_columns=vocabulary.draft_columns
         )
@@ -269,7 +269,11 @@ class DraftReplica:
         yield from steps("wait", self._wait)
         for chunks in _buckets(shape.max_chunks):
             yield from steps(("chunks", chunks), partial(self._run_chunks, chunks))
-        kinds = [(False, None), (True, None), *([(True, self._limits)] if self._limits else [])]
+        kinds = [
+            (False, None),
+            (True, None),
+            *([(True, self.distribution_limits)] if self.distribution_limits else []),
+        ]
         for ahead, most in ((False, shape.max_rows), (True, shape.ahead_rows)):
             for rows in _buckets(most if self._ahead or not ahead else 0):
                 for sampled, limits in kinds:
@@ -285,7 +289,7 @@ class DraftReplica:
             chunks = bucket_for(announced.chunks, _buckets(shape.max_chunks))
             run(("chunks", chunks), lambda: self._run_chunks(chunks))
         sampled, is_ahead = announced.is_sampled, announced.is_ahead
-        limits = self._limits if sampled and announced.has_rejection else None
+        limits = self.distribution_limits if sampled and announced.has_rejection else None
         if announced.rows:
             most = shape.ahead_rows if is_ahead else shape.max_rows
             rows = bucket_for(announced.rows, _buckets(most))

@@ -102,7 +102,7 @@ class LookAheadDrafter:
     ) -> tuple[Tensor, Tensor]:
         """Draft for outcomes of these chains, which were drafted with their levels; digests int64
         [R, F] of the prefixes, tokens int32 [R, F, K]. warp: as for `DraftProgram.draft_chain`."""
-        places, live, features = self._rank(rows, drafted, warp)
+        places, live, features = self.rank_outcomes(rows, drafted, warp)
         batch, length, outcomes = len(rows.slots), self._length, self._outcomes
         branches = batch * outcomes
         digests = self._digests_of(taken, drafted.tokens, places)
@@ -138,7 +138,7 @@ class LookAheadDrafter:
         self._tokens.index_copy_(0, slots, tokens)
         return digests, tokens
 
-    def _rank(
+    def rank_outcomes(
         self, rows: NewRows, drafted: ChainDraft, warp: LogitsProcessorState | None
     ) -> tuple[_Outcomes, Tensor, Tensor]:
         """The likeliest outcomes; the position int32 [R] of each live row; features [R, P, H] of

@@ -84,14 +84,16 @@ class RemoteDrafter:
         self.padding = shape.num_slots - 1
         self.vocab_size, self.device = vocab_size, device
         self._side = ExchangeSide(shape, device, timeout_us=timeout_us)
-        self._verdicts, self._drafts = self._side.verdicts, self._side.drafts
+        self._verdicts, self.drafts = self._side.verdicts, self._side.drafts
+        """The buffer that the drafter's device reads, and the one that it writes."""
         self.state = self._side.state
         self.times = ExchangeTimes(self.state.history.numpy())
         """Of the rounds of this exchange."""
         self._distributions = new_taken_distributions(
             shape.num_slots, shape.draft_length, shape.distribution_entries, device
         )
-        self._chosen = new_chosen_drafts(shape.num_slots, shape.draft_length, device)
+        self.chosen = new_chosen_drafts(shape.num_slots, shape.draft_length, device)
+        """Drafts for outcomes that came true, which the next rounds verify."""
         self.tokens = new_taken_tokens(shape.num_slots, shape.draft_length, device)
         """int32 [X, n]: the drafts that each session's next round verifies; -1: no node."""
         with torch.inference_mode(False):
@@ -125,7 +127,7 @@ class RemoteDrafter:
         `peer`'s, in the order of the stream; both are closed with `detach`. `host` hears what the
         drafter's host must know."""
         self._side.attach(verdicts=peer, drafts=own)
-        self._chosen.outcomes.fill_(NOT_CHOSEN)
+        self.chosen.outcomes.fill_(NOT_CHOSEN)
         self._host = host
 
     def detach(self) -> None:
@@ -151,7 +153,7 @@ class RemoteDrafter:
         if self._host is None:
             return
         self.digests[slot].fill_(digest - (1 << 64) if digest >= 1 << 63 else digest)
-        self._chosen.outcomes[slot].fill_(NOT_CHOSEN)
+        self.chosen.outcomes[slot].fill_(NOT_CHOSEN)
         self._followed.add(slot)
         self._host.begin_session(slot, blocks, sampling, num_rows=num_rows, history=history)
 
@@ -187,29 +189,29 @@ class RemoteDrafter:
         distributions, if any of the sessions has the rejection rule."""
         del num_nodes
         lengths = self._static(self._lengths, len(slots))
-        wait_drafts(self._drafts, self.state, slots, self._chosen.outcomes, padding=self.padding)
+        wait_drafts(self.drafts, self.state, slots, self.chosen.outcomes, padding=self.padding)
         take_drafts(
-            self._drafts,
+            self.drafts,
             self.state,
             slots,
             self.digests,
             self.tokens,
             lengths,
-            chosen=self._chosen,
+            chosen=self.chosen,
             vocab_size=self.vocab_size,
         )
         if not rejection or not self.exchange_shape.distribution_entries:
             return None
         ranges = self._static(self._ranges, len(slots), self.exchange_shape.num_nodes, 2)
         take_distributions(
-            self._drafts,
+            self.drafts,
             self.state,
             slots,
             self.tokens,
             lengths,
             self._distributions,
             ranges,
-            chosen=self._chosen,
+            chosen=self.chosen,
             vocab_size=self.vocab_size,
         )
         return self._distributions.with_ranges(ranges)
@@ -231,7 +233,7 @@ class RemoteDrafter:
     def begin_rows(self) -> None:
         """Rows of a launch are put next."""
         self._has_chunks = False
-        reserve_bank(self._drafts, self.state, depth=self._verdicts.depth)
+        reserve_bank(self.drafts, self.state, depth=self._verdicts.depth)
 
     def write_rows(self, rows: NewRows) -> None:
         """Give the drafter rows of prompts whose prediction nobody wants."""
@@ -245,11 +247,11 @@ class RemoteDrafter:
         advance_digests(self.digests, rows.slots, rows.tokens, rows.counts)
         if shape.fan_out:
             choose_drafts(
-                self._drafts,
+                self.drafts,
                 self.state,
                 rows.slots,
                 self.digests,
-                self._chosen,
+                self.chosen,
                 outcomes=shape.fan_out,
                 vocab_size=self.vocab_size,
                 padding=self.padding,
@@ -269,7 +271,7 @@ class RemoteDrafter:
             digests=self.digests,
             tokens=rows.tokens,
             features=rows.features,
-            outcomes=self._chosen.outcomes if first == DECODE_ROWS else None,
+            outcomes=self.chosen.outcomes if first == DECODE_ROWS else None,
             capacity=capacity,
             width=width,
             padding=self.padding,

@@ -37,9 +37,9 @@ _HEAD: Final = Struct(f"={NUM_STREAMS}Qqf3i")
 Numbers of 64 bits lie at even places."""
 _FIELDS: Final = _HEAD.size // 4
 """Words of these."""
-_BEGUN: Final = 8
+SLOTS_PER_WRITE: Final = 8
 """Slots that one launch writes."""
-_GROWN: Final = 64
+BLOCKS_PER_WRITE: Final = 64
 """Blocks that one launch adds to tables."""
 
 
@@ -96,7 +96,7 @@ class DeviceSessionSlots:
         self._pool, self._device, self._blocks = pool, device, blocks
         # An even number of words: those of 64 bits are to be aligned in every row.
         self._width = _FIELDS + blocks + blocks % 2
-        self._staged = zeros(_BEGUN * self._width + 3 * _GROWN)
+        self._staged = zeros(SLOTS_PER_WRITE * self._width + 3 * BLOCKS_PER_WRITE)
         """What a launch writes: rows of slots, then the places of added blocks and these."""
         self._begun: dict[int, NDArray[np.int32]] = {}
         """The rows of slots that the device was not told of, [width] each."""
@@ -105,11 +105,11 @@ class DeviceSessionSlots:
         padding, held = SamplingParams(), self._padding_kv.blocks
         # What is left of a launch says again where the padding slot begins. Places are of 64 bits,
         # as the copy wants them: in front, where they are aligned.
-        self._no_places = np.full(_GROWN, self.padding * blocks, np.int64)
-        self._no_blocks = np.full(_GROWN, held[0], np.int32)
+        self._no_places = np.full(BLOCKS_PER_WRITE, self.padding * blocks, np.int64)
+        self._no_blocks = np.full(BLOCKS_PER_WRITE, held[0], np.int32)
         self._nobody = self._row(self.padding, held, padding, length=1, root=0)
         # Captured now: no session is to wait for it later.
-        for rows in ([], [self._nobody], [self._nobody] * _BEGUN):
+        for rows in ([], [self._nobody], [self._nobody] * SLOTS_PER_WRITE):
             self._write(rows, [], [])
 
     def check_blocks(self, count: int) -> None:
@@ -158,13 +158,13 @@ class DeviceSessionSlots:
             held.extend(blocks)
         rows = list(self._begun.values())
         # Blocks are added to what was written before.
-        while len(rows) > _BEGUN:
-            self._write(rows[:_BEGUN], [], [])
-            del rows[:_BEGUN]
+        while len(rows) > SLOTS_PER_WRITE:
+            self._write(rows[:SLOTS_PER_WRITE], [], [])
+            del rows[:SLOTS_PER_WRITE]
         while rows or held:
-            self._write(rows, places[:_GROWN], held[:_GROWN])
+            self._write(rows, places[:BLOCKS_PER_WRITE], held[:BLOCKS_PER_WRITE])
             rows = []
-            del places[:_GROWN], held[:_GROWN]
+            del places[:BLOCKS_PER_WRITE], held[:BLOCKS_PER_WRITE]
         self._begun.clear()
 
     def _row(
@@ -186,14 +186,15 @@ class DeviceSessionSlots:
         return words
 
     def _write(self, rows: list[NDArray[np.int32]], places: list[int], held: list[int]) -> None:
-        """Write at most _BEGUN slots, then at most _GROWN blocks to these places of all tables."""
+        """Write at most SLOTS_PER_WRITE slots, then at most BLOCKS_PER_WRITE blocks to these places
+        of all tables."""
         where, numbers = self._no_places, self._no_blocks
         if held:
             where, numbers = where.copy(), numbers.copy()
             where[: len(held)], numbers[: len(held)] = places, held
         # Where few are served they begin one by one, and their tables may be long.
-        count = len(rows) if len(rows) < 2 else _BEGUN
-        staged = self._staged[: count * self._width + 3 * _GROWN]
+        count = len(rows) if len(rows) < 2 else SLOTS_PER_WRITE
+        staged = self._staged[: count * self._width + 3 * BLOCKS_PER_WRITE]
         upload_int32s(
             staged, *rows, *[self._nobody] * (count - len(rows)), where.view(np.int32), numbers
         )
@@ -205,7 +206,10 @@ class DeviceSessionSlots:
         if count:
             self._begin(staged[: count * self._width].view(count, self._width))
         added = staged[count * self._width :]
-        where, numbers = added[: 2 * _GROWN].view(torch.int64), added[2 * _GROWN :]
+        where, numbers = (
+            added[: 2 * BLOCKS_PER_WRITE].view(torch.int64),
+            added[2 * BLOCKS_PER_WRITE :],
+        )
         self.sequence.tables.view(-1).index_copy_(0, where, numbers)
 
     def _begin(self, rows: Tensor) -> None:

@@ -191,6 +191,11 @@ class Downloader:
         self._cuda, self._calls = device.type == "cuda", driver_for(device)
         self._rings: dict[tuple[torch.Size, torch.dtype, int], _Ring] = {}
 
+    @property
+    def num_rings(self) -> int:
+        """Rings of buffers that are held, one for each shape, type and part."""
+        return len(self._rings)
+
     def start_download(self, tensor: Tensor, part: int = 0) -> PendingDownload:
         """Begin to copy `tensor`, in the order of the stream."""
         return self.start_downloads((tensor,), part)[0]

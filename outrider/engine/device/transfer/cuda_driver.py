@@ -85,7 +85,9 @@ class _DriverMark:
 
     def record(self) -> None:
         driver = self._driver
-        driver.check(driver.under_lock.cuEventRecord(self._event, _stream()), "cuEventRecord")
+        driver.check(
+            driver.under_lock.cuEventRecord(self._event, current_stream()), "cuEventRecord"
+        )
 
     @property
     def is_complete(self) -> bool:
@@ -138,7 +140,7 @@ class DriverCalls:
 
     def launch(self, prepared: int) -> None:
         """See `DriverInterface`."""
-        self.check(self.under_lock.cuGraphLaunch(prepared, _stream()), "cuGraphLaunch")
+        self.check(self.under_lock.cuGraphLaunch(prepared, current_stream()), "cuGraphLaunch")
 
     def copy_tensor(self, to: Tensor, source: Tensor) -> None:
         """See `DriverInterface`."""
@@ -156,7 +158,7 @@ class DriverCalls:
     def _copy(self, to: Tensor, address: int, size: int) -> None:
         if to.nbytes != size:
             raise ValueError(f"a copy of {size} bytes to {to.nbytes}")
-        code = self.under_lock.cuMemcpyAsync(to.data_ptr(), address, size, _stream())
+        code = self.under_lock.cuMemcpyAsync(to.data_ptr(), address, size, current_stream())
         self.check(code, "cuMemcpyAsync")
 
     def make_event(self) -> StreamEvent:
@@ -221,11 +223,12 @@ def driver_for(device: torch.device) -> DriverInterface:
     another one it is left to torch, which looks at every tensor's device."""
     if device.type != "cuda" or device.index not in (None, torch.cuda.current_device()):
         return _BY_TORCH
-    return _of_cuda()
+    return cuda_interface()
 
 
 @cache
-def _of_cuda() -> DriverInterface:
+def cuda_interface() -> DriverInterface:
+    """Calls of CUDA devices, by the driver if torch and the driver have what that takes."""
     if torch.version.cuda is None or not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec"):
         return _BY_TORCH
     try:
@@ -237,7 +240,7 @@ def _of_cuda() -> DriverInterface:
 _BY_TORCH: Final = TorchCalls()
 
 
-def _stream() -> int:
+def current_stream() -> int:
     """The current stream of the current device; by torch's own shortcut, made for launching."""
     raw: int = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
     return raw

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ _MIN_WORDS: Final = 256
 """Words of the smallest memory that is taken."""
 
 
-class _Staging(NamedTuple):
+class StagingMemory(NamedTuple):
     """Pinned memory, and the end of the last copy from it."""
 
     device: torch.device
@@ -25,9 +26,43 @@ class _Staging(NamedTuple):
     free: StreamEvent
 
 
-_held: dict[tuple[torch.device, int], deque[_Staging]] = {}
-"""By device and size, the one whose use is longest ago first, for all threads: what one takes is
-not in it. As much stays as was ever under way at once."""
+def make_staging(device: torch.device, size: int) -> StagingMemory:
+    """Pinned memory of `size` words for copies to this device."""
+    # A tensor made in inference mode could be written in that mode only.
+    with torch.inference_mode(False):
+        tensor = torch.empty(size, dtype=torch.int32, pin_memory=True)
+    return StagingMemory(device, tensor, tensor.numpy(), driver_for(device).make_event())
+
+
+class StagingPool:
+    """Pinned memory of all threads; as much of it stays as was ever under way at once."""
+
+    def __init__(self, make: Callable[[torch.device, int], StagingMemory] = make_staging) -> None:
+        """`make`: gives new memory of so many words."""
+        self._make = make
+        self._held: dict[tuple[torch.device, int], deque[StagingMemory]] = {}
+        """By device and size, the one whose use is longest ago first; what somebody has taken is
+        not in it."""
+
+    def take(self, device: torch.device, count: int) -> StagingMemory:
+        """Memory for so many words that nothing is copied from, for the caller alone."""
+        size = max(_MIN_WORDS, 1 << (count - 1).bit_length())
+        held = self._held.setdefault((device, size), deque())
+        try:
+            staging = held.popleft()
+        except IndexError:
+            return self._make(device, size)
+        if staging.free.is_complete:
+            return staging
+        held.appendleft(staging)
+        return self._make(device, size)
+
+    def give_back(self, staging: StagingMemory) -> None:
+        """Let it be taken again, once the copy from it that was begun is over."""
+        self._held[staging.device, len(staging.array)].append(staging)
+
+
+_POOL: Final = StagingPool()
 
 
 def upload_int32s(out: Tensor, *parts: NDArray[np.int32]) -> None:
@@ -46,11 +81,11 @@ def upload_int32s(out: Tensor, *parts: NDArray[np.int32]) -> None:
     if not count:
         _fill(np.empty(0, np.int32), parts)
         return
-    staging = _take(out.device, count)
+    staging = _POOL.take(out.device, count)
     _fill(staging.array[:count], parts)
     driver_for(out.device).copy_tensor(out, staging.tensor[:count])
     staging.free.record()
-    _give(staging)
+    _POOL.give_back(staging)
 
 
 def _fill(words: NDArray[np.int32], parts: tuple[NDArray[np.int32], ...]) -> None:
@@ -59,29 +94,3 @@ def _fill(words: NDArray[np.int32], parts: tuple[NDArray[np.int32], ...]) -> Non
         start, end = end, end + part.size
         words[start:end] = part.reshape(-1)
     assert end == len(words)
-
-
-def _take(device: torch.device, count: int) -> _Staging:
-    """Memory for so many words that nothing is copied from, for the caller alone."""
-    size = max(_MIN_WORDS, 1 << (count - 1).bit_length())
-    held = _held.setdefault((device, size), deque())
-    try:
-        staging = held.popleft()
-    except IndexError:
-        return _staging(device, size)
-    if staging.free.is_complete:
-        return staging
-    held.appendleft(staging)
-    return _staging(device, size)
-
-
-def _give(staging: _Staging) -> None:
-    """Let it be taken again, once the copy from it that was begun is over."""
-    _held[staging.device, len(staging.array)].append(staging)
-
-
-def _staging(device: torch.device, size: int) -> _Staging:
-    # A tensor made in inference mode could be written in that mode only.
-    with torch.inference_mode(False):
-        tensor = torch.empty(size, dtype=torch.int32, pin_memory=True)
-    return _Staging(device, tensor, tensor.numpy(), driver_for(device).make_event())

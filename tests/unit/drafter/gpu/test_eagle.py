@@ -10,22 +10,20 @@ import pytest
 import torch
 from outrider_drafter.__main__ import parse_args
 from outrider_drafter.gpu import proposer
-from outrider_drafter.gpu.batch import ReadyRows
 from outrider_drafter.gpu.paged_kv import BLOCK_TOKENS
 from outrider_drafter.gpu.shapes import (
     CHAIN_LENGTHS,
     EXCHANGE_BUCKETS,
     TREES,
-    DraftTreeShape,
     batch_sizes,
     draft_shapes,
     scoring_shapes,
 )
 from outrider_drafter.proposers import kv_proposer
 from outrider_drafter.proposers.eagle import EagleProposer
-from outrider_drafter.proposers.interface import SessionDrafts
-from outrider_drafter.server.build import _head_source
+from outrider_drafter.server.build import build_head_proposer
 
+from outrider.engine.device.transfer.buffers import DownloadBuffer
 from outrider.engine.heads import DraftHead
 from outrider.spec.draft_distribution import validate_distribution
 from outrider.spec.plan import SpeculationPlan
@@ -97,7 +95,7 @@ def test_every_session_gets_the_hosts_drafts_round_after_round(head: DraftHead) 
     found = told(make_engine([source]), MIX, ends)
     expected = told(make_engine([EagleProposer(head, max_rows=8192)]), MIX, ends)
     assert_the_hosts(found, expected, len(MIX))
-    assert len(source._on_host) == HOSTED
+    assert source.num_on_host == HOSTED
 
 
 def test_features_that_lie_in_a_lane_are_read_by_the_device_where_they_lie(
@@ -109,13 +107,13 @@ def test_features_that_lie_in_a_lane_are_read_by_the_device_where_they_lie(
     ends = np.cumsum([[12] * len(mix), *rng.integers(1, 5, (6, len(mix)))], axis=0).tolist()
     source, lender = on_device(head), Lender(gap=2)
     lent_while_it_drafts: list[int] = []
-    wait = source._landing.wait_copy
+    wait = DownloadBuffer.wait_copy
 
-    def count_and_wait(like: torch.Tensor) -> torch.Tensor:
+    def count_and_wait(buffer: DownloadBuffer, like: torch.Tensor) -> torch.Tensor:
         lent_while_it_drafts.append(lender.lent)
-        return wait(like)
+        return wait(buffer, like)
 
-    monkeypatch.setattr(source._landing, "wait_copy", count_and_wait)
+    monkeypatch.setattr(DownloadBuffer, "wait_copy", count_and_wait)
     found = told(make_engine([source]), mix, ends, lender)
     assert lent_while_it_drafts == [1] * 7, "its memory is used until the launch is over"
     assert lender.lent == 0, "and no longer"
@@ -235,7 +233,7 @@ def test_a_rejection_session_whose_plan_becomes_a_tree_keeps_its_laws(head: Draf
     for proposal in (before, after):
         assert proposal.distribution is not None
         validate_distribution(proposal.distribution, proposal.tree, VOCAB)
-    assert not source._on_host
+    assert source.num_on_host == 0
 
 
 def test_a_session_with_limits_of_its_ids_is_drafted_for_by_the_host(head: DraftHead) -> None:
@@ -253,7 +251,7 @@ def test_a_session_with_limits_of_its_ids_is_drafted_for_by_the_host(head: Draft
         drafted += drain(engine)
     before, after = (set(each.tree.tokens.tolist()) for each in drafted)
     assert before and after and not before & after
-    assert len(source._on_host) == 1 and not free._on_host
+    assert (source.num_on_host, free.num_on_host) == (1, 0)
 
 
 def test_features_of_nan_harm_no_other_session(head: DraftHead) -> None:
@@ -339,7 +337,7 @@ def test_warming_up_leaves_no_trace(head: DraftHead, monkeypatch: pytest.MonkeyP
     source = on_device(head)
     source.warm_up()
     assert source.used_rows == 0
-    assert not source._rows.storage.any()
+    assert not source.kv_rows.storage.any()
     assert len(source.graphs) == 0, "a CPU captures nothing"
 
 
@@ -368,7 +366,7 @@ def test_a_cpu_gets_the_hosts_source_and_graphs_can_be_switched_off(
     config = parse_args(plain)
     assert config.cuda_graphs
     assert not parse_args([*plain, "--no-cuda-graphs"]).cuda_graphs
-    assert type(_head_source(head, config, torch.float32)) is EagleProposer
+    assert type(build_head_proposer(head, config, torch.float32)) is EagleProposer
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), COUPLED])
@@ -414,26 +412,28 @@ def test_who_is_new_holds_up_nobody(head: DraftHead, monkeypatch: pytest.MonkeyP
         engine.handle_message(1, script.verdict(10))
     drain(engine)
     order = list[str]()
-    seat, draft = source._rows.open_slot, source._draft
+    seat = source.kv_rows.open_slot
 
     def seated(sampling: SamplingParams) -> int:
         order.append("seated")
         return seat(sampling)
 
-    def drafted(shape: DraftTreeShape, ready: ReadyRows) -> SessionDrafts:
-        order.append(f"{len(ready)} drafted")
-        return draft(shape, ready)
+    def drafted() -> None:
+        for batch in engine.draft_wanted():
+            messages = [message for _, message in batch if isinstance(message, Proposals)]
+            order.append(f"{sum(map(len, messages))} drafted")
+        while engine.is_behind:
+            engine.catch_up_session()
 
-    monkeypatch.setattr(source._rows, "open_slot", seated)
-    monkeypatch.setattr(source, "_draft", drafted)
+    monkeypatch.setattr(source.kv_rows, "open_slot", seated)
     engine.handle_message(1, scripts[3].start())
     engine.handle_message(1, scripts[3].verdict(8))
     for script in scripts[:3]:
         engine.handle_message(1, script.verdict(12))
-    assert len(drain(engine)) == 4
+    drafted()
     assert order == ["3 drafted", "seated", "1 drafted"]
     order.clear()
     for script in scripts:
         engine.handle_message(1, script.verdict(14))
-    drain(engine)
+    drafted()
     assert order == ["4 drafted"]

@@ -151,14 +151,14 @@ def test_branching_writes_nothing_of_any_session(head: DraftHead) -> None:
     source = device.source
     assert isinstance(source, GpuEagleProposer)
     scored = source.score_proposals(device.lives(device.trees()))
-    scratch = source._rows.scratch.start * BLOCK_TOKENS
-    before = source._rows.storage[..., :scratch, :].clone()
-    tables, used = source._rows.tables.clone(), source.used_rows
+    scratch = source.kv_rows.scratch.start * BLOCK_TOKENS
+    before = source.kv_rows.storage[..., :scratch, :].clone()
+    tables, used = source.kv_rows.tables.clone(), source.used_rows
     assert made(source.draft_outcomes(some_outcomes(device.trees(), scored.tokens)))
-    assert torch.equal(source._rows.storage[..., :scratch, :], before)
-    assert torch.equal(source._rows.tables, tables)
+    assert torch.equal(source.kv_rows.storage[..., :scratch, :], before)
+    assert torch.equal(source.kv_rows.tables, tables)
     assert source.used_rows == used
-    assert source._rows.storage[..., scratch:, :].any(), "branches have rows of their own"
+    assert source.kv_rows.storage[..., scratch:, :].any(), "branches have rows of their own"
 
 
 def test_what_look_ahead_took_is_given_back_with_the_session(head: DraftHead) -> None:
@@ -168,7 +168,7 @@ def test_what_look_ahead_took_is_given_back_with_the_session(head: DraftHead) ->
     device.end()
     assert isinstance(device.source, GpuEagleProposer)
     assert device.source.used_rows == 0
-    assert (device.source._rows.tables == device.source._rows.scratch.start - 1).all()
+    assert (device.source.kv_rows.tables == device.source.kv_rows.scratch.start - 1).all()
 
 
 def test_a_law_of_a_branch_is_drawn_from_by_noise_of_its_prefix(head: DraftHead) -> None:
@@ -290,7 +290,7 @@ def test_a_source_that_will_not_be_asked_scores_nothing(head: DraftHead) -> None
     scored = source.score_proposals(device.lives(device.trees()))
     assert np.isneginf(scored.logprobs[0]).all()
     assert list(source.draft_outcomes([Outcome(0, ROOT, 3)])) == []
-    assert len(source._rows.scratch) == 0
+    assert len(source.kv_rows.scratch) == 0
 
 
 def test_features_of_nan_harm_no_other_branch(head: DraftHead) -> None:

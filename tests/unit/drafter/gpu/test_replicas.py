@@ -7,12 +7,14 @@ import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from outrider_drafter.gpu import replicas as module
 from outrider_drafter.gpu.replicas import Replicas
 
+from outrider.engine.device.exchange.draft_replica import DraftReplica
 from outrider.engine.device.exchange.layout import ExchangeShape
 from outrider.engine.device.exchange.memory import (
     allocate_on_host,
@@ -175,13 +177,20 @@ def test_all_verifiers_together_have_so_much_room(replicas: Replicas, offer: Rep
 
 
 def test_what_a_replica_holds_is_free_when_its_verifier_is_gone(
-    replicas: Replicas, offer: ReplicaOffer
+    replicas: Replicas, offer: ReplicaOffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made: list[weakref.ref[DraftReplica]] = []
+
+    def make(*given: Any, **named: Any) -> DraftReplica:
+        replica = DraftReplica(*given, **named)
+        made.append(weakref.ref(replica))
+        return replica
+
+    monkeypatch.setattr(module, "DraftReplica", make)
     Peer(replicas, CONNECTION, offer)
-    replica = weakref.ref(replicas._peers[CONNECTION].replica)
     replicas.handle_command(CONNECTION, BEGIN)
     replicas.close(CONNECTION)
-    assert replica() is None and not replicas.has_work
+    assert [replica() for replica in made] == [None] and not replicas.has_work
 
 
 @pytest.mark.parametrize(
@@ -248,7 +257,7 @@ def test_a_round_that_never_comes_is_given_up(
 ) -> None:
     Peer(replicas, CONNECTION, offer)
     replicas.handle_command(CONNECTION, ROUND)
-    monkeypatch.setattr(module, "_ROUND_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(module, "ROUND_TIMEOUT_S", 0.0)
     ((connection, why),) = replicas.run_waiting()
     assert connection == CONNECTION and "has not come" in why
     replicas.close(CONNECTION)

@@ -10,6 +10,7 @@ from outrider_drafter.gpu.shapes import MODEL_BUCKETS
 from outrider_drafter.gpu.small_model import GpuSmallModelProposer
 from outrider_drafter.proposers.interface import LookAheadProposer
 from outrider_drafter.proposers.small_model import SmallModelProposer
+from outrider_drafter.server.draft_engine import ConnectionClosed
 
 from outrider.engine.model_loader import load_target
 from outrider.engine.target import TargetModel
@@ -62,8 +63,8 @@ def test_every_session_gets_the_hosts_drafts_round_after_round(model: TargetMode
             assert (proposal.distribution is None) == (same.distribution is None)
             validate_tree(proposal.tree, vocab_size=VOCAB, max_nodes=12)
     for engine in engines:
-        for session in engine._table.sessions_of_connection(1):
-            engine._proposers[DraftMethod.MODEL].release_session(session)
+        engine.handle_message(1, ConnectionClosed())
+        assert engine.num_sessions == 0
 
 
 def test_candidates_and_branches_are_the_hosts(model: TargetModel) -> None:

@@ -61,7 +61,7 @@ def test_a_hit_is_not_drafted_again_and_is_the_next_to_look_ahead_from() -> None
     assert not engine.has_wanted_drafts and engine.has_look_ahead_work
     assert answers(engine) == []
     proposals = looked(engine)
-    assert [each.tree.tokens.tolist() for each in proposer._pending] == [[13, 14]]
+    assert [each.tree.tokens.tolist() for each in proposer.pending] == [[13, 14]]
     assert {p.prefix_digest for p in proposals} >= {script.digest(16)}
     assert counted(engine, HITS, result="hit") == 1
     engine.handle_message(1, script.verdict(16, with_features=False))

@@ -75,7 +75,7 @@ def told(
     engine.handle_message(1, script.start(plan=plan, sampling=sampling))
     engine.handle_message(1, script.verdict(end))
     found = {p.handle: p for p in answers(engine)}
-    session = engine._table.sessions_of_connection(1)[-1]
+    session = engine.sessions_of_connection(1)[-1]
     return PendingProposal(session, found[script.handle].tree)
 
 
@@ -253,7 +253,7 @@ def test_a_head_says_nothing_of_a_session_that_it_cannot_draft(tmp_path: Path) -
     engine.handle_message(1, bad.start(plan=HEAD_PLANS[0]))
     engine.handle_message(1, bad.verdict(9, with_features=False))
     answers(engine)
-    session = next(s for s in engine._table.sessions_of_connection(1) if s.key.handle == bad.handle)
+    session = next(s for s in engine.sessions_of_connection(1) if s.key.handle == bad.handle)
     lives = [PendingProposal(session, DraftTree.chain(np.array([1, 2], np.int32))), live]
     scored = source.score_proposals(lives)
     assert [len(t) for t in scored.tokens] == [3, 5]
@@ -334,7 +334,7 @@ def test_a_models_branches_are_what_it_drafts_when_the_outcome_has_happened(
         if branch.distribution is not None and fresh.distribution is not None:
             validate_distribution(branch.distribution, branch.tree, VOCAB)
             assert branch.distribution.ids.tolist() == fresh.distribution.ids.tolist()
-        (session,) = engine._table.sessions_of_connection(1)
+        (session,) = engine.sessions_of_connection(1)
         source.release_session(session)
 
 
@@ -351,7 +351,7 @@ def test_drafts_of_a_model_after_a_look_ahead_are_those_without(model: TargetMod
             if looks:
                 assert sum(len(together) for together in engine.run_look_ahead())
         texts.append(drafted)
-        (session,) = engine._table.sessions_of_connection(1)
+        (session,) = engine.sessions_of_connection(1)
         source.release_session(session)
     assert texts[0] == texts[1]
 

@@ -128,8 +128,8 @@ def test_many_sessions_in_one_batch_get_what_each_gets_alone(model: TargetModel)
 def test_a_long_prompt_runs_in_bounded_passes_before_the_draft(
     model: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(small_model, "_MAX_ROWS_PER_FORWARD", 16)
-    monkeypatch.setattr(small_model, "_MIN_ROWS_AHEAD", 4)
+    monkeypatch.setattr(small_model, "MAX_ROWS_PER_FORWARD", 16)
+    monkeypatch.setattr(small_model, "MIN_ROWS_AHEAD", 4)
     script = Script(seed=5)
     proposal = told(engine_of(model), script, [60], CHAIN, SamplingParams())
     expected = int(logits_after(model, script.tokens[:60].tolist()).argmax())

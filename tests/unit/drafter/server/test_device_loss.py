@@ -85,11 +85,11 @@ async def test_a_drafter_without_a_device_leaves_and_refuses(fails_in: str) -> N
             await verifier.say(replace(start, epoch=start.epoch + 1))
         async with asyncio.timeout(10):
             await service.lost.wait()
-        await until(lambda: not service._worker.is_alive)
+        await until(lambda: not service.is_drafting)
         await asyncio.sleep(0.2)
         # Nobody dials again.
         assert len(verifier.hellos) == 1
-        assert not service._outboxes
+        assert not service.unsent_batches
         calls = source.calls
         for call in (service.info(), service.attach("other"), service.attach(ADDRESS)):
             with pytest.raises(UnavailableError) as refused:

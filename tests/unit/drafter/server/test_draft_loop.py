@@ -17,7 +17,7 @@ from outrider_drafter.state.session import FollowedSession
 
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.wire.messages import Proposals, SessionStart
-from tests.unit.drafter.helpers import Script, make_engine, name_of, repeating
+from tests.unit.drafter.helpers import Script, counted, make_engine, name_of, repeating
 from tests.unit.drafter.scripted_look_ahead import AHEAD, ScriptedProposer, counting
 
 NGRAM = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=3)
@@ -266,7 +266,6 @@ def test_look_ahead_that_verdicts_never_wait_for_is_left() -> None:
     script, proposer = counting(), SlowToScore()
     script.tokens[11:] += 50
     engine = make_engine([proposer], in_time=True)
-    left = engine.metrics.cut_look_aheads.labels("pass")._value
     lengths: list[int] = []
     over = threading.Event()
 
@@ -283,4 +282,5 @@ def test_look_ahead_that_verdicts_never_wait_for_is_left() -> None:
     worker.start()
     assert over.wait(30)
     worker.stop()
-    assert left.get() > 10 and len(proposer.scored) < 30
+    left = counted(engine, "outrider_drafter_shortened_look_aheads_total", part="pass")
+    assert left > 10 and len(proposer.scored) < 30

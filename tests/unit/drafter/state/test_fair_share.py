@@ -170,7 +170,7 @@ class _DeafConnection:
 
 
 async def test_a_verifier_that_does_not_read_costs_the_others_nothing() -> None:
-    async with running() as (service, good, network):
+    async with running(max_unsent_batches=64) as (service, good, network):
         deaf = Deaf()
         network.serve_verifier("deaf", deaf)
         for address, verifier in ((ADDRESS, good), ("deaf", deaf)):
@@ -185,12 +185,11 @@ async def test_a_verifier_that_does_not_read_costs_the_others_nothing() -> None:
             mute.told, mute.features_told = 9, 9
             await deaf.say(mute.verdict(10, with_features=False))
             await asyncio.sleep(0.001)
-        await until(lambda: max(map(len, service._outboxes.values())) > 0)
+        await until(lambda: max(service.unsent_batches) > 0)
         for end in range(11, 40):
             await good.say(heard.verdict(end))
             assert (await good.proposal()).prefix_len == end
-        outboxes = [len(outbox) for outbox in service._outboxes.values()]
-        assert 0 < max(outboxes) <= service._config.max_unsent_batches
+        assert 0 < max(service.unsent_batches) <= 64
         deaf.listens.set()
         assert (await deaf.proposal()).prefix_len == 10
         await network.remove("deaf")

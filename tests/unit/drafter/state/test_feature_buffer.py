@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from outrider_drafter.state.feature_buffer import FeatureBuffer
 
-from outrider.transport.shm import is_ring_view
 from outrider.wire.messages import TensorDtype, WireTensor
 from tests.fakes.shm_channels import lane_pair
 
@@ -121,8 +120,10 @@ def test_what_lies_in_a_lane_is_copied_if_it_is_not_used_until_the_next_message(
             rows = np.frombuffer(frame, np.float32).reshape(-1, WIDTH)
             scripted.take_in(rows, [8_000] * SESSIONS)
             del frame, rows
-        messages = scripted.held._messages
-        assert [is_ring_view(message.rows) for message in messages] == [False, False, True]
+        slots, counts = np.arange(SESSIONS), np.full(SESSIONS, 8_000)
+        views = [scripted.held.find_view(slots, counts * number, counts) for number in range(3)]
+        assert [view is not None for view in views] == [False, False, True]
+        del views
 
 
 def test_a_device_may_read_some_sessions_rows_where_others_lie_too() -> None:
@@ -170,9 +171,12 @@ def test_what_is_copied_out_of_a_lane_is_what_somebody_waits_for() -> None:
         slots, firsts = np.arange(SESSIONS), np.zeros(SESSIONS, dtype=np.int64)
         wire = WireTensor(dtype=TensorDtype.FLOAT32, data=lying)
         scripted.held.add_rows(wire, slots, firsts, counts, offsets)
-        (message,) = scripted.held._messages
-        assert is_ring_view(message.rows)
-        message.make_private_copy()
-        assert not is_ring_view(message.rows) and len(message.rows) == SESSIONS * rows
+        assert scripted.held.find_view(slots, firsts, counts) is not None
+        another = WireTensor(dtype=TensorDtype.FLOAT32, data=np.zeros((1, WIDTH), np.float32))
+        one = np.ones(1, dtype=np.int64)
+        scripted.held.add_rows(another, 0 * one, rows * one, one, 0 * one)
+        assert scripted.held.find_view(slots, firsts, counts) is None
         for number in range(SESSIONS):
-            assert (scripted.held.read_rows(number, 0, rows) == number).all()
+            copied = scripted.held.read_rows(number, 0, rows)
+            assert (copied == number).all()
+            assert copied.base is not None and len(copied.base) == SESSIONS * rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from outrider_drafter.state.session import VerdictLimits
 
 from outrider.engine.model_loader import load_target
 from outrider.grammar.constraint import allowed_prefix_len, small_id_set
-from outrider.grammar.grammar_cache import GrammarCache
+from outrider.grammar.grammar_cache import CompiledGrammar, GrammarCache
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
@@ -35,6 +36,7 @@ from tests.fakes.scripted_grammar import END, Scripted
 from tests.unit.drafter.device_drafting import on_device
 from tests.unit.drafter.helpers import CHAIN, HIDDEN, TREE, Script, answers
 from tests.unit.engine.device.draft_sessions import plain_head
+from tests.waiting import wait_until
 
 VOCAB, STOP = 384, 2
 FORM = StructuredOutput(StructuredKind.REGEX, "(a[0-9]b ){2,5}!")
@@ -73,8 +75,7 @@ def engine_of(
 
 def compiled(engine: DraftEngine) -> None:
     """Wait for the thread that compiles."""
-    for future in engine._forms._waiting.values():
-        future.result(timeout=30)
+    wait_until(lambda: not engine.is_compiling, what="grammars")
 
 
 def script_of(tokenizer: Tokenizer, prompt: str, output: str) -> tuple[Script, int]:
@@ -176,13 +177,23 @@ def test_few_forms_wait_to_be_compiled(
     small: SmallModelProposer, grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_grammars, "MAX_WAITING_GRAMMARS", 2)
+    compile_grammar, over = GrammarCache.compile_grammar, threading.Event()
+    begun: list[StructuredOutput] = []
+
+    def compile_late(cache: GrammarCache, structured: StructuredOutput) -> CompiledGrammar:
+        begun.append(structured)
+        assert over.wait(30)
+        return compile_grammar(cache, structured)
+
+    monkeypatch.setattr(GrammarCache, "compile_grammar", compile_late)
     engine = engine_of(small, grammars)
     for number in range(5):
         script = Script(f"waiting{number}")
         form = StructuredOutput(StructuredKind.REGEX, f"x{{{number + 1}}}")
         engine.handle_message(1, replace(script.start(plan=PLANS[0]), structured_output=form))
-    assert len(engine._forms._waiting) <= 2
+    over.set()
     compiled(engine)
+    assert len(begun) == 2
 
 
 @pytest.mark.parametrize(
@@ -283,7 +294,7 @@ def test_a_device_drafts_for_sessions_in_a_form_as_for_others(
     compiled(engine)
     engine.handle_message(1, script.verdict(64))
     (proposal,) = answers(engine)
-    assert not source._on_host
+    assert source.num_on_host == 0
     if plan is CHAIN and sampling.effective_rule is not Rule.REJECTION:
         # Its first token may only be "a".
         tokens = proposal.tree.tokens.tolist()

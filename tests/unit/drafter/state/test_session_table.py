@@ -109,7 +109,7 @@ def test_whole_messages_are_taken_in_as_their_entries_wherever_features_lie(
         message = spoilt(message, what, data.draw(st.integers(0, len(order) - 1)))
         in_place = data.draw(st.booleans())
         found = ours.apply_verdicts(1, scattered(message) if in_place else message)
-        with patch.object(SessionTable, "_take_in_whole", return_value=False):
+        with patch.object(SessionTable, "take_in_whole", return_value=False):
             expected = theirs.apply_verdicts(1, message)
         assert names(found) == names(expected)
         for column in COLUMNS:
@@ -150,8 +150,9 @@ def test_the_usual_message_is_taken_in_as_a_whole() -> None:
         message = Verdicts.of_verdicts(
             [script.entry(script.told + size) for script in scripts[::-1]]
         )
-        slots = made._connections[1].find_slots(message.handles)
-        assert made._take_in_whole(message, slots)
+        found = [made.get(SessionKey(1, handle)) for handle in message.handles.tolist()]
+        slots = np.array([session.slot for session in found if session is not None])
+        assert made.take_in_whole(message, slots)
         assert bool(made.wanting[slots].all())
     for script in scripts:
         session = made.get(SessionKey(1, script.handle))

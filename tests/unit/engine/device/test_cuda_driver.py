@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.device.transfer import cuda_driver, uploads
+from outrider.engine.device.transfer import cuda_driver
 from outrider.engine.device.transfer.cuda_driver import (
     DriverCalls,
     DriverError,
     TorchCalls,
     driver_for,
 )
+from outrider.engine.device.transfer.uploads import StagingMemory, StagingPool, upload_int32s
 
 CPU = torch.device("cpu")
 STREAM = 77
@@ -49,7 +49,7 @@ class Noted:
         self.released: list[tuple[str, tuple[Any, ...]]] = []
         monkeypatch.setattr(ctypes, "PyDLL", lambda _: Library(self.codes, self.kept))
         monkeypatch.setattr(ctypes, "CDLL", lambda _: Library(self.codes, self.released))
-        monkeypatch.setattr(cuda_driver, "_stream", lambda: STREAM)
+        monkeypatch.setattr(cuda_driver, "current_stream", lambda: STREAM)
         self.calls = DriverCalls()
 
 
@@ -113,9 +113,9 @@ def test_without_a_driver_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(ctypes, "PyDLL", absent)
-    cuda_driver._of_cuda.cache_clear()
+    cuda_driver.cuda_interface.cache_clear()
     assert isinstance(driver_for(torch.device("cuda", 0)), TorchCalls)
-    cuda_driver._of_cuda.cache_clear()
+    cuda_driver.cuda_interface.cache_clear()
     to = torch.zeros(2)
     driver_for(CPU).copy_tensor(to, torch.ones(2))
     assert to.tolist() == [1.0, 1.0]
@@ -136,26 +136,24 @@ class Copying:
         raise AssertionError("an upload waited")
 
 
-def test_staging_memory_is_used_again_once_the_copy_from_it_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[uploads._Staging] = []
+def test_staging_memory_is_used_again_once_the_copy_from_it_is_over() -> None:
+    made: list[StagingMemory] = []
     copies: list[Copying] = []
 
-    def staging(_: torch.device, size: int) -> uploads._Staging:
+    def make(_: torch.device, size: int) -> StagingMemory:
         tensor = torch.zeros(size, dtype=torch.int32)
         copies.append(Copying())
-        made.append(uploads._Staging(CPU, tensor, tensor.numpy(), copies[-1]))
+        made.append(StagingMemory(CPU, tensor, tensor.numpy(), copies[-1]))
         return made[-1]
 
-    def use(count: int) -> uploads._Staging:
-        taken = uploads._take(CPU, count)
+    pool = StagingPool(make)
+
+    def use(count: int) -> StagingMemory:
+        taken = pool.take(CPU, count)
         taken.free.record()
-        uploads._give(taken)
+        pool.give_back(taken)
         return taken
 
-    monkeypatch.setattr(uploads, "_staging", staging)
-    monkeypatch.setattr(uploads, "_held", dict[Any, deque[uploads._Staging]]())
     for count in (3, 256, 1):
         use(count)
     assert len(made) == 3 and {len(each.array) for each in made} == {256}
@@ -166,7 +164,7 @@ def test_staging_memory_is_used_again_once_the_copy_from_it_is_over(
     # What one has taken, nobody else is given.
     for copy in copies:
         copy.is_complete = True
-    assert uploads._take(CPU, 1) is not uploads._take(CPU, 1)
+    assert pool.take(CPU, 1) is not pool.take(CPU, 1)
 
 
 def test_a_copy_to_another_size_is_refused(noted: Noted) -> None:
@@ -177,10 +175,10 @@ def test_a_copy_to_another_size_is_refused(noted: Noted) -> None:
 
 def test_who_asks_from_another_device_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(cuda_driver, "_of_cuda", lambda: "the driver")
+    monkeypatch.setattr(cuda_driver, "cuda_interface", lambda: "the driver")
     assert isinstance(driver_for(torch.device("cuda", 0)), TorchCalls)
     assert driver_for(torch.device("cuda", 1)) == driver_for(torch.device("cuda")) == "the driver"
 
 
 def test_an_upload_of_nothing_copies_nothing() -> None:
-    uploads.upload_int32s(torch.zeros(0, dtype=torch.int32), np.zeros(0, dtype=np.int32))
+    upload_int32s(torch.zeros(0, dtype=torch.int32), np.zeros(0, dtype=np.int32))

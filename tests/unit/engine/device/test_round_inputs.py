@@ -130,7 +130,7 @@ def test_large_downloads_of_other_row_counts_share_a_ring_and_keep_their_own_row
     for tensor, readback in zip(wanted, started, strict=True):
         assert torch.equal(readback.wait_tensor(), tensor)
         assert readback.wait_array().shape == tensor.shape
-    assert len(downloads._rings) == 1
+    assert downloads.num_rings == 1
 
 
 def test_tensors_of_several_types_are_started_together() -> None:

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.device.slots.session_slots import _BEGUN, _GROWN, DeviceSessionSlots
+from outrider.engine.device.slots.session_slots import (
+    BLOCKS_PER_WRITE,
+    SLOTS_PER_WRITE,
+    DeviceSessionSlots,
+)
 from outrider.engine.device.transfer.uploads import upload_int32s
 from outrider.engine.kernels.session_tensors import RULE_NUMBERS
 from outrider.engine.kv_cache import KVPool
@@ -99,8 +103,8 @@ def test_blocks_that_are_added_are_told_of_at_once() -> None:
 
 
 def test_more_blocks_than_a_launch_adds_are_told_of_all_the_same() -> None:
-    longest = 4 * (_GROWN + 9)
-    pool = make_pool(2 * _GROWN)
+    longest = 4 * (BLOCKS_PER_WRITE + 9)
+    pool = make_pool(2 * BLOCKS_PER_WRITE)
     slots = make_slots(pool, longest)
     before, padding = pool.new_sequence(), slots.sequence.tables[slots.padding].tolist()
     assert before.reserve(4)
@@ -114,7 +118,9 @@ def test_more_blocks_than_a_launch_adds_are_told_of_all_the_same() -> None:
     assert slots.sequence.tables[slot].tolist() == list(before.blocks)
 
 
-@pytest.mark.parametrize("many", [1, 2, _BEGUN, _BEGUN + 1, 2 * _BEGUN + 3])
+@pytest.mark.parametrize(
+    "many", [1, 2, SLOTS_PER_WRITE, SLOTS_PER_WRITE + 1, 2 * SLOTS_PER_WRITE + 3]
+)
 def test_sessions_that_begin_are_told_of_at_once_with_what_they_were_given_since(
     many: int,
 ) -> None:

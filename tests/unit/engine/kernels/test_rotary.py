@@ -15,7 +15,7 @@ from outrider.engine.kernels.attention.rotary import (
     rotary_write_torch,
     rotary_write_triton,
 )
-from outrider.engine.layers import _norm_heads, rotate, rotations
+from outrider.engine.layers import norm_heads, rotate, rotations
 from outrider.errors import InvalidRequestError
 
 EPS = 1e-5
@@ -54,7 +54,7 @@ def test_twin_rotates_neighbours_as_the_target_does(dtype: torch.dtype, normed: 
     heads, kv_heads, dim, rows = 6, 2, 16, 5
     qkv = _normal(rows, heads + 2 * kv_heads, dim, seed=1, dtype=dtype)
     norms = _normal(heads + kv_heads, dim, seed=2, dtype=dtype) if normed else None
-    expected = qkv if norms is None else _norm_heads(qkv, norms, EPS)
+    expected = qkv if norms is None else norm_heads(qkv, norms, EPS)
     turns = rotations(
         _positions(rows), _inv_freq(dim), num_rotated=heads + kv_heads, num_plain=kv_heads
     )

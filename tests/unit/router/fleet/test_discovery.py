@@ -57,11 +57,14 @@ async def test_the_systems_resolver_is_asked() -> None:
 class Names:
     """A router with the verifier `s` that follows the names `v` and `d`."""
 
-    def __init__(self, router: RouterService, static: FakeVerifier) -> None:
+    def __init__(
+        self, router: RouterService, static: FakeVerifier, dialled: dict[str, FakeVerifier]
+    ) -> None:
+        self.dialled = dialled
         self.router, self.registry, self.static = router, router.registry, static
         self.first, self.second = fake("v0"), fake("v1")
         self.verifiers = {"a:1": self.first, "b:1": self.second}
-        self.drafter = FakeDrafter({"s": fake("unused"), **self.verifiers}, name="d0")
+        self.drafter = FakeDrafter({"s": static, **self.verifiers}, name="d0")
         self.answers: dict[str, set[str] | None] = {"v": set(self.verifiers), "d": {"d0:2"}}
         self.looks = 0
         self.forgotten: list[str] = []
@@ -101,13 +104,12 @@ def fake(name: str) -> FakeVerifier:
 @asynccontextmanager
 async def following(directory: Path, **first: set[str] | None) -> AsyncGenerator[Names]:
     static = fake("s")
-    async with running_router(directory, {"s": static}) as router:
-        names = Names(router, static)
-        names.drafter._verifiers["s"] = static
+    verifiers, drafters = {"s": static}, dict[str, FakeDrafter]()
+    async with running_router(directory, verifiers, drafters) as router:
+        names = Names(router, static, verifiers)
         names.answers |= first
-        dialer = router.registry._dialer
-        dialer._verifiers.update(names.verifiers)  # type: ignore[attr-defined]
-        dialer._drafters["d0:2"] = names.drafter  # type: ignore[attr-defined]
+        verifiers.update(names.verifiers)
+        drafters["d0:2"] = names.drafter
         config = replace(
             router.config,
             verifiers=("dns:///v:1",),
@@ -185,7 +187,7 @@ async def test_another_verifier_may_come_to_the_address_of_one_that_is_gone(tmp_
         names.answers["v"] = set()
         await until(lambda: names.forgotten == ["a:1"])
         # As pods do that are given the address of an earlier one.
-        second = names.registry._dialer._verifiers["a:1"] = fake("v2")  # type: ignore[attr-defined]
+        second = names.dialled["a:1"] = fake("v2")
         names.answers["v"] = {"a:1"}
         await until(lambda: "a:1" in names.healthy)
         assert (await names.router.generate(text_request())).text == "abcabc"

@@ -26,13 +26,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def say(it: Pool, name: str, **facts: float) -> None:
     """What the verifier says of a drafter from now on."""
-    (now,) = [d for d in it.verifier._info.drafters if d.drafter_id == name]
+    (now,) = [d for d in it.verifier.described.drafters if d.drafter_id == name]
     it.verifier.attach(replace(now, **facts))  # type: ignore[arg-type]
 
 
 def count(it: Pool, name: str) -> None:
     """The verifier says how many sessions each drafter has, and that all is well with this one."""
-    answers = next(d.answers for d in it.verifier._info.drafters if d.drafter_id == name)
+    answers = next(d.answers for d in it.verifier.described.drafters if d.drafter_id == name)
     say(it, name, sessions=it.sessions()[name], answers=answers + 50)
 
 
@@ -156,10 +156,10 @@ async def test_a_removed_drafter_tells_other_routers_and_may_come_back(tmp_path:
         peer = registry.drafters["d0"]
         await it.router.mover.drain_drafter(peer, 5.0)
         # Whoever else polls it sees that.
-        assert it.known["d0"]._info.draining
+        assert it.known["d0"].described.draining
         await registry.forget_drafter(peer)
         registry.add_drafter("d0")
-        await until(lambda: not it.known["d0"]._info.draining)
+        await until(lambda: not it.known["d0"].described.draining)
         await it.settle(d0=2, d1=2)
 
 

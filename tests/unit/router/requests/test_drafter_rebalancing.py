@@ -67,7 +67,7 @@ class Pool:
 
     def lose(self, name: str) -> None:
         self.known[name].lost = True
-        self.verifier.detach(self.known[name]._info.drafter_id)
+        self.verifier.detach(self.known[name].described.drafter_id)
 
 
 @asynccontextmanager
@@ -79,7 +79,7 @@ async def pool(directory: Path, drafters: int, *, known: int = 3) -> AsyncGenera
         everybody[f"d{number}"] = FakeDrafter({"v": verifier}, name=f"d{number}")
     configured = {f"d{number}": everybody[f"d{number}"] for number in range(drafters)}
     async with running_router(directory, {"v": verifier}, configured) as router:
-        router.registry._dialer._drafters.update(everybody)  # type: ignore[attr-defined]
+        configured.update(everybody)
         running = Pool(router, verifier, everybody)
         yield running
         verifier.round_s = 0.0
@@ -167,7 +167,7 @@ async def test_the_last_drafter_can_be_removed_and_its_sessions_decode_plainly(
         peer = it.router.registry.drafters["d0"]
         assert await it.router.mover.drain_drafter(peer, 5.0) == (0, 2)
         await it.router.registry.forget_drafter(peer)
-        assert it.verifier._info.drafters == ()
+        assert it.verifier.described.drafters == ()
         it.router.registry.add_drafter("d1")
         await it.settle(d1=2)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -140,9 +143,9 @@ def test_a_record_of_another_version_of_a_request_is_skipped_and_told() -> None:
     strange = encode_opened(3, OPENED).replace(b'"model":"m"', b'"modem":"m"')
     body = strange[13:]
     # The checksum is right, the content is not.
-    from outrider_router.requests.log_records import _record
-
-    contents = decode_log(encode_file([*RECORDS, _record(1, body)]))
+    kind = strange[12:13]
+    head = struct.pack("<4sII", RECORD_MARK, len(body), zlib.crc32(kind + body))
+    contents = decode_log(encode_file([*RECORDS, head + kind + body]))
     assert set(contents.requests) == {1, 2} and contents.num_damaged == 1
     with pytest.raises(InvalidRequestError, match="unknown"):
         from_plain(Usage, {"tokens": 1})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from outrider_router.admission.length_estimate import OutputLengthEstimator
 from outrider_router.base.api_keys import Caller
 from outrider_router.base.tenants import TenantLimits
 from outrider_router.requests.log_records import (
@@ -73,8 +75,17 @@ def stopping_request(
 
 
 async def test_every_count_of_a_request_ends_at_its_stop_string(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    answers: list[int] = []
+    add_answer = OutputLengthEstimator.add_answer
+
+    def record_answer(lengths: OutputLengthEstimator, emitted: int, bound: int) -> None:
+        assert emitted < bound, "it ended by itself"
+        answers.append(emitted)
+        add_answer(lengths, emitted, bound)
+
+    monkeypatch.setattr(OutputLengthEstimator, "add_answer", record_answer)
     verifier = drafting_verifier()
     limits = {TENANT: TenantLimits(tokens_per_s=1.0, tokens_burst=1000.0)}
     async with running_router(tmp_path, {"v": verifier}, tenants=limits) as router:
@@ -89,12 +100,12 @@ async def test_every_count_of_a_request_ends_at_its_stop_string(
         assert (stats.rounds, stats.emitted, stats.accepted) == (1, 4, 4)
         assert (stats.proposed, stats.drafted_rounds) == (DRAFTS, 1)
         assert stats.accepted_per_depth == (1,) * 4
-        assert router.admission.lengths._whole == [5]
+        assert answers == [5]
         (ended,) = [r for r in caplog.records if r.getMessage() == "request ended"]
         assert ended.tokens == 5  # type: ignore[attr-defined]
-        tenant = router.admission.tenants.get_tenant(TENANT, router._clock())
+        tenant = router.admission.tenants.get_tenant(TENANT, time.monotonic())
         assert tenant.tokens is not None
-        assert 990 < 1000.0 - tenant.tokens.shortage(1000.0, router._clock()) < 993.5
+        assert 990 < 1000.0 - tenant.tokens.shortage(1000.0, time.monotonic()) < 993.5
         for name, count in (
             ("generation_tokens_total", 5),
             ("request_generation_tokens_sum", 5),
@@ -167,8 +178,8 @@ async def test_a_journal_of_ids_behind_a_stop_string_is_cut_there(
     async with running_router(tmp_path, {"v": FakeVerifier()}) as router:
         finish = (await router.generate(stopping_request())).finish
     if ended:
-        records.append(encode_ended(1, router.resumables._wall(), finish))
-    (tmp_path / "log").write_bytes(encode_file([encode_tick(router.resumables._wall()), *records]))
+        records.append(encode_ended(1, time.time(), finish))
+    (tmp_path / "log").write_bytes(encode_file([encode_tick(time.time()), *records]))
     verifier = FakeVerifier()
     async with running_router(tmp_path, {"v": verifier}, journal=tmp_path / "log") as router:
         answer = router.resumables.get_answer(RequestId("r"))

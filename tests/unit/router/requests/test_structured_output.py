@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from outrider_router.requests import grammar_check
@@ -11,6 +12,7 @@ from outrider_router.requests.service import RouterService
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.wire.inference import GenerateRequest, StoppingOptions
+from tests.fakes.router import running_router
 from tests.fakes.tokenizer import EOS_ID
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed, text_request
@@ -44,9 +46,9 @@ async def test_a_form_that_cannot_be_compiled_reaches_no_verifier(
 
 
 async def test_without_the_library_a_form_is_refused(
-    router: RouterService, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_check.GrammarCompiler, "load", lambda *_, **__: None)
-    router._intake._forms._compiler = None
-    with pytest.raises(FailedPreconditionError, match="llguidance"):
-        await router.generate(asked())
+    async with running_router(tmp_path, {"v": FakeVerifier()}) as router:
+        with pytest.raises(FailedPreconditionError, match="llguidance"):
+            await router.generate(asked())

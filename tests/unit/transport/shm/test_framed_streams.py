@@ -46,12 +46,12 @@ class Call:
 
 
 class Rig:
-    """Our end, and the bare lane of its peer."""
+    """A stream by a lane, and the bare lane at both ends."""
 
     def __init__(self) -> None:
-        ours, self.peer = make_channel_pair()
+        self.ours, self.peer = make_channel_pair()
         self.call = Call()
-        self.frames = ShmFrames(self.call.frames, ours)
+        self.frames = ShmFrames(self.call.frames, self.ours)
 
 
 @asynccontextmanager
@@ -62,7 +62,7 @@ async def rig() -> AsyncIterator[Rig]:
     finally:
         await made.frames.close()
         made.peer.close()
-        assert made.frames._shm_channel.closed
+        assert made.ours.closed
 
 
 async def told(shm_channel: ShmChannel, count: int) -> list[bytes]:
@@ -108,7 +108,7 @@ async def test_a_peer_that_does_not_read_makes_the_sender_wait_and_then_hears_al
         await asyncio.sleep(0.05)
         assert not sending.done()
         assert not made.frames.try_send(b"more")
-        assert made.frames._shm_channel.unsent_bytes <= MAX_BUNDLE_BYTES + len(frames[0])
+        assert made.ours.unsent_bytes <= MAX_BUNDLE_BYTES + len(frames[0])
         assert await told(made.peer, len(frames)) == frames
         await sending
 
@@ -123,7 +123,7 @@ async def test_what_nobody_takes_stays_with_its_sender() -> None:
         for number in range(3000):
             made.peer.send(number.to_bytes(4, "little"))
         await asyncio.sleep(0.02)
-        assert len(made.frames._inbox) <= 128
+        assert made.frames.num_unread <= 128
         for number in range(3000):
             made.peer.flush()
             assert await made.frames.receive() == number.to_bytes(4, "little")
@@ -169,9 +169,9 @@ async def test_a_call_that_says_nothing_of_a_lost_lane_is_not_waited_for_long() 
 
 async def test_a_packet_of_no_known_form_ends_the_stream_behind_what_came_before_it() -> None:
     async with rig() as made:
-        bare: socket.socket = made.peer._socket
         made.peer.send(b"1", b"2")
-        bare.send(b"\x09nonsense")
+        with socket.socket(fileno=os.dup(made.peer.fileno())) as bare:
+            bare.send(b"\x09nonsense")
         made.peer.send(b"3")
         assert await made.frames.receive() == b"1"
         assert await made.frames.receive() == b"2"
@@ -186,7 +186,7 @@ async def test_what_waits_is_bounded_in_bytes() -> None:
         for _ in range(200):
             made.peer.flush()
             await asyncio.sleep(0)
-        assert made.frames._inbox._size <= 2 * MAX_BYTES
+        assert made.frames.unread_bytes <= 2 * MAX_BYTES
         found: list[bytes] = []
         while len(found) < len(frames):
             made.peer.flush()
@@ -197,16 +197,16 @@ async def test_what_waits_is_bounded_in_bytes() -> None:
 async def test_a_full_ring_is_looked_at_now_and_then() -> None:
     async with rig() as made:
         looks = 0
-        flush = made.frames._shm_channel.flush
+        flush = made.ours.flush
 
         def counted() -> None:
             nonlocal looks
             looks += 1
             flush()
 
-        made.frames._shm_channel.flush = counted  # type: ignore[method-assign]
+        made.ours.flush = counted  # type: ignore[method-assign]
         assert made.frames.try_send(*[bytes(1_000_000)] * 20)
-        assert made.frames._shm_channel.ring_full
+        assert made.ours.ring_full
         await asyncio.sleep(0.1)
         assert looks <= 120
         await told(made.peer, 20)
@@ -219,7 +219,7 @@ async def test_closing_that_is_cancelled_lets_go_all_the_same() -> None:
         await asyncio.sleep(0.01)
         closing.cancel()
         await asyncio.wait((closing,))
-        assert made.frames._shm_channel.closed
+        assert made.ours.closed
 
 
 async def test_a_frame_that_no_lane_carries_ends_the_stream(
@@ -245,7 +245,7 @@ async def test_closing_sends_what_is_left_first() -> None:
     frames = [bytes([number]) * 1_000_000 for number in range(18)]
     async with rig() as made:
         assert made.frames.try_send(*frames)
-        assert made.frames._shm_channel.num_unsent
+        assert made.ours.num_unsent
         closing = asyncio.create_task(made.frames.close())
         assert await told(made.peer, len(frames)) == frames
         await closing
@@ -319,12 +319,26 @@ async def test_listeners_that_take_in_nobody_hold_up_nobody_else() -> None:
         listener.close()
 
 
-async def test_an_offer_to_nobody_is_withdrawn() -> None:
+async def test_an_offer_to_nobody_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    offers: list[ShmOffer] = []
+    offer, withdraw = ShmListener.make_offer, ShmListener.withdraw_offer
+
+    def make_offer(listener: ShmListener) -> ShmOffer:
+        offers.append(offer(listener))
+        return offers[-1]
+
+    def withdraw_offer(listener: ShmListener, withdrawn: ShmOffer) -> None:
+        offers.remove(withdrawn)
+        withdraw(listener, withdrawn)
+
+    monkeypatch.setattr(ShmListener, "make_offer", make_offer)
+    monkeypatch.setattr(ShmListener, "withdraw_offer", withdraw_offer)
+    monkeypatch.setattr(ShmListener, "open", ShmListener)
     dialer = GrpcDialer(GrpcConfig(shm_channels=True, connect_timeout_s=0.3))
     verifier = await dialer.verifier("127.0.0.1:1")
     with pytest.raises(OutriderError):
         await verifier.sessions()
-    assert dialer._listener is not None and dialer._listener._expected == {}
+    assert offers == []
     await dialer.close()
 
 

@@ -30,7 +30,7 @@ def test_what_a_round_still_has_of_an_abandoned_session_is_nobodys() -> None:
     service = VerifierService(
         config, target, FakeProjection(), pool=target.pool, max_context_len=4096
     )
-    core, store = service._core, service._core.store
+    core, store = service.core, service.core.store
     assert store is not None
     left = _opened(core, 1, "left")
     before = left.handle
@@ -38,7 +38,7 @@ def test_what_a_round_still_has_of_an_abandoned_session_is_nobodys() -> None:
     assert left.phase is ENDED and not core.sessions
     next_one = _opened(core, 2, "next")
     assert next_one.handle == before and store.is_complete(next_one.handle)
-    rows = np.ones((MAX_SINGLE_ROWS, FakeProjection().hidden_size), store._dtype)
+    rows = np.ones((MAX_SINGLE_ROWS, FakeProjection().hidden_size), np.float32)
     store.append_each([left.handle] * MAX_SINGLE_ROWS, rows)
     store.append(left.handle, rows)
     assert store.used_bytes == 0

@@ -63,7 +63,7 @@ async def test_a_drafter_that_comes_and_goes_all_the_time_changes_nothing_but_sp
             await asyncio.sleep(0.01)
             assert drafter.broken is None
             await drafter.detach()
-            await until(lambda: not rig.service._hub.links)
+            await until(lambda: not rig.service.drafter_connections.links)
             await until(partial(_alone_or_over, runner, runner.rounds_ahead, running))
         assert comes > 2
         for spec, result in zip(specs, await asyncio.gather(*running), strict=True):

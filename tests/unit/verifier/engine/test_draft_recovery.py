@@ -50,14 +50,13 @@ class ExchangingRig:
     """A verifier, and an exchange that opens and is lost as a test says."""
 
     def __init__(self, rig: Rig, runner: RemotelyDraftedRunner) -> None:
-        self.rig, self.runner, self.core = rig, runner, rig.service._core
+        self.rig, self.runner, self.core = rig, runner, rig.service.core
         self.is_open = False
         self.most_recomputing = 0
         block_manager: Any = self.core.block_manager
         # Where rounds take no time, nothing is worth it.
         block_manager.recompute_s = lambda session: 0.0
-        core: Any = self.core
-        core._remote_draft_length = lambda spec: 3 if self.is_open else 0
+        self.core.remote_draft_length = lambda spec: 3 if self.is_open else 0
 
     def open(self) -> None:
         self.is_open = True

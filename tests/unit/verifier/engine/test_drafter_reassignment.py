@@ -131,7 +131,7 @@ async def test_a_session_whose_drafter_died_is_drafted_for_by_another() -> None:
         heard = await Heard.of(rig, spec)
         await heard.read(tokens=20)
         await old.detach()
-        await until(lambda: len(rig.service._hub.links) == 1)
+        await until(lambda: len(rig.service.drafter_connections.links) == 1)
         await heard.move(OTHER)
         await heard.read()
         assert heard.tokens == rig.reference(spec)
@@ -169,9 +169,9 @@ async def test_a_move_that_cannot_be_done_leaves_the_session_where_it_is() -> No
             await heard.move(nowhere)
             await heard.read(moves=number)
         # As if there had been no room for its features: nobody else can be told what came before.
-        store = rig.service._core.store
+        store = rig.service.core.store
         assert store is not None
-        store.close(rig.service._core.sessions[spec.session_id].handle)
+        store.close(rig.service.core.sessions[spec.session_id].handle)
         await rig.attach(good_chain(rig.target), drafter_id="drafter-2")
         await heard.move(DrafterId("drafter-2"))
         await heard.read()
@@ -224,7 +224,7 @@ async def test_a_session_that_is_moved_all_the_time_says_the_same() -> None:
         await heard.read()
         assert heard.tokens == rig.reference(spec)
         assert {DRAFTER, OTHER} <= set(heard.moved)
-        assert not rig.service._routers._moving
+        assert rig.service.router_streams.num_moves == 0
         await heard.connection.close()
         await rig.idle()
 
@@ -237,7 +237,7 @@ async def test_moves_between_drafters_that_look_ahead_change_nothing() -> None:
             for name in (DRAFTER, OTHER)
         ]
         for drafter in drafters:
-            drafter._predict = predict
+            drafter.predict = predict
         spec = make_spec(max_new_tokens=300, plan=AHEAD, sampling=COUPLED)
         heard = await Heard.of(rig, spec)
         for number in range(1, 7):
@@ -262,7 +262,7 @@ async def test_moves_of_nobodys_session_and_after_its_end_are_nothing() -> None:
         assert heard.tokens == rig.reference(spec)
         again = await Heard.of(rig, make_spec("again"))
         await again.read()
-        assert not rig.service._routers._moving
+        assert rig.service.router_streams.num_moves == 0
         assert heard.moved == []
 
 

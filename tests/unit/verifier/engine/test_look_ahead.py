@@ -73,7 +73,7 @@ async def looking_ahead(**settings: Any) -> AsyncIterator[tuple[Rig, FakeRunner]
 
         runner.lands = lands
         # Whether it pays is for tests of the planner.
-        rig.service._core.policy.should_look_ahead = lambda session: True  # type: ignore[method-assign]
+        rig.service.core.policy.should_look_ahead = lambda session: True  # type: ignore[method-assign]
         yield rig, runner
         await rig.idle()
         await until(lambda: not runner.in_flight)
@@ -93,8 +93,8 @@ async def test_a_hit_is_verified_without_a_word_of_the_drafter() -> None:
             text.extend(truth(rig.target, followed, 3 * DEPTH + 3))
             return make_tree(text[:DEPTH])
 
-        drafter._propose = fresh_and_ahead
-        drafter._predict = lambda followed: [
+        drafter.propose = fresh_and_ahead
+        drafter.predict = lambda followed: [
             (text[: n * (DEPTH + 1)], make_tree(text[n * (DEPTH + 1) :][:DEPTH])) for n in (1, 2)
         ]
         runner.before_submit = submitted
@@ -111,7 +111,7 @@ async def test_a_hit_is_verified_without_a_word_of_the_drafter() -> None:
 
 async def _mute_once(rig: Rig, drafter: ScriptedDrafter) -> None:
     """From the moment that the drafts ahead are there the drafter says nothing."""
-    core = rig.service._core
+    core = rig.service.core
     await until(lambda: core.counters["proposals_stored"] == 3 and core.num_proposals == 2)
     drafter.muted = True
 
@@ -120,7 +120,7 @@ async def _mute_once(rig: Rig, drafter: ScriptedDrafter) -> None:
 @pytest.mark.parametrize("planner", ["fixed", "automatic"])
 async def test_texts_are_the_same_with_hits_and_misses(share: float, planner: str) -> None:
     async with looking_ahead(planner=planner) as (rig, runner):
-        policy = rig.service._core.policy
+        policy = rig.service.core.policy
         policy.should_pause = lambda session: False  # type: ignore[method-assign]
         # On a CPU it would begin in lock-step.
         policy.should_look_ahead = lambda session: True  # type: ignore[method-assign]
@@ -147,7 +147,7 @@ async def test_texts_are_the_same_with_hits_and_misses(share: float, planner: st
             missed = s.look_ahead_rounds - s.hit_rounds - s.fresh_rounds
             assert missed == s.fallback_rounds
             assert s.hit_accepted + s.fresh_accepted == s.accepted
-        counters = rig.service._core.counters
+        counters = rig.service.core.counters
         for name in ("look_ahead_rounds", "hit_rounds", "fresh_rounds"):
             assert counters[name] == sum(getattr(s, name) for s in stats)
         assert counters["hit_accepted_tokens"] == sum(s.hit_accepted for s in stats)
@@ -178,14 +178,14 @@ async def test_the_next_round_is_under_way_before_the_drafter_hears_of_a_hit() -
     async with looking_ahead() as (rig, runner):
         await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
         told_in_flight: list[int] = []
-        loop = rig.service._loop
-        flush = loop._rounds.flush
+        rounds = rig.service.rounds
+        flush = rounds.flush
 
         def flushed() -> bool:
             told_in_flight.append(len(runner.in_flight))
             return flush()
 
-        loop._rounds.flush = flushed
+        rounds.flush = flushed
         reports: list[float] = []
         observe = rig.service.metrics.observe_report
 
@@ -221,7 +221,7 @@ async def test_a_session_that_ends_with_a_hit_leaves_the_others_going() -> None:
 async def test_branches_that_a_verdict_contradicts_are_dropped() -> None:
     async with looking_ahead() as (rig, _):
         await rig.attach(good_chain(rig.target), predict=foresee(rig.target, wrong=4))
-        core = rig.service._core
+        core = rig.service.core
         most = 0
         running = asyncio.create_task(rig.run(make_spec(max_new_tokens=120, plan=AHEAD)))
         while not running.done():
@@ -246,7 +246,7 @@ async def test_an_error_in_a_round_of_hits_fails_its_sessions_once() -> None:
         assert bad.error is not None and "injected" in str(bad.error)
         # What was emitted before counts.
         assert bad.tokens == rig.reference(spec)[: len(bad.tokens)] and len(bad.tokens) > DEPTH
-        assert rig.service._core.counters["failed_rounds"] == 1
+        assert rig.service.core.counters["failed_rounds"] == 1
         runner.before_submit = None
         after = make_spec("after", plan=AHEAD)
         assert (await rig.run(after)).tokens == rig.reference(after)
@@ -276,15 +276,14 @@ async def test_sessions_may_come_and_go_while_rounds_follow_one_another_by_hits(
 async def test_what_takes_the_place_of_a_session_hears_nothing_of_its_round() -> None:
     async with looking_ahead(max_sessions=1) as (rig, runner):
         await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
-        assert rig.service._loop is not None
-        commands, lands = rig.service._loop._commands, runner.lands
+        lands = runner.lands
         holds, held = False, threading.Event()
 
         def lands_late() -> bool:
             if holds:
                 held.set()
                 # Both commands are there when the next one is taken.
-                while holds and len(commands) < 2:
+                while holds and rig.service.backlog < 2:
                     time.sleep(0.001)
             return lands()
 
@@ -298,27 +297,27 @@ async def test_what_takes_the_place_of_a_session_hears_nothing_of_its_round() ->
         closing = asyncio.create_task(first.aclose())
         spec = make_spec("second", prompt=(9, 8, 7), max_new_tokens=40, plan=AHEAD)
         running = asyncio.create_task(rig.run(spec))
-        await until(lambda: SessionId("second") in rig.service._core.sessions)
+        await until(lambda: SessionId("second") in rig.service.core.sessions)
         holds = False
         await closing
         async with asyncio.timeout(10.0):
             result = await running
         assert result.tokens == rig.reference(spec)
         assert result.last.stats.proposed > 0
-        assert rig.service._core.counters["sessions_lost_by_drafters"] == 0
+        assert rig.service.core.counters["sessions_lost_by_drafters"] == 0
 
 
 async def test_a_change_of_mind_is_not_put_off_by_hits() -> None:
     async with looking_ahead(planner="automatic") as (rig, _):
         await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
-        policy = rig.service._core.policy
+        policy = rig.service.core.policy
         pauses = False
         policy.should_pause = lambda session: pauses  # type: ignore[method-assign]
         policy.should_look_ahead = lambda session: True  # type: ignore[method-assign]
         running = asyncio.create_task(rig.run(make_spec(max_new_tokens=400, plan=AHEAD)))
         await mid_stream(rig)
-        session = rig.service._core.sessions[SessionId("s")]
-        await until(lambda: rig.service._core.counters["hit_rounds"] > 3)
+        session = rig.service.core.sessions[SessionId("s")]
+        await until(lambda: rig.service.core.counters["hit_rounds"] > 3)
         pauses = policy.changed = True
         await until(lambda: session.is_speculation_off)
         pauses, policy.changed = False, True
@@ -332,7 +331,7 @@ async def test_late_drafts_are_told_from_drafts_that_nobody_waited_for() -> None
         drafter = await rig.attach(good_chain(rig.target))
         drafter.muted = True
         arrived: list[tuple[int, bool]] = []
-        policy = rig.service._core.policy
+        policy = rig.service.core.policy
         inner = policy.record_arrival
 
         def noted(session: Any, *, prefix_len: int, usable: bool, now: float) -> None:
@@ -343,7 +342,7 @@ async def test_late_drafts_are_told_from_drafts_that_nobody_waited_for() -> None
         rig.target.forward_s = 0.01
         spec = make_spec(max_new_tokens=100, plan=replace(AHEAD, proposal_timeout_ms=20))
         running = asyncio.create_task(rig.run(spec))
-        await until(lambda: rig.service._core.counters["proposal_timeouts"] == 1)
+        await until(lambda: rig.service.core.counters["proposal_timeouts"] == 1)
         (followed,) = drafter.sessions.values()
         first = followed.verdicts[0]
         await until(lambda: len(followed.verdicts) > 3)
@@ -359,7 +358,7 @@ async def test_late_drafts_are_told_from_drafts_that_nobody_waited_for() -> None
         ]
         assert drafter.connection is not None
         await drafter.connection.send(Proposals.of_proposals(ahead))
-        await until(lambda: rig.service._core.num_proposals == 2)
+        await until(lambda: rig.service.core.num_proposals == 2)
         assert arrived == []
         await drafter.connection.send(Proposals.of_proposals([*beside[:10], missed, *beside[10:]]))
         await until(lambda: bool(arrived))

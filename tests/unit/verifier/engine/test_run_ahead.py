@@ -159,7 +159,7 @@ async def test_a_prompt_joins_the_round_behind_a_long_round_of_prompts(
 
 async def test_a_newer_epoch_takes_over_while_a_round_is_in_flight() -> None:
     async with ahead() as (rig, runner):
-        counters, lands = rig.service._core.counters, runner.lands
+        counters, lands = rig.service.core.counters, runner.lands
         # From then on the round lasts until the newer epoch is there.
         runner.lands = lambda: lands() and (runner.rounds_ahead <= 3 or counters["sessions"] == 2)
         old = asyncio.create_task(rig.run(own_spec(max_new_tokens=300)))
@@ -187,7 +187,7 @@ async def test_an_error_in_submit_fails_the_sessions_of_that_round_only() -> Non
         runner.before_submit = None
         after = own_spec("after")
         assert (await rig.run(after)).tokens == rig.reference(after)
-        assert rig.service._core.counters["failed_rounds"] == 1
+        assert rig.service.core.counters["failed_rounds"] == 1
 
 
 async def test_an_error_in_collect_fails_the_sessions_of_that_round_only() -> None:
@@ -207,7 +207,7 @@ async def test_an_error_in_collect_fails_the_sessions_of_that_round_only() -> No
         assert len(runner.flights) == 6
         after = own_spec("after")
         assert (await rig.run(after)).tokens == rig.reference(after)
-        assert rig.service._core.counters["failed_rounds"] == 1
+        assert rig.service.core.counters["failed_rounds"] == 1
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ async def test_own_drafts_are_counted_and_reported_over_a_transport() -> None:
         assert stats.emitted == 29
         stood = sum(len(flight.outcome.decoded.all_rows()[0].tokens) - 1 for flight in settled)
         assert stood - 4 < stats.accepted <= stood
-        assert rig.service._core.counters["proposed_tokens"] == stats.proposed
+        assert rig.service.core.counters["proposed_tokens"] == stats.proposed
         assert last.drafter_attached is False
         await dialer.close()
 
@@ -376,7 +376,7 @@ async def test_blocks_for_a_round_of_drafts_are_held_before_the_drafts_are_there
     async with verifier(target=target, runner=runner) as rig:
         await rig.attach(good_chain(target))
         block_manager, grow, grown = (
-            rig.service._core.block_manager,
+            rig.service.core.block_manager,
             runner.record_new_blocks,
             Counter[str](),
         )

@@ -40,7 +40,7 @@ def open_one(verifier: VerifierSide, *, priority: int) -> None:
     """A session whose prompt no round has run."""
     spec = replace(spec_of("new", 40, 64, PLAN, DrafterId("bench")), priority=priority)
     nobody: Any = None
-    verifier.service._core.handle_command(OpenSession(99, spec, nobody), time.monotonic())
+    verifier.service.core.handle_command(OpenSession(99, spec, nobody), time.monotonic())
 
 
 def planned(verifier: VerifierSide, monkeypatch: pytest.MonkeyPatch) -> tuple[RoundPlan, int]:
@@ -53,7 +53,7 @@ def planned(verifier: VerifierSide, monkeypatch: pytest.MonkeyPatch) -> tuple[Ro
         return weigh(*given, **named)
 
     monkeypatch.setattr(scheduler, "plan_round", counted)
-    return verifier.service._rounds.plan_round(time.monotonic()), len(weighed)
+    return verifier.service.rounds.plan_round(time.monotonic()), len(weighed)
 
 
 def test_a_prompt_beside_drafts_joins_their_round(monkeypatch: pytest.MonkeyPatch) -> None:

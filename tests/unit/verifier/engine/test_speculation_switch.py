@@ -54,7 +54,7 @@ async def test_pausing_and_resuming_changes_no_text_and_drafters_follow(
     drafts: object, method: DraftMethod
 ) -> None:
     async with verifier(planner="automatic") as rig:
-        rig.service._core.policy = Alternating()
+        rig.service.core.policy = Alternating()
         await rig.attach(drafts(rig.target))  # type: ignore[operator]
         plan = replace(LONG, method=method, draft_tokens=16)
         specs = [
@@ -71,7 +71,7 @@ async def test_pausing_and_resuming_changes_no_text_and_drafters_follow(
         for spec, result in zip(specs, results, strict=True):
             assert result.error is None
             assert result.tokens == rig.reference(spec)
-        assert rig.service._core.counters["speculation_resumed"] > 2
+        assert rig.service.core.counters["speculation_resumed"] > 2
         stats = [result.last.stats for result in results]
         assert sum(s.paused_rounds for s in stats) > 10
         assert sum(s.proposed for s in stats) > 10
@@ -82,7 +82,7 @@ async def test_paused_sessions_run_ahead_and_come_back() -> None:
     target = FakeTarget(num_blocks=512)
     runner = FakeRunner(target, drafts=0)
     async with verifier(target=target, runner=runner, planner="automatic") as rig:
-        rig.service._core.policy = Alternating()
+        rig.service.core.policy = Alternating()
         await rig.attach(good_chain(target))
         specs = [make_spec(f"s{i}", max_new_tokens=300, plan=LONG) for i in range(2)]
         results = await rig.run_all(specs)
@@ -97,7 +97,7 @@ async def test_paused_sessions_run_ahead_and_come_back() -> None:
 
 async def test_a_drafter_hears_of_a_session_of_a_paused_kind_when_it_is_to_draft_for_it() -> None:
     async with verifier(planner="automatic") as rig:
-        core, pauses = rig.service._core, True
+        core, pauses = rig.service.core, True
         core.policy.should_pause = lambda session: pauses  # type: ignore[method-assign]
         rig.target.forward_s = 0.002
         drafter = await rig.attach(good_chain(rig.target))
@@ -121,7 +121,7 @@ async def test_a_plan_that_changes_while_paused_starts_the_drafter_anew() -> Non
     async with verifier(planner="automatic") as rig:
         rig.target.forward_s = 0.002
         policy = Alternating()
-        rig.service._core.policy = policy
+        rig.service.core.policy = policy
         await rig.attach(half_good_chain(rig.target))
         spec = make_spec(max_new_tokens=600, plan=LONG)
         running = asyncio.create_task(rig.run(spec))

@@ -226,7 +226,7 @@ def test_a_drafter_that_does_not_answer_is_given_up(
     rig.exchange.add_drafter(link(1))
     rig.exchange.check()
     assert rig.channels.dropped == []
-    monkeypatch.setattr(module, "_ANSWER_TIMEOUT_S", -1.0)
+    monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", -1.0)
     rig.exchange.check()
     assert rig.channels.dropped == [1]
 

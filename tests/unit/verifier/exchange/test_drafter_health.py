@@ -131,5 +131,5 @@ def test_a_name_is_remembered_and_the_number_of_names_is_bounded() -> None:
     assert health_registry.get_health(DrafterId("d")) is first
     for number in range(MAX_DRAFTERS):
         health_registry.get_health(DrafterId(f"other {number}"))
-    assert len(health_registry._known) == MAX_DRAFTERS
+    assert len(health_registry) == MAX_DRAFTERS
     assert health_registry.get_health(DrafterId("d")) is not first

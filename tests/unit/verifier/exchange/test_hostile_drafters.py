@@ -67,7 +67,7 @@ async def test_an_invalid_proposal_costs_only_itself(kind: str) -> None:
         assert result.tokens == rig.reference(spec)
         assert result.last.stats.fallback_rounds >= 1
         assert result.last.stats.accepted > 0
-        assert rig.service._hub.counters["messages_invalid"] >= 1
+        assert rig.service.drafter_connections.counters["messages_invalid"] >= 1
         assert result.last.drafter_attached
 
 
@@ -90,7 +90,7 @@ async def test_a_proposal_that_was_never_used_goes_with_its_session() -> None:
         ahead = len(next(iter(drafter.sessions.values())).tokens) + 15
         draft = Proposal(handle=0, prefix_digest=5, prefix_len=ahead, tree=make_tree([1]))
         await drafter.send(draft)
-        await until(lambda: rig.service._core.num_proposals > 0)
+        await until(lambda: rig.service.core.num_proposals > 0)
         await running
         await rig.idle()
 
@@ -107,7 +107,7 @@ async def test_proposals_nobody_asked_for_are_counted_and_ignored() -> None:
                     tree=make_tree([1]),
                 )
             )
-        counters = rig.service._core.counters
+        counters = rig.service.core.counters
         await until(lambda: counters["proposals_unknown"] == 2)
         spec = make_spec()
         result = await rig.run(spec)
@@ -128,7 +128,7 @@ async def test_malformed_proposals_of_a_bundle_cost_only_themselves() -> None:
             [encoded[0], b"\xff\xff", *encoded[1:], b"", join_messages(encoded)[0]]
         )
         assert frames.inner.frames.try_send(frame)
-        counters, core = rig.service._hub.counters, rig.service._core.counters
+        counters, core = rig.service.drafter_connections.counters, rig.service.core.counters
         await until(lambda: counters["messages_invalid"] == 4)
         await until(lambda: core["proposals_unknown"] == 2)
         spec = make_spec()
@@ -171,7 +171,7 @@ async def test_a_drafter_cannot_propose_for_the_sessions_of_another() -> None:
         await stranger.send(
             Proposal(handle=0, prefix_digest=seen[0], prefix_len=6, tree=make_tree([1]))
         )
-        counters = rig.service._core.counters
+        counters = rig.service.core.counters
         await until(lambda: counters["proposals_unknown"] == 1)
         assert (await running).last.stats.proposed == 0
 
@@ -199,10 +199,10 @@ class Disorderly:
         again = self._rng.sample(self.past, min(len(self.past), 6))
         # Of another prefix, and with another handle than it was made for.
         swapped = [replace(one, handle=(one.handle + 1) % 4) for one in again[:2]]
-        asyncio.get_running_loop().create_task(self._send([*again, *swapped, mine, mine]))
+        asyncio.get_running_loop().create_task(self.send([*again, *swapped, mine, mine]))
         return None if self._rng.random() < 0.5 else tree
 
-    async def _send(self, proposals: list[Proposal]) -> None:
+    async def send(self, proposals: list[Proposal]) -> None:
         assert self.drafter is not None and self.drafter.connection is not None
         self._rng.shuffle(proposals)
         with contextlib.suppress(OutriderError):
@@ -226,7 +226,7 @@ async def test_old_frames_out_of_order_and_over_again_change_no_text(seed: int) 
             pair = specs[begin : begin + 2]
             for spec, result in zip(pair, await rig.run_all(pair), strict=True):
                 assert result.tokens == rig.reference(spec)
-        counters = rig.service._counts()
+        counters = rig.service.read_counters()
         assert counters["proposals_duplicate"] and counters["proposals_stale"]
         assert counters["proposals_unknown"] and counters["drafters_disconnected_flooding"] == 0
         await rig.idle()

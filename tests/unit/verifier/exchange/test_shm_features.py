@@ -17,6 +17,7 @@ from outrider_verifier.exchange.feature_store import FeatureStore
 from outrider_verifier.exchange.proposal_inbox import ProposalInbox
 from outrider_verifier.exchange.shm_features import ShmFeatures
 from outrider_verifier.exchange.verdict_builder import VerdictBatch, VerdictBuilder
+from outrider_verifier.state.commands import ExchangeLink
 from outrider_verifier.state.session import Session
 
 from outrider.engine.device.transfer.buffers import Downloader
@@ -24,9 +25,9 @@ from outrider.spec.flat_trees import chain_parents
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.transport.shm import ShmChannel, is_ring_view, make_channel_pair
 from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
-from outrider.wire.messages import Proposals, TensorDtype, Verdicts
+from outrider.wire.messages import FeatureLayout, Proposals, TensorDtype, Verdicts
 from tests.fakes.target import FakeTarget
-from tests.unit.verifier.harness import make_spec
+from tests.unit.verifier.harness import DRAFTER, make_spec
 
 SESSIONS, WIDTH = 16, 4096
 
@@ -98,8 +99,8 @@ def verified_round(*, places: bool, stranger: bool = False) -> Round:
         verifier = VerifierSide(
             SESSIONS + 1, Steps(), planner="fixed", width=WIDTH, shm_channel=ours
         )
-        runner: Any = verifier.service._rounds._engine
-        runner.rounds._downloads = Downloader(torch.device("cpu"))
+        runner: Any = verifier.service.core.runner
+        runner.rounds.downloads = Downloader(torch.device("cpu"))
         if not places:
             ours.allow_reservations(lambda memory: False)
         plan = SpeculationPlan(
@@ -113,9 +114,9 @@ def verified_round(*, places: bool, stranger: bool = False) -> Round:
             verifier.open_one(SESSIONS, 40, 40, SpeculationPlan(), drafted=False)
         verifier.round()
         told = told_by(theirs)
-        store = verifier.service._core.store
+        store = verifier.service.core.store
         assert told[-1].features is not None and store is not None
-        sessions = list(verifier.service._core.sessions.values())[:SESSIONS]
+        sessions = list(verifier.service.core.sessions.values())[:SESSIONS]
         kept = [
             [row[:2].tolist() for piece in pieces for row in piece]
             for pieces in (store.read(s.handle, 0, store.num_held(s.handle)) for s in sessions)
@@ -167,7 +168,14 @@ def test_what_was_put_for_another_drafter_is_copied_out_of_there() -> None:
     )
     session.handle = 2
     verdict_builder.follow_session(session)
-    verdict_builder._links[2], verdict_builder._with_features[2] = 7, True
+    link = ExchangeLink(
+        link_id=7,
+        drafter_id=DRAFTER,
+        incarnation="1",
+        methods=(DraftMethod.EAGLE3,),
+        feature_layout=FeatureLayout.PROJECTED,
+    )
+    assert len(list(verdict_builder.start_session(session, link))) == 1
     memory = np.arange(20, dtype=np.uint16).reshape(10, 2)
     for link_id, offsets, rows in ((7, [3], 5), (8, None, 2)):
         told = VerdictBatch.of_current([session], [None])

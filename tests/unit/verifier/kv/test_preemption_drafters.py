@@ -41,7 +41,7 @@ async def test_old_frames_for_preempted_sessions_change_no_text(way: str) -> Non
         for spec, result in zip(specs, await rig.run_all(specs), strict=True):
             assert result.error is None and result.tokens == rig.reference(spec)
         assert preemptions(rig.service) > 0
-        assert rig.service._core.counters["proposals_stale"] > 0
+        assert rig.service.core.counters["proposals_stale"] > 0
 
 
 @pytest.mark.parametrize("way", ["swap", "recompute"])
@@ -79,7 +79,7 @@ async def test_a_session_that_is_resumed_does_not_wait_for_a_silent_drafter() ->
         running = asyncio.create_task(rig.run(spec))
         await mid_stream(rig)
         drafter.muted = True
-        counters = rig.service._core.counters
+        counters = rig.service.core.counters
         await until(lambda: counters["drafters_stalled"] == 1)
         await rig.run(urgent())
         assert preemptions(rig.service) == 1
@@ -119,10 +119,10 @@ async def test_a_flood_for_a_preempted_session_is_cut() -> None:
         blocking = asyncio.create_task(rig.run(urgent(max_new_tokens=200)))
         await until(lambda: preemptions(rig.service) == 1)
         assert drafter.connection is not None
-        while rig.service._hub.links:
-            await disorder._send([disorder.past[0]] * 1000)
+        while rig.service.drafter_connections.links:
+            await disorder.send([disorder.past[0]] * 1000)
             await asyncio.sleep(0)
-        assert rig.service._counts()["drafters_disconnected_flooding"] == 1
+        assert rig.service.read_counters()["drafters_disconnected_flooding"] == 1
         await blocking
         result = await running
         assert result.tokens == rig.reference(spec)

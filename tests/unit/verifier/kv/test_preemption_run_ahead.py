@@ -32,7 +32,7 @@ async def short_of_blocks(
     target = FakeTarget(num_blocks=num_blocks)
     runner = FakeRunner(target, drafts=drafts)
     async with verifier(target=target, runner=runner, **settings) as rig:
-        lengths: Any = rig.service._core.block_manager.lengths
+        lengths: Any = rig.service.core.block_manager.lengths
         lengths.expected_len = lambda emitted, most: emitted
         yield rig, runner
         await rig.idle()
@@ -89,13 +89,13 @@ async def test_a_session_that_is_preempted_among_hits_gets_its_text() -> None:
         results = await rig.run_all(specs)
         assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
         assert preemptions(rig.service) >= 1
-        assert rig.service._core.counters["hit_rounds"] > 0
+        assert rig.service.core.counters["hit_rounds"] > 0
 
 
 async def test_hits_on_end_do_not_keep_a_higher_priority_waiting() -> None:
     async with looking_ahead(max_sessions=1) as (rig, runner):
         await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
-        core, lands = rig.service._core, runner.lands
+        core, lands = rig.service.core, runner.lands
         # From the third hit on the round lasts until the urgent session is there.
         runner.lands = lambda: (
             lands() and (core.counters["hit_rounds"] < 3 or core.counters["sessions"] == 2)

@@ -61,7 +61,7 @@ async def short_of_blocks(num_blocks: int, **settings: Any) -> AsyncIterator[Rig
     """A verifier with so few blocks of 4 tokens that expects every answer to end at once, so that
     it lets in more than fit; at the end nothing is held of any kind."""
     async with verifier(target=FakeTarget(num_blocks=num_blocks), **settings) as rig:
-        lengths: Any = rig.service._core.block_manager.lengths
+        lengths: Any = rig.service.core.block_manager.lengths
         lengths.expected_len = lambda emitted, most: emitted
         yield rig
         await rig.idle()
@@ -92,20 +92,20 @@ def urgent(name: str = "urgent", **options: Any) -> SessionSpec:
 
 def session_of(rig: Rig, name: str = "s") -> Session:
     """A session being served."""
-    return rig.service._core.sessions[SessionId(name)]
+    return rig.service.core.sessions[SessionId(name)]
 
 
 def follow_preemptions(rig: Rig) -> dict[SessionId, int]:
     """How often each session is preempted from now on."""
     most: dict[SessionId, int] = {}
-    block_manager: Any = rig.service._core.block_manager
-    act = block_manager._preempt
+    block_manager: Any = rig.service.core.block_manager
+    act = block_manager.preempt_session
 
     def preempt_and_note(session: Session, now: float) -> None:
         act(session, now)
         most[session.session_id] = session.preemption.count
 
-    block_manager._preempt = preempt_and_note
+    block_manager.preempt_session = preempt_and_note
     return most
 
 
@@ -130,20 +130,21 @@ async def test_a_quarter_of_the_blocks_gives_the_same_texts(drafts: str, way: st
         # How many there are is a matter of when proposals come.
         assert preemptions(rig.service) >= 1
         assert 1 <= max(most.values()) <= 3
-        assert rig.service._core.counters["resumed_preemption"] == preemptions(rig.service)
+        assert rig.service.core.counters["resumed_preemption"] == preemptions(rig.service)
 
 
 async def test_copies_are_fetched_one_at_a_time_and_rounds_go_on_meanwhile() -> None:
     async with verifier(preemption="swap") as rig:
-        runner: Any = rig.service._core._runner
-        block_manager: Any = rig.service._core.block_manager
+        runner: Any = rig.service.core.runner
+        block_manager: Any = rig.service.core.block_manager
         fetch, asked, late = runner.prefetch_session, list[Session](), list[Session]()
-        act, at_a_time = block_manager._act, [0]
+        prepare, at_a_time = block_manager.prepare_round, [0]
 
-        def count_fetches(actions: Any, now: float) -> None:
+        def count_fetches(now: float, **others: Any) -> bool:
             before = len(late)
-            act(actions, now)
+            ready = prepare(now, **others)
             at_a_time.append(len(late) - before)
+            return bool(ready)
 
         def slow_fetch(session: Session) -> bool:
             if not session.preemption.count:
@@ -157,13 +158,13 @@ async def test_copies_are_fetched_one_at_a_time_and_rounds_go_on_meanwhile() -> 
                 return False
             return bool(fetch(session))
 
-        runner.prefetch_session, block_manager._act = slow_fetch, count_fetches
+        runner.prefetch_session, block_manager.prepare_round = slow_fetch, count_fetches
         preempt_often(rig.service, every=2)
         specs = [spec_of(i, plan=PLAIN, drafter=None) for i in range(6)]
         results = await rig.run_all(specs)
         assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
         assert late and max(at_a_time) == 1
-        assert rig.service._core.counters["preemptions_swap"] >= 6
+        assert rig.service.core.counters["preemptions_swap"] >= 6
         await rig.idle()
 
 
@@ -176,7 +177,7 @@ async def test_a_session_that_is_preempted_among_hits_gets_its_text() -> None:
         results = await rig.run_all(specs)
         assert [result.tokens for result in results] == [rig.reference(spec) for spec in specs]
         assert preemptions(rig.service) >= 1
-        assert rig.service._core.counters["hit_rounds"] > 0
+        assert rig.service.core.counters["hit_rounds"] > 0
 
 
 async def test_sessions_that_come_and_go_with_all_priorities_get_their_texts() -> None:
@@ -213,7 +214,7 @@ async def test_preempted_in_the_middle_of_its_prompt_a_session_goes_on_correctly
         # Shares a round of eight prompt tokens, so that what is filled again is cut elsewhere.
         first = asyncio.create_task(rig.run(urgent("first", prompt=(1,) * 13, max_new_tokens=80)))
         spec = make_spec(prompt=prompt, max_new_tokens=40)
-        core = rig.service._core
+        core = rig.service.core
         hold(rig.service, lambda: core.counters["sessions"] < 2)
         running = asyncio.create_task(rig.run(spec))
         await until(lambda: spec.session_id in core.sessions)
@@ -226,7 +227,7 @@ async def test_preempted_in_the_middle_of_its_prompt_a_session_goes_on_correctly
         assert other.tokens == rig.reference(urgent(max_new_tokens=2))
         assert session.preemption.count == 1
         await until(lambda: session.emitted > 3)
-        store = rig.service._core.store
+        store = rig.service.core.store
         assert store is not None
         kept = np.concatenate(store.read(session.handle, 0, 60))
         expected = [2 * rig.target.feature(prompt[: end + 1]) for end in range(60)]
@@ -266,7 +267,7 @@ async def test_a_proposal_that_came_meanwhile_is_used_at_once(way: str) -> None:
             handle=handle, prefix_digest=digest, prefix_len=len(followed.tokens), tree=tree
         )
         await drafter.send(early)
-        await until(lambda: rig.service._core.num_proposals == 1)
+        await until(lambda: rig.service.core.num_proposals == 1)
         assert session.is_waiting
         release()
         await other
@@ -275,7 +276,7 @@ async def test_a_proposal_that_came_meanwhile_is_used_at_once(way: str) -> None:
         # Every round had a draft, the first one after the preemption the one that had waited.
         assert result.last.stats.fallback_rounds == 0
         assert result.last.stats.rounds == 3
-        assert rig.service._core.counters["proposal_timeouts"] == 0
+        assert rig.service.core.counters["proposal_timeouts"] == 0
 
 
 @pytest.mark.parametrize("way", ["swap", "recompute"])
@@ -294,7 +295,7 @@ async def test_a_session_that_waits_for_a_proposal_waits_on_after_a_preemption(w
         result = await running
         assert result.tokens == rig.reference(spec)
         # The proposal timeout began anew, for nobody waited while it had no K/V.
-        assert rig.service._core.counters["proposal_timeouts"] == 1
+        assert rig.service.core.counters["proposal_timeouts"] == 1
         assert time.monotonic() - session.preemption.resumed_at >= 0.15
 
 
@@ -307,9 +308,9 @@ async def test_closed_while_it_waits_a_session_leaves_nothing_behind(way: str) -
         release = hold(rig.service, lambda: preemptions(rig.service) == 1)
         other = asyncio.create_task(rig.run(urgent(max_new_tokens=100)))
         await until(lambda: session_of(rig).is_waiting)
-        assert (rig.service._core.block_manager.swapped_bytes > 0) is (way == "swap")
+        assert (rig.service.core.block_manager.swapped_bytes > 0) is (way == "swap")
         await rig.service.close_session(SessionId("s"))
-        assert rig.service._core.block_manager.swapped_bytes == 0
+        assert rig.service.core.block_manager.swapped_bytes == 0
         release()
         assert (await running).last.finish_reason is FinishReason.CANCELLED
         assert (await other).tokens == rig.reference(urgent(max_new_tokens=100))
@@ -347,7 +348,7 @@ async def test_a_session_whose_turn_has_not_come_is_told_of_nothing_and_can_leav
     async with one_at_a_time() as rig:
         drafter = await rig.attach(good_chain(rig.target))
         running = asyncio.create_task(rig.run(make_spec("a", max_new_tokens=200)))
-        await until(lambda: rig.service._core.num_sessions == 1)
+        await until(lambda: rig.service.core.num_sessions == 1)
         waiting = asyncio.create_task(rig.run(make_spec("b")))
         await until(lambda: SessionId("b") in drafter.sessions)
         assert session_of(rig, "b").is_waiting and not drafter.sessions[SessionId("b")].verdicts
@@ -363,7 +364,7 @@ async def test_more_than_may_wait_are_refused() -> None:
         specs = [urgent(f"s{i}", max_new_tokens=40, priority=0) for i in range(2)]
         release = hold(rig.service, lambda: True)
         tasks = [asyncio.create_task(rig.run(spec)) for spec in specs]
-        await until(lambda: rig.service._core.num_sessions == 2)
+        await until(lambda: rig.service.core.num_sessions == 2)
         refused = await rig.run(urgent("s2"))
         release()
         assert isinstance(refused.error, ResourceExhaustedError)
@@ -379,7 +380,7 @@ async def test_sessions_that_wait_end_with_the_verifier() -> None:
             asyncio.create_task(rig.run(make_spec(f"s{i}", drafter=None, max_new_tokens=900)))
             for i in range(3)
         ]
-        await until(lambda: rig.service._core.num_sessions == 3)
+        await until(lambda: rig.service.core.num_sessions == 3)
         await rig.service.stop()
         results = await asyncio.gather(*tasks)
         assert all(isinstance(result.error, UnavailableError) for result in results)
@@ -410,7 +411,7 @@ async def test_stop_tokens_and_the_least_length_hold_across_preemptions() -> Non
 
 async def test_a_runner_that_refuses_a_session_ends_that_one_alone() -> None:
     async with verifier() as rig:
-        runner: Any = rig.service._core._runner
+        runner: Any = rig.service.core.runner
         resume = runner.resume_session
 
         def refuse(session: Session) -> bool:

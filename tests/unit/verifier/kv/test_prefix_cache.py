@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from outrider_verifier.kv.prefix_cache import PrefixCache
+from outrider_verifier.server import engine_builder
 
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, SpeculationPlan
@@ -28,12 +31,12 @@ PROMPT = tuple((5 * i + i // 7) % 24 for i in range(21))
 
 def computed(rig: Rig) -> int:
     """Prompt tokens that rounds have computed."""
-    return rig.service._core.counters["prefill_tokens"]
+    return rig.service.core.counters["prefill_tokens"]
 
 
 def found(rig: Rig) -> int:
     """Tokens whose K/V was there."""
-    return rig.service._core.counters["prefix_cache_hit_tokens"]
+    return rig.service.core.counters["prefix_cache_hit_tokens"]
 
 
 async def check(rig: Rig, *specs: Any) -> list[int]:
@@ -71,8 +74,7 @@ async def test_sessions_that_run_share_blocks_of_a_device_and_have_copies_on_a_c
     for device in ("cpu", None):
         async with serving(tiny_target, device=device) as service:
             alone = await run_all(service, SpeculationPlan(), SamplingParams(), prompts=(prompt,))
-            ledger = service._pool.ledger
-            core = service._core
+            core = service.core
             together = asyncio.ensure_future(
                 run_all(
                     service, SpeculationPlan(), SamplingParams(), prompts=(prompt, prompt, prompt)
@@ -80,8 +82,8 @@ async def test_sessions_that_run_share_blocks_of_a_device_and_have_copies_on_a_c
             )
             shared = 0
             while not together.done():
-                held = [list(s.kv.blocks[:2]) for s in list(core.sessions.values())]
-                shared = max([shared, *(len(ledger.shared_blocks(each)) for each in held)])
+                held = [block for s in list(core.sessions.values()) for block in s.kv.blocks[:2]]
+                shared = max(shared, sum(count > 1 for count in Counter(held).values()))
                 await asyncio.sleep(0)
             texts = [tokens for tokens, _ in await together]
             count = len(alone[0][0])
@@ -141,7 +143,7 @@ async def test_who_needs_features_computes_what_others_left_without_them() -> No
         drafted = [make_spec(name, prompt=PROMPT) for name in "bc"]
         # The second of them finds the features that the first one left.
         assert await check(rig, plain, *drafted) == [0, 0, 20]
-        assert rig.service._core.block_manager.prefix_feature_bytes > 0
+        assert rig.service.core.block_manager.prefix_feature_bytes > 0
 
 
 async def test_a_drafter_that_comes_later_is_caught_up_over_what_was_found() -> None:
@@ -152,7 +154,7 @@ async def test_a_drafter_that_comes_later_is_caught_up_over_what_was_found() -> 
         await first.detach()
         spec = make_spec("b", prompt=PROMPT, max_new_tokens=60)
         run = asyncio.ensure_future(rig.run(spec))
-        sessions = rig.service._core.sessions
+        sessions = rig.service.core.sessions
         await until(lambda: any(s.emitted > 5 for s in list(sessions.values())))
         assert found(rig) == 20
         second = await rig.attach(good_chain(rig.target))
@@ -162,12 +164,17 @@ async def test_a_drafter_that_comes_later_is_caught_up_over_what_was_found() -> 
         assert result.last.stats.accepted > 0
 
 
-async def test_features_beyond_the_budget_go_those_used_longest_ago_first() -> None:
+async def test_features_beyond_the_budget_go_those_used_longest_ago_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Of 2 float32: six blocks of four tokens.
+    small = {"feature_bytes": 6 * 4 * 8}
+    monkeypatch.setattr(
+        engine_builder, "PrefixCache", lambda pool, **given: PrefixCache(pool, **given | small)
+    )
     async with verifier() as rig:
         await rig.attach(good_chain(rig.target))
-        block_manager: Any = rig.service._core.block_manager
-        # Of 2 float32: six blocks of four tokens.
-        block_manager._prefixes._budget = 6 * 4 * 8
+        block_manager = rig.service.core.block_manager
         other = tuple(23 - token for token in PROMPT)
         specs = [
             make_spec(f"s{n}", prompt=prompt, max_new_tokens=2)
@@ -182,9 +189,9 @@ async def test_a_session_whose_features_would_not_fit_computes_them() -> None:
     async with verifier() as rig:
         await rig.attach(good_chain(rig.target))
         await check(rig, make_spec("a", prompt=PROMPT))
-        store = rig.service._core.store
+        store = rig.service.core.store
         assert store is not None
-        store._budget = 16 * 8
+        store.budget_bytes = 16 * 8
         assert await check(rig, make_spec("b", prompt=PROMPT)) == [0]
 
 
@@ -196,7 +203,7 @@ async def test_what_is_left_goes_where_blocks_are_needed_and_texts_stay_right(
     target = FakeTarget(num_blocks=40)
     target.pool.use_block_tables(by_tables)
     async with verifier(target=target, max_sessions=6) as rig:
-        lengths: Any = rig.service._core.block_manager.lengths
+        lengths: Any = rig.service.core.block_manager.lengths
         # It lets in more than fit, so that some are preempted.
         lengths.expected_len = lambda emitted, most: emitted
         await rig.attach(half_good_chain(rig.target))
@@ -213,7 +220,7 @@ async def test_what_is_left_goes_where_blocks_are_needed_and_texts_stay_right(
             for spec, result in zip(part, await rig.run_all(part), strict=True):
                 assert result.error is None and result.tokens == rig.reference(spec)
         assert found(rig) > 0
-        assert rig.service._core.block_manager.prefix_blocks <= 40
+        assert rig.service.core.block_manager.prefix_blocks <= 40
         await rig.idle()
 
 
@@ -223,12 +230,12 @@ async def test_a_preempted_session_finds_what_it_had_written() -> None:
         await rig.attach(good_chain(rig.target))
         spec = make_spec("low", prompt=PROMPT, max_new_tokens=40, priority=0)
         run = asyncio.ensure_future(rig.run(spec))
-        sessions = rig.service._core.sessions
+        sessions = rig.service.core.sessions
         await until(lambda: any(s.emitted > 8 for s in list(sessions.values())))
         urgent = make_spec("high", prompt=(1, 2), max_new_tokens=2, priority=1, **PLAIN)
         assert (await rig.run(urgent)).tokens == rig.reference(urgent)
         assert (await run).tokens == rig.reference(spec)
-        assert rig.service._core.counters["preemptions_recompute"] == 1
+        assert rig.service.core.counters["preemptions_recompute"] == 1
         assert found(rig) >= 28
 
 
@@ -236,7 +243,7 @@ async def test_switched_off_nothing_is_kept() -> None:
     async with verifier(prefix_cache=False) as rig:
         spec = make_spec(prompt=PROMPT, **PLAIN)
         assert await check(rig, spec, spec) == [0, 0]
-        assert rig.service._core.block_manager.prefix_blocks == 0
+        assert rig.service.core.block_manager.prefix_blocks == 0
 
 
 async def test_a_session_that_failed_leaves_nothing_but_its_prompt() -> None:
@@ -263,7 +270,7 @@ async def test_an_own_head_drafts_the_same_behind_what_it_did_not_compute(
         async with serving(tiny_target, tiny_head, placement=placement, **settings) as service:
             plain = await run_all(service, SpeculationPlan(), SAMPLINGS[name])
             drafted = [await run_all(service, OWN, SAMPLINGS[name]) for _ in range(2)]
-            assert service._core.counters["prefix_cache_hit_tokens"] == (
+            assert service.core.counters["prefix_cache_hit_tokens"] == (
                 # A plain session leaves no K/V of the head, so who drafts computes its prompt.
                 sum((len(p) - 1) // 16 * 16 for p in PROMPTS) if not settings else 0
             )
@@ -289,7 +296,7 @@ async def test_features_of_large_blocks_are_held_in_several_chunks() -> None:
 
         await rig.attach(note)
         assert await check(rig, *(make_spec(name, prompt=prompt) for name in "ab")) == [0, 96]
-        assert rig.service._core.block_manager.prefix_feature_bytes == 2 * 48 * 8
+        assert rig.service.core.block_manager.prefix_feature_bytes == 2 * 48 * 8
     features = np.array(heard["b"].features)
     contexts = [heard["b"].tokens[: i + 1] for i in range(len(features))]
     assert np.array_equal(features, np.array([2.0 * target.feature(c) for c in contexts]))
@@ -300,7 +307,7 @@ async def test_blocks_that_a_head_in_the_process_has_missed_are_not_taken_for_wh
 ) -> None:
     prompt = tuple((7 * i) % 300 for i in range(160))
     async with serving(tiny_target, tiny_head, placement="fused") as service:
-        core, name = service._core, SessionId("p")
+        core, name = service.core, SessionId("p")
 
         async def changed() -> None:
             spec = make_spec("p", prompt=prompt, max_new_tokens=4, **PLAIN)
@@ -311,11 +318,11 @@ async def test_blocks_that_a_head_in_the_process_has_missed_are_not_taken_for_wh
         await until(lambda: name in core.sessions and core.sessions[name].written_positions >= 32)
         await service.set_plan(name, OWN)
         await run
-        block_manager: Any = core.block_manager
-        assert len(block_manager._prefixes) and not any(
-            k.has_draft_kv for k in block_manager._prefixes._kept.values()
-        )
+        blocks = core.block_manager.prefix_blocks
+        assert blocks >= len(prompt) // 16
         before = core.counters["prefix_cache_hit_tokens"]
         await run_all(service, OWN, SamplingParams(), prompts=(prompt,))
         assert core.counters["prefix_cache_hit_tokens"] == before
-        assert all(k.has_draft_kv for k in block_manager._prefixes._kept.values())
+        # The same blocks are whole now.
+        await run_all(service, OWN, SamplingParams(), prompts=(prompt,))
+        assert core.counters["prefix_cache_hit_tokens"] == before + 16 * ((len(prompt) - 1) // 16)

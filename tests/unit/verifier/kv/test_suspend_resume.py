@@ -156,7 +156,7 @@ def test_rows_that_are_padded_to_others_drafts_write_to_nobodys_blocks(
 def test_a_head_drafts_again_after_one_round(tiny_target: Path, tiny_head: Path) -> None:
     for swap in (True, False):
         runner, pool = make("own chains", tiny_target, tiny_head)
-        assert isinstance(runner, GpuModelRunner) and runner._in_process_drafter is not None
+        assert isinstance(runner, GpuModelRunner) and runner.in_process_drafter is not None
         driver = Driver(runner, pool, runner.make_swap_space(64 * MIB, pool))
         session = driver.open(specs(SAMPLINGS["greedy"], OWN)[0])
         driver.resume(session)
@@ -175,20 +175,20 @@ def test_a_head_drafts_again_after_one_round(tiny_target: Path, tiny_head: Path)
             driver.step()
         after = _head_kv(runner, session.kv.blocks, rows)
         assert torch.equal(before, after) if swap else torch.allclose(before, after, atol=1e-5)
-        slot = runner._device_slots.get_slot(session).slot
-        assert runner._in_process_drafter.tokens[slot].tolist() == [-1, -1, -1]
+        slot = runner.device_slots.get_slot(session).slot
+        assert runner.in_process_drafter.tokens[slot].tolist() == [-1, -1, -1]
         driver.step()
         assert driver.drafted[session.ticket][-1] == 0
         driver.step()
         assert driver.drafted[session.ticket][-1] == 3
-        assert min(runner._in_process_drafter.tokens[slot].tolist()) >= 0
+        assert min(runner.in_process_drafter.tokens[slot].tolist()) >= 0
         driver.close()
 
 
 def _head_kv(runner: GpuModelRunner, blocks: Any, rows: int) -> torch.Tensor:
-    assert runner._in_process_drafter is not None
+    assert runner.in_process_drafter is not None
     slots = torch.tensor([b * 16 + n for b in blocks for n in range(16)])[:rows]
-    return runner._in_process_drafter.storage[:, :, :, slots].clone()
+    return runner.in_process_drafter.storage[:, :, :, slots].clone()
 
 
 def test_a_suspended_session_holds_nothing_but_its_copy(tiny_target: Path, tiny_head: Path) -> None:

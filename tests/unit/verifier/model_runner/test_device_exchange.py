@@ -282,7 +282,7 @@ def test_a_draft_of_the_outcome_that_came_true_is_verified_next(
     runner, pool = host_runner(tiny_target, blocks=BLOCKS)
     expected = texts(Driver(runner, pool), [spec])
     text = torch.tensor([*PROMPTS[0], *expected[0], 0])
-    rank = LookAheadDrafter._rank
+    rank = LookAheadDrafter.rank_outcomes
 
     def foretell(self: LookAheadDrafter, rows: NewRows, *args: Any) -> tuple[Any, Tensor, Tensor]:
         # Row i has the token behind it; what it predicts is the next but one.
@@ -291,7 +291,7 @@ def test_a_draft_of_the_outcome_that_came_true_is_verified_next(
         found.tokens[:, 2] = text[(live.long() + 2).clamp(max=len(text) - 1)].int()
         return found, live, features
 
-    monkeypatch.setattr(LookAheadDrafter, "_rank", foretell)
+    monkeypatch.setattr(LookAheadDrafter, "rank_outcomes", foretell)
     verified: list[tuple[int, list[int], list[int]]] = []
     exchange = exchanging(tiny_target, tiny_head, fan_out=4)
 
@@ -299,9 +299,9 @@ def test_a_draft_of_the_outcome_that_came_true_is_verified_next(
         runner = driver.runner
         assert isinstance(runner, GpuModelRunner) and runner.remote_drafter is not None
         remote = runner.remote_drafter
-        chosen = remote._chosen
+        chosen = remote.chosen
         # The drafter goes on from the draft that was chosen, and so offers it again.
-        offered = remote._drafts.bank(0)[2][0].tolist()
+        offered = remote.drafts.bank(0)[2][0].tolist()
         verified.append((int(chosen.outcomes[0]), chosen.tokens[0].tolist(), offered))
 
     assert texts(exchange.driver, [spec], record) == expected
@@ -358,7 +358,7 @@ def test_the_rejection_rule_judges_as_with_a_drafter_in_process(
     here = Driver(runner, pool)
     expected = texts(here, specs(flat))
     exchange = exchanging(tiny_target, tiny_head)
-    exchange.replica._limits = DistributionLimits(mass=1.0, max_ids=2048)
+    exchange.replica.distribution_limits = DistributionLimits(mass=1.0, max_ids=2048)
     assert texts(exchange.driver, specs(flat)) == expected
     assert max(here.counts) > 1 and max(exchange.driver.counts) > 1
 
@@ -371,7 +371,7 @@ def test_without_sound_distributions_the_rejection_rule_judges_target_only(
     expected = texts(Driver(runner, pool), rejection_beside(SAMPLINGS["coupled"]))
     ids = 0 if fault == "nothing" else 2048
     exchange = exchanging(tiny_target, tiny_head, distribution_ids=ids)
-    _, _, tokens, sizes, _, counts, *_ = remote_of(exchange)._drafts.bank(0)
+    _, _, tokens, sizes, _, counts, *_ = remote_of(exchange).drafts.bank(0)
     slot = 1
 
     def corrupt(driver: Driver, step: int) -> None:
@@ -410,7 +410,7 @@ def test_only_rounds_of_the_rejection_rule_take_distributions(
         texts(exchange.driver, specs(sampling))
         assert announced == {kind}
         # Nothing was drawn from distributions for anybody else.
-        assert bool(remote_of(exchange)._drafts.bank(0)[3].any()) is kind[1]
+        assert bool(remote_of(exchange).drafts.bank(0)[3].any()) is kind[1]
 
 
 @pytest.mark.parametrize("name", ["greedy", "coupled"])
@@ -465,7 +465,7 @@ class Drafts:
         assert isinstance(runner, GpuModelRunner) and runner.remote_drafter is not None
         driver.settle_all()
         for session in driver.sessions:
-            slot = runner._device_slots.get_slot(session).slot
+            slot = runner.device_slots.get_slot(session).slot
             key = session.ticket, self._lengths.get(session.ticket, 0)
             if session.length > key[1] > 0:
                 self.by_prefix[key] = runner.remote_drafter.tokens[slot].tolist()

@@ -111,7 +111,7 @@ def test_without_measured_times_there_is_no_choice(tiny_target: Path, tiny_head:
     assert isinstance(runner, GpuModelRunner)
     (only,) = runner.draft_shapes(4)
     assert only.num_nodes == CHAIN and math.isnan(only.seconds)
-    runner._times.set_measurements(
+    runner.round_times.set_measurements(
         {shape: 1e-3 * shape.nodes for shape in runner.rounds.family.all_shapes()}
     )
     found = [(each.num_nodes, each.is_tree) for each in runner.draft_shapes(4)]

@@ -178,7 +178,7 @@ async def test_the_heads_drafts_are_warped_too(
 
     def compare(self: InProcessDrafter, *args: Any, **options: Any) -> None:
         ids = self.weights.target_ids
-        assert torch.equal(self.logits_slots.state.counts, self._slots.warp.state.counts[:, ids])
+        assert torch.equal(self.logits_slots.state.counts, self.slots.warp.state.counts[:, ids])
         draft(self, *args, **options)
 
     monkeypatch.setattr("outrider.engine.device.drafting.draft_program.process_draft_logits", spy)
@@ -293,7 +293,7 @@ async def told_features(
     """The features of each session's verdicts after its prompt, on a drafted run."""
     told: dict[str, list[WireTensor]] = {}
     async with serving(target_dir, head_dir, **options) as service:
-        made = service._core.verdict_builder.build_verdicts
+        made = service.core.verdict_builder.build_verdicts
 
         def spy(followed: AdvancedBatch) -> list[tuple[int, Verdicts]]:
             result = made(followed)
@@ -309,7 +309,7 @@ async def told_features(
                         told.setdefault(session.session_id, []).append(features)
             return result
 
-        service._core.verdict_builder.build_verdicts = spy  # type: ignore[method-assign]
+        service.core.verdict_builder.build_verdicts = spy  # type: ignore[method-assign]
         # Wrong now and then, so that there are many rounds, of all lengths.
         drafted = [[t if i % 3 else (t + 1) % 384 for i, t in enumerate(text)] for text in known]
         texts = dict(zip(PROMPTS, drafted, strict=True))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from outrider_verifier.engine.loop import EngineLoop
+from outrider_verifier.engine.core import EngineCore
 from outrider_verifier.model_runner.cpu_runner import CpuModelRunner
 from outrider_verifier.model_runner.gpu_runner import grammar_drafts
 from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
@@ -189,7 +189,7 @@ class Levels:
             seen: bool,
         ) -> None:
             assert not seen
-            head, rows = drafts._head, list(slots)
+            head, rows = drafts.drafter, list(slots)
             assert head.distribution is not None
             tokens, distributions = head.tokens[rows].clone(), head.distribution.probs[rows].clone()
             begin(drafts, slots, [None] * len(rows))
@@ -261,14 +261,22 @@ async def test_the_next_round_is_submitted_before_tokens_are_handed_out(
 
         monkeypatch.setattr(owner, method, spy)
 
-    flush = EngineLoop._flush
+    add, hand_over, has_events = EngineCore.pending_events, EngineCore.finish_event_batch, False
 
-    def telling(loop: EngineLoop) -> bool:
-        if any(isinstance(effect, EventBatch) for effect in loop._outbox):
+    def adding(core: EngineCore) -> EventBatch:
+        nonlocal has_events
+        has_events = True
+        return add(core)
+
+    def telling(core: EngineCore) -> None:
+        nonlocal has_events
+        if has_events:
             order.append("tell")
-        return flush(loop)
+        has_events = False
+        hand_over(core)
 
-    monkeypatch.setattr(EngineLoop, "_flush", telling)
+    monkeypatch.setattr(EngineCore, "pending_events", adding)
+    monkeypatch.setattr(EngineCore, "finish_event_batch", telling)
     on_device = placement is not None
     runner = GpuModelRunner if on_device else CpuModelRunner
     noted("submit", runner, "submit_round")
@@ -301,7 +309,7 @@ class Seen:
                 and group.has_in_process_drafts
                 and group.inputs.allowed_tokens is not None
             ):
-                head = drafts._head
+                head = drafts.drafter
                 tokens = head.first_tokens.numpy()
                 trees = head.parents_of(1 + drafts.length)
                 chain = np.arange(-1, drafts.length - 1, dtype=np.int32)

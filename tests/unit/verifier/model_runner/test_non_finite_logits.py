@@ -86,7 +86,7 @@ async def test_a_prompt_that_gives_nan_fails_alone(
     with caplog.at_level(logging.ERROR):
         async with serving(damaged, device=device) as service:
             found = await read_all(service, prompts, **options)
-            counters = service._core.counters
+            counters = service.core.counters
     assert found[:3] == wanted
     for tokens, error in found[3:]:
         assert tokens == []
@@ -125,7 +125,7 @@ async def test_a_text_that_runs_into_nan_ends_there_and_others_go_on(
                 found = await read_all(service, PROMPTS, drafter=DRAFTER, **options)
         else:
             found = await read_all(service, PROMPTS, drafter=None, **options)
-        counters = service._core.counters
+        counters = service.core.counters
     assert_failed_at(bad, found, wanted)
     assert (counters["invalid_outputs"], counters["failed_rounds"]) == (1, 0)
 

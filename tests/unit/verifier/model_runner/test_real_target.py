@@ -99,7 +99,7 @@ async def test_drafts_leave_the_text_of_a_real_model_alone(
         await drafter.attach()
         drafted = await text_of(service, "drafted", plan, sampling)
         assert drafted == plain
-        assert service._core.counters["accepted_tokens"] >= 28
+        assert service.core.counters["accepted_tokens"] >= 28
         info = await service.info()
         assert info.kv_free_blocks == info.kv_total_blocks
         await drafter.detach()

@@ -58,14 +58,14 @@ def noting(plans: list[int], propose: ProposeFn) -> ProposeFn:
 async def test_a_drafter_hears_of_each_change_of_mind_and_no_text_changes() -> None:
     plans: list[int] = []
     async with verifier(planner="automatic") as rig:
-        rig.service._core.policy = Wavering()
+        rig.service.core.policy = Wavering()
         drafter = await rig.attach(noting(plans, half_good_chain(rig.target)))
         specs = [make_spec(f"s{i}", max_new_tokens=120, plan=AHEAD) for i in range(3)]
         results = await rig.run_all(specs)
         for spec, result in zip(specs, results, strict=True):
             assert result.tokens == rig.reference(spec)
         assert sum(a != b for a, b in itertools.pairwise(plans)) > 3
-        counters = rig.service._core.counters
+        counters = rig.service.core.counters
         assert counters["look_ahead_ended"] > 3
         assert counters["look_ahead_started"] > 3
         # Announced once each, never withdrawn.

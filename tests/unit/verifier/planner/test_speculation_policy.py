@@ -90,14 +90,14 @@ async def test_drafts_that_do_not_pay_are_given_up_for_nearly_all_rounds() -> No
         stats = result.last.stats
         assert stats.paused_rounds > 0.85 * stats.rounds
         assert stats.decision.startswith("plain/")
-        assert "plain" in (await rig.service.info()).planner or not rig.service._core.sessions
+        assert "plain" in (await rig.service.info()).planner or not rig.service.core.sessions
 
 
 async def test_drafts_that_pay_are_kept() -> None:
     async with verifier(planner="automatic") as rig:
         rig.target.forward_s = 0.02
         # A machine that stalls makes no drafter silent.
-        policy: Any = rig.service._core.policy
+        policy: Any = rig.service.core.policy
         policy.proposal_timeout_s = lambda session: 30.0
         await rig.attach(good_chain(rig.target))
         result = await rig.run(make_spec(max_new_tokens=300, plan=LONG))

@@ -108,7 +108,7 @@ async def test_sessions_in_turns_say_what_they_would_alone(lands_late: bool) -> 
     runner.verify_times = steep
     asked = iter(range(10**9))
     async with verifier(target=target, runner=runner, planner="automatic") as rig:
-        core = rig.service._core
+        core = rig.service.core
         # What the planner makes of this machine's times is not asked.
         core.policy.slowest_response_s = lambda: 0.006  # type: ignore[method-assign]
         core.policy.should_pause = lambda session: False  # type: ignore[method-assign]
@@ -145,7 +145,7 @@ async def test_sessions_leave_and_come_while_others_take_turns() -> None:
     runner = FakeRunner(target, drafts=0)
     runner.verify_times = steep
     async with verifier(target=target, runner=runner, planner="automatic") as rig:
-        rig.service._core.policy.slowest_response_s = lambda: 0.006  # type: ignore[method-assign]
+        rig.service.core.policy.slowest_response_s = lambda: 0.006  # type: ignore[method-assign]
         await rig.attach(good_chain(target))
         for wave in range(3):
             specs = [

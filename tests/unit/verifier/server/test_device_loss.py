@@ -80,8 +80,8 @@ async def test_a_failing_collect_on_a_lost_device_fails_every_session(
         # A round may have been under way behind the failed one; none follows.
         rounds = next(i for i, f in enumerate(runner.flights) if i >= 6 and len(f.verify) == 3)
         assert len(runner.flights) <= rounds + 2
-        assert rig.service._core.counters["device_losses"] == 1
-        assert rig.service._core.counters["failed_rounds"] == 1
+        assert rig.service.core.counters["device_losses"] == 1
+        assert rig.service.core.counters["failed_rounds"] == 1
         critical = [record for record in caplog.records if record.levelno == logging.CRITICAL]
         assert len(critical) == 1
         await rig.idle()
@@ -147,9 +147,7 @@ async def test_calls_that_wait_when_the_device_is_lost_are_answered() -> None:
         await asyncio.to_thread(held.wait, 5)
         waiting = [asyncio.create_task(rig.run(own_spec(f"w{i}"))) for i in range(3)]
         changing = asyncio.create_task(rig.service.set_plan(SessionId("s"), OWN))
-        loop = rig.service._loop
-        assert loop is not None
-        await until(lambda: loop.backlog == 4)
+        await until(lambda: rig.service.backlog == 4)
         gate.set()
         async with asyncio.timeout(PATIENCE_S):
             assert reasons([await running, *(await asyncio.gather(*waiting))]) == {LOST}
@@ -164,7 +162,7 @@ async def test_a_device_lost_between_rounds_is_noticed_by_the_next_session() -> 
         runner.is_usable = False
         assert reasons([await rig.run(own_spec("next"))]) == {LOST}
         await soon(rig.service.lost.wait())
-        assert rig.service._core.counters["failed_rounds"] == 0
+        assert rig.service.core.counters["failed_rounds"] == 0
         await rig.idle()
 
 
@@ -184,7 +182,7 @@ async def test_a_working_device_loses_the_sessions_of_the_round_only() -> None:
         spec = own_spec("good", max_new_tokens=20)
         assert (await rig.run(spec)).tokens == rig.reference(spec)
         assert not rig.service.lost.is_set()
-        assert rig.service._core.counters["device_losses"] == 0
+        assert rig.service.core.counters["device_losses"] == 0
 
 
 async def test_a_drafters_session_fails_and_is_withdrawn() -> None:

@@ -14,7 +14,7 @@ from outrider.errors import FailedPreconditionError
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.transport.framed_connection import FramedConnection
-from outrider.transport.heartbeat import HeartbeatConfig
+from outrider.transport.heartbeat import HeartbeatConfig, HeartbeatConnection
 from outrider.wire.codec import decode_verifier_message
 from outrider.wire.messages import EncodedMessage, FeatureLayout, SessionEnd, SessionsLost, Verdicts
 from tests.fakes.scripted_drafter import Draft, Followed, ScriptedDrafter
@@ -134,7 +134,7 @@ async def test_a_drafter_that_returns_is_caught_up_and_drafts_again() -> None:
         running = asyncio.create_task(rig.run(spec))
         await mid_stream(rig)
         await first.detach()
-        await until(lambda: not rig.service._hub.links)
+        await until(lambda: not rig.service.drafter_connections.links)
         await asyncio.sleep(0.05)
         chain = good_chain(rig.target)
         seen: list[Followed] = []
@@ -172,7 +172,9 @@ async def test_a_newer_connection_of_a_drafter_replaces_the_older() -> None:
     async with verifier() as rig:
         await rig.attach(good_chain(rig.target), incarnation="1")
         await rig.attach(good_chain(rig.target), incarnation="2")
-        await until(lambda: [link.incarnation for link in rig.service._hub.links] == ["2"])
+        await until(
+            lambda: [link.incarnation for link in rig.service.drafter_connections.links] == ["2"]
+        )
         spec = make_spec()
         result = await rig.run(spec)
         assert result.tokens == rig.reference(spec)
@@ -189,7 +191,7 @@ async def test_a_mute_drafter_costs_one_patience() -> None:
         elapsed = time.monotonic() - began
         assert result.tokens == rig.reference(spec)
         assert elapsed >= 0.15
-        assert rig.service._core.counters["proposal_timeouts"] == 1
+        assert rig.service.core.counters["proposal_timeouts"] == 1
         assert result.last.stats.fallback_rounds == result.last.stats.rounds - 1
 
 
@@ -211,12 +213,11 @@ async def test_a_stalled_drafter_is_given_up_by_its_missing_heartbeats() -> None
     heartbeat = HeartbeatConfig(interval_s=0.05, timeout_s=0.3)
     async with verifier(heartbeat=heartbeat) as rig:
         drafter = await rig.attach(good_chain(rig.target))
-        assert drafter.connection is not None
+        assert isinstance(drafter.connection, HeartbeatConnection)
         # A hung event loop sends no heartbeats either.
-        for task in drafter.connection._tasks:  # type: ignore[attr-defined]
-            task.cancel()
+        drafter.connection.stop_heartbeats()
         await drafter.stall()
-        await until(lambda: not rig.service._hub.links)
+        await until(lambda: not rig.service.drafter_connections.links)
 
 
 async def test_one_rows_slow_proposal_does_not_stall_another_session() -> None:
@@ -228,7 +229,7 @@ async def test_one_rows_slow_proposal_does_not_stall_another_session() -> None:
 
         await rig.attach(propose)
         slow = asyncio.create_task(rig.run(make_spec("slow", plan=LONG_PATIENCE)))
-        await until(lambda: rig.service._core.num_sessions == 1)
+        await until(lambda: rig.service.core.num_sessions == 1)
         began = time.monotonic()
         fast = await rig.run(make_spec("fast", max_new_tokens=30))
         assert time.monotonic() - began < 5.0
@@ -243,7 +244,7 @@ async def test_a_plan_change_turns_speculation_off_and_on() -> None:
         spec = make_spec(max_new_tokens=120)
         running = asyncio.create_task(rig.run(spec))
         await mid_stream(rig)
-        session = rig.service._core.sessions[SessionId("s")]
+        session = rig.service.core.sessions[SessionId("s")]
         assert session.speculation_state is not None
         await rig.service.set_plan(SessionId("s"), PLAIN)
         assert session.speculation_state is None
@@ -278,11 +279,11 @@ async def test_a_drafter_that_does_not_read_is_disconnected() -> None:
     async with verifier(drafter_queue_mb=1, prefill_tokens_per_round=4096) as rig:
         drafter = await rig.attach(lambda _f: None)
         await drafter.stall()
-        link = rig.service._hub.links[0].link_id
+        link = rig.service.drafter_connections.links[0].link_id
         for _ in range(8000):
-            rig.service._hub.send_messages(link, SessionEnd(handle=7))
-        await until(lambda: not rig.service._hub.links)
-        assert rig.service._hub.counters["drafters_overflowed"] == 1
+            rig.service.drafter_connections.send_messages(link, SessionEnd(handle=7))
+        await until(lambda: not rig.service.drafter_connections.links)
+        assert rig.service.drafter_connections.counters["drafters_overflowed"] == 1
 
 
 async def test_a_session_past_the_feature_budget_keeps_its_text() -> None:
@@ -306,13 +307,13 @@ async def test_what_a_round_says_to_a_drafter_leaves_at_once_and_in_order(
     async with verifier() as rig:
         told: list[tuple[int, ...]] = []
         monkeypatch.setattr(
-            rig.service._hub,
+            rig.service.drafter_connections,
             "send_messages",
             lambda link, *messages: told.append((link, *messages)),
         )
         a, b, c, d = (SessionEnd(handle=number) for number in range(4))
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        rig.service._dispatch(
+        rig.service.perform_effects(
             [
                 SendMessage(7, a),
                 CompleteCommand(answer),
@@ -357,8 +358,8 @@ async def test_a_session_that_its_drafter_lost_is_announced_again_a_few_times() 
         spec = make_spec(max_new_tokens=400)
         running = asyncio.create_task(rig.run(spec))
         await mid_stream(rig)
-        session = rig.service._core.sessions[SessionId("s")]
-        counters = rig.service._core.counters
+        session = rig.service.core.sessions[SessionId("s")]
+        counters = rig.service.core.counters
         for number in range(1, 5):
             told = len(drafter.ended)
             await drafter.connection.send(SessionsLost((0, 9999)))
@@ -370,4 +371,4 @@ async def test_a_session_that_its_drafter_lost_is_announced_again_a_few_times() 
         assert drafter.starts == 4 and session.link_id is None
         result = await running
         assert result.tokens == rig.reference(spec)
-        assert rig.service._core.counters["sessions_lost_by_drafters"] == 4
+        assert rig.service.core.counters["sessions_lost_by_drafters"] == 4

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from outrider_verifier.engine.loop import EngineLoop
 from outrider_verifier.server import router_streams
 
 from outrider.errors import (
@@ -70,9 +71,9 @@ async def test_routers_hear_of_their_own_sessions_and_lose_only_those() -> None:
         # The same handle: handles belong to their stream.
         await first.send(SessionOpen(1, make_spec("a", max_new_tokens=800)))
         await second.send(SessionOpen(1, make_spec("b", max_new_tokens=30)))
-        await until(lambda: rig.service._core.num_sessions == 2)
+        await until(lambda: rig.service.core.num_sessions == 2)
         await first.close()
-        await until(lambda: rig.service._core.num_sessions <= 1)
+        await until(lambda: rig.service.core.num_sessions <= 1)
         tokens: list[int] = []
         while len(tokens) < 30:
             message = await soon(second.receive())
@@ -92,7 +93,7 @@ async def test_a_handle_in_use_is_refused_and_a_session_that_is_left_makes_room(
         await connection.send(SessionOpen(1, make_spec("b")))
         assert (await next_failure(connection)).reason == "HANDLE_EXISTS"
         # The refusal was not the first one's: it goes on under its handle.
-        await until(lambda: rig.service._core.num_sessions == 1)
+        await until(lambda: rig.service.core.num_sessions == 1)
         await connection.send(SessionLeave(1))
         await connection.send(SessionOpen(2, make_spec("c")))
         while True:
@@ -115,8 +116,8 @@ async def test_a_router_that_does_not_read_is_disconnected(
             await connection.send(
                 SessionOpen(handle, make_spec(f"s{handle}", drafter=None, max_new_tokens=900))
             )
-        await until(lambda: rig.service._routers.counters["routers_overflowed"] == 1, 20.0)
-        await until(lambda: rig.service._core.num_sessions == 0)
+        await until(lambda: rig.service.router_streams.counters["routers_overflowed"] == 1, 20.0)
+        await until(lambda: rig.service.core.num_sessions == 0)
         with pytest.raises(ConnectionLostError):
             while True:
                 await connection.receive()
@@ -135,8 +136,7 @@ async def test_requests_are_refused_while_the_engine_is_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with verifier() as rig:
-        loop: Any = rig.service._loop
-        monkeypatch.setattr(type(loop), "backlog", property(lambda _: 1 << 20))
+        monkeypatch.setattr(EngineLoop, "backlog", property(lambda _: 1 << 20))
         result = await rig.run(make_spec())
         assert isinstance(result.error, ResourceExhaustedError)
         assert result.error.reason == "ENGINE_BEHIND"
@@ -150,10 +150,10 @@ async def test_a_newer_epoch_that_never_fits_leaves_the_old_session_alone() -> N
     async with verifier(target=FakeTarget(num_blocks=40), max_sessions=1, max_waiting=0) as rig:
         rig.target.forward_s = 0.02
         old = asyncio.create_task(rig.run(make_spec(drafter=None)))
-        await until(lambda: rig.service._core.num_sessions == 1)
+        await until(lambda: rig.service.core.num_sessions == 1)
         large = await rig.run(make_spec(drafter=None, epoch=1, max_new_tokens=140))
         assert isinstance(large.error, InvalidRequestError)
-        assert rig.service._core.num_sessions == 1 and not old.done()
+        assert rig.service.core.num_sessions == 1 and not old.done()
         # The old one's place is its own successor's.
         newer = await rig.run(make_spec(drafter=None, epoch=1))
         assert newer.tokens == rig.reference(make_spec())
@@ -165,9 +165,9 @@ async def test_a_session_that_cannot_be_announced_gives_everything_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with verifier() as rig:
-        core = rig.service._core
+        core = rig.service.core
         closed: list[str] = []
-        runner: Any = core._runner
+        runner: Any = core.runner
         close = runner.close_session
 
         def noted(session: Any) -> None:
@@ -200,7 +200,7 @@ async def test_a_drain_is_told_to_every_router_also_to_one_that_comes_late() -> 
         rig.target.forward_s = 0.02
         first, second = await router_of(rig), await router_of(rig)
         await first.send(SessionOpen(1, make_spec("a", max_new_tokens=500)))
-        await until(lambda: rig.service._core.num_sessions == 1)
+        await until(lambda: rig.service.core.num_sessions == 1)
         draining = asyncio.create_task(rig.service.drain(20.0))
         told = [(await next_drain(connection)).seconds for connection in (first, second)]
         await asyncio.sleep(0.05)
@@ -220,7 +220,7 @@ async def test_what_is_left_at_the_end_of_a_drain_fails_and_frees_its_place() ->
         rig.target.forward_s = 0.02
         connection = await router_of(rig)
         await connection.send(SessionOpen(1, make_spec("a", max_new_tokens=500)))
-        await until(lambda: rig.service._core.num_sessions == 1)
+        await until(lambda: rig.service.core.num_sessions == 1)
         assert not await rig.service.drain(0.05)
         failure = await next_failure(connection)
         assert (failure.handle, failure.reason) == (1, "DRAINING")

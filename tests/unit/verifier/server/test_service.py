@@ -7,10 +7,11 @@ import random
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 from outrider_bench.hooks.round_delay import RoundDelay, TargetDuration
-from outrider_verifier.model_runner import results as settled
 from outrider_verifier.model_runner.cpu_runner import CpuModelRunner
+from outrider_verifier.state.session import Session
 
 from outrider.engine.target import ForwardBatch
 from outrider.errors import (
@@ -68,7 +69,7 @@ async def test_a_session_that_does_not_fit_now_waits_its_turn() -> None:
         first = asyncio.create_task(
             rig.run(make_spec("first", plan=SpeculationPlan(), drafter=None))
         )
-        await until(lambda: rig.service._core.num_sessions == 1)
+        await until(lambda: rig.service.core.num_sessions == 1)
         second = await rig.run(make_spec("second", plan=SpeculationPlan(), drafter=None))
         assert first.done()
         assert second.tokens == first.result().tokens == rig.reference(make_spec())
@@ -88,7 +89,7 @@ async def test_a_session_id_in_use_is_refused_unless_the_epoch_is_newer() -> Non
     async with verifier() as rig:
         rig.target.forward_s = 0.01
         old = asyncio.create_task(rig.run(make_spec(max_new_tokens=200)))
-        await until(lambda: rig.service._core.num_sessions == 1)
+        await until(lambda: rig.service.core.num_sessions == 1)
         again = await rig.run(make_spec())
         assert isinstance(again.error, AlreadyExistsError)
         newer = await rig.run(make_spec(epoch=1))
@@ -116,7 +117,7 @@ async def test_closing_by_id_ends_the_stream_with_cancelled_and_is_idempotent() 
     async with verifier() as rig:
         rig.target.forward_s = 0.005
         running = asyncio.create_task(rig.run(make_spec(max_new_tokens=500)))
-        await until(lambda: rig.service._core.num_sessions == 1)
+        await until(lambda: rig.service.core.num_sessions == 1)
         await rig.service.close_session(SessionId("s"))
         assert rig.target.pool.free_blocks == rig.target.pool.total_blocks
         await rig.service.close_session(SessionId("s"))
@@ -129,6 +130,7 @@ async def test_a_thousand_cancelled_sessions_leak_nothing() -> None:
     rng = random.Random(0)
     async with verifier(max_sessions=64) as rig:
         drafter = await rig.attach(garbage(rig.target))
+        (link,) = rig.service.drafter_connections.links
 
         async def one(number: int) -> None:
             stream = rig.service.open_session(
@@ -147,8 +149,9 @@ async def test_a_thousand_cancelled_sessions_leak_nothing() -> None:
         for start in range(0, 1000, 20):
             await asyncio.gather(*(one(start + i) for i in range(20)))
         await rig.idle()
-        assert rig.service._routers.num_sessions == 0
-        assert not rig.service._core.verdict_builder._links.any()
+        assert rig.service.router_streams.num_sessions == 0
+        handles = np.arange(2 * 64)
+        assert not rig.service.core.verdict_builder.announced_mask(link.link_id, handles).any()
         await until(lambda: drafter.sessions == {})
 
 
@@ -171,7 +174,7 @@ async def test_an_exception_in_a_round_fails_its_sessions_and_never_the_loop() -
         spec = make_spec("after")
         assert (await rig.run(spec)).tokens == rig.reference(spec)
         await rig.idle()
-        assert rig.service._core.counters["failed_rounds"] == 1
+        assert rig.service.core.counters["failed_rounds"] == 1
 
 
 async def test_a_round_that_fails_after_some_rows_were_settled_leaks_nothing(
@@ -179,15 +182,15 @@ async def test_a_round_that_fails_after_some_rows_were_settled_leaks_nothing(
 ) -> None:
     async with verifier() as rig:
         await rig.attach(good_chain(rig.target))
-        commit = settled._commit
+        commit = Session.commit_tokens
         calls = iter(range(1000))
 
-        def sometimes(*arguments: Any) -> settled.RowResult:
+        def sometimes(*arguments: Any) -> None:
             if next(calls) == 3:
                 raise RuntimeError("injected")
-            return commit(*arguments)
+            commit(*arguments)
 
-        monkeypatch.setattr(settled, "_commit", sometimes)
+        monkeypatch.setattr(Session, "commit_tokens", sometimes)
         results = await rig.run_all([make_spec(f"s{i}", max_new_tokens=40) for i in range(3)])
         assert any(isinstance(r.error, InternalError) for r in results)
         await rig.idle()
@@ -204,7 +207,7 @@ async def test_a_plan_that_needs_missing_features_is_refused() -> None:
         rig.target.forward_s = 0.01
         ngram = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=2)
         running = asyncio.create_task(rig.run(make_spec(plan=ngram, max_new_tokens=50)))
-        await until(lambda: rig.service._core.num_sessions == 1)
+        await until(lambda: rig.service.core.num_sessions == 1)
         with pytest.raises(InvalidRequestError):
             await rig.service.set_plan(SessionId("s"), CHAIN)
         assert (await running).error is None
@@ -227,7 +230,7 @@ async def test_info_counts_sessions_blocks_rounds_and_drafters() -> None:
         await rig.attach(good_chain(rig.target))
         rig.target.forward_s = 0.005
         running = asyncio.create_task(rig.run(make_spec(max_new_tokens=600)))
-        await until(lambda: rig.service._core.counters["rounds"] > 5)
+        await until(lambda: rig.service.core.counters["rounds"] > 5)
         info = await rig.service.info()
         assert info.sessions == 1
         assert info.kv_free_blocks < info.kv_total_blocks == 256
@@ -276,7 +279,7 @@ async def test_draining_refuses_new_sessions_and_lets_the_running_ones_finish() 
     async with verifier() as rig:
         rig.target.forward_s = 0.01
         running = asyncio.create_task(rig.run(make_spec(drafter=None)))
-        await until(lambda: rig.service._core.num_sessions == 1)
+        await until(lambda: rig.service.core.num_sessions == 1)
         draining = asyncio.create_task(rig.service.drain(5.0))
         await asyncio.sleep(0)
         refused = await rig.run(make_spec("late"))
@@ -291,7 +294,7 @@ async def test_stopping_fails_what_still_runs_and_ends_the_thread() -> None:
     async with verifier() as rig:
         rig.target.forward_s = 0.01
         running = asyncio.create_task(rig.run(make_spec(max_new_tokens=500)))
-        await until(lambda: rig.service._core.num_sessions == 1)
+        await until(lambda: rig.service.core.num_sessions == 1)
         assert not await rig.service.drain(0.05)
         await rig.service.stop()
         result = await running

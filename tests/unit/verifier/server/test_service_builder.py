@@ -60,7 +60,7 @@ def test_what_this_installation_cannot_compute_on_is_refused_before_anything_is_
 
 async def test_on_a_cpu_the_hosts_engine_runs_over_the_default_budget(tiny_target: Path) -> None:
     service = build_service(config(tiny_target, kv_tokens=0))
-    assert isinstance(service._rounds._engine, CpuModelRunner)
+    assert isinstance(service.core.runner, CpuModelRunner)
     info = await service.info()
     assert info.kv_total_blocks * info.kv_block_tokens == DEFAULT_KV_TOKENS
     assert (info.in_process_methods, info.in_process_draft_length, info.simulated_acceptance) == (

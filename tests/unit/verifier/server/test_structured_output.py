@@ -187,7 +187,7 @@ async def test_a_grammar_that_fails_on_the_way_ends_its_session_alone(
     def failing(self: GrammarConstraint, output_ids: Any) -> None:
         follow(self, output_ids)
         if len(output_ids) >= 4:
-            self._fail("too many items")
+            self.failure = "too many items"
 
     monkeypatch.setattr(GrammarConstraint, "advance_to", failing)
     async with serving(tiny_target, device=None) as service:
@@ -236,4 +236,4 @@ async def test_who_leaves_while_its_form_is_compiled_leaves_nothing(tiny_target:
             await stream.aclose()
         tokens, _ = await run_one(service, "after", SpeculationPlan(), SAMPLINGS["greedy"], **SPEC)
         assert tokens[-1] == STOP
-        assert service._core.num_sessions == 0
+        assert service.core.num_sessions == 0

@@ -104,7 +104,8 @@ class GpuModelRunner:
         """`throttle`: what makes rounds last longer; None: nothing."""
         self._slots = slots
         self.rounds = rounds
-        self._in_process_drafter = in_process_drafter
+        self.in_process_drafter = in_process_drafter
+        """What drafts in this process; None: nothing does."""
         self.remote_drafter = remote_drafter
         """What drafts on another device, once a drafter is attached; None: nothing may."""
         self._draft_nodes = 0
@@ -124,7 +125,8 @@ class GpuModelRunner:
         self._wire_dtype = to_wire_array(torch.empty(0), feature_dtype).dtype
         self._device = device
         self.slot_headroom = slack
-        self._device_slots = DeviceSlotTable(slots, in_process_drafter, remote_drafter)
+        self.device_slots = DeviceSlotTable(slots, in_process_drafter, remote_drafter)
+        """Where sessions are on the device."""
         self._throttle = throttle
         self._reserve: ShmAllocator | None = None
         """Places for features; None: there are none."""
@@ -134,7 +136,8 @@ class GpuModelRunner:
         """Tickets of sessions in a grammar, and of those whose ids are limited."""
         self._collected = 0.0
         """When the last round had been collected."""
-        self._times = MeasuredRoundTimes(rounds.family)
+        self.round_times = MeasuredRoundTimes(rounds.family)
+        """What rounds take, as measured when the runner was warmed up."""
 
     @classmethod
     def build(
@@ -223,7 +226,7 @@ class GpuModelRunner:
         if self._throttle is not None:
             seconds = self._throttle.calibrate(seconds)
             self.rounds.after_launch = self._throttle.delay_launch
-        self._times.set_measurements(seconds)
+        self.round_times.set_measurements(seconds)
 
     def release(self) -> None:
         """Give back what the engine itself holds of the target's pool."""
@@ -232,7 +235,7 @@ class GpuModelRunner:
     @property
     def in_process_draft_length(self) -> int:
         """Drafts of a round of the in-process drafter."""
-        return 0 if self._in_process_drafter is None else self._in_process_drafter.shape.num_nodes
+        return 0 if self.in_process_drafter is None else self.in_process_drafter.shape.num_nodes
 
     @property
     def table_blocks(self) -> int:
@@ -243,7 +246,7 @@ class GpuModelRunner:
         """The drafter on another device is gone: no session has drafts of it any more."""
         assert self.remote_drafter is not None
         self.remote_drafter.detach()
-        self._device_slots.forget_remote_drafts()
+        self.device_slots.forget_remote_drafts()
 
     @property
     def chunk_tokens(self) -> int:
@@ -258,16 +261,16 @@ class GpuModelRunner:
     def plain_round_s(self, rows: int, *, own: bool, chunks: int = 0) -> float | None:
         """See `MeasuredRoundTimes.plain_s`; with drafts of the shape in force."""
         nodes = self._draft_nodes if own else 0
-        return self._times.plain_s(rows, own_nodes=nodes, chunks=chunks)
+        return self.round_times.plain_s(rows, own_nodes=nodes, chunks=chunks)
 
     def draft_shapes(self, rows: int) -> Sequence[DraftShapeTimes]:
         """See `ModelRunner`."""
-        drafter, family = self._in_process_drafter, self.rounds.family
+        drafter, family = self.in_process_drafter, self.rounds.family
         if drafter is None:
             return ()
         shapes = list[DraftShapeTimes]()
         for shape in drafter.shapes:
-            seconds = self._times.plain_s(rows, own_nodes=1 + shape.num_nodes)
+            seconds = self.round_times.plain_s(rows, own_nodes=1 + shape.num_nodes)
             fits = rows <= family.max_in_process_tree_rows and seconds is not None
             if fits or shape is drafter.shape:
                 shapes.append(
@@ -283,7 +286,7 @@ class GpuModelRunner:
 
     def _prepare_draft_shape(self, rows: int) -> None:
         """Before a round of so many sessions: have drafts of the shape that it is to have."""
-        drafter, wanted = self._in_process_drafter, self._wanted_nodes
+        drafter, wanted = self.in_process_drafter, self._wanted_nodes
         if drafter is None or not wanted:
             return
         usual = 1 + drafter.shape.num_nodes
@@ -292,11 +295,11 @@ class GpuModelRunner:
             wanted = usual
         if wanted != self._draft_nodes:
             self._draft_nodes = wanted
-            self._device_slots.forget_in_process_drafts()
+            self.device_slots.forget_in_process_drafts()
 
     def verify_round_s(self, rows: int, nodes: int) -> float | None:
         """Seconds of a round of rows with drafts from outside."""
-        return self._times.drafted_round_s(rows, nodes)
+        return self.round_times.drafted_round_s(rows, nodes)
 
     @property
     def is_usable(self) -> bool:
@@ -318,8 +321,8 @@ class GpuModelRunner:
     def make_swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
         """Room for the K/V of the target, and of the in-process drafter."""
         storages = [pool.storage]
-        if self._in_process_drafter is not None:
-            storages.append(self._in_process_drafter.storage)
+        if self.in_process_drafter is not None:
+            storages.append(self.in_process_drafter.storage)
         return SwapSpace(budget_bytes, storages, block_tokens=pool.block_tokens)
 
     def open_session(self, session: Session) -> None:
@@ -335,31 +338,31 @@ class GpuModelRunner:
         """Take the slot back, or forget the copy."""
         self._asking.discard(session.ticket)
         self._constrained.discard(session.ticket)
-        self._device_slots.close_session(session)
+        self.device_slots.close_session(session)
 
     def record_new_blocks(self, session: Session) -> None:
         """The next submit tells the device, or `upload_new_blocks`."""
-        self._device_slots.queue_new_blocks(session)
+        self.device_slots.queue_new_blocks(session)
 
     def upload_new_blocks(self) -> None:
         """See `ModelRunner`."""
-        self._device_slots.upload_changes()
+        self.device_slots.upload_changes()
 
     def suspend_session(self, session: Session, swap: SwapSpace | None) -> bool:
         """See `ModelRunner`."""
-        return self._device_slots.suspend_session(session, swap)
+        return self.device_slots.suspend_session(session, swap)
 
     def prefetch_session(self, session: Session) -> bool:
         """See `ModelRunner`."""
-        return self._device_slots.prefetch_session(session)
+        return self.device_slots.prefetch_session(session)
 
     def resume_session(self, session: Session) -> bool:
         """See `ModelRunner`."""
-        return self._device_slots.resume_session(session)
+        return self.device_slots.resume_session(session)
 
     def has_draft_kv(self, session: Session) -> bool:
         """See `ModelRunner`."""
-        return self._device_slots.get_slot(session).has_full_draft_kv
+        return self.device_slots.get_slot(session).has_full_draft_kv
 
     # ---- submitting ----------------------------------------------------------------------------
 
@@ -368,13 +371,13 @@ class GpuModelRunner:
     ) -> GpuInFlightRound:
         """Launch the round."""
         self._prepare_draft_shape(len(verify))
-        self._device_slots.upload_changes()
-        device_slots = self._device_slots.get_slots([row.session for row in verify])
+        self.device_slots.upload_changes()
+        device_slots = self.device_slots.get_slots([row.session for row in verify])
         groups = group_rows(verify, device_slots, self.rounds.family.max_rows)
         add_prompts(
             groups,
             [
-                (place, row, self._device_slots.get_slot(row.session))
+                (place, row, self.device_slots.get_slot(row.session))
                 for place, row in enumerate(prefill)
             ],
             in_process_drafter=self._draft_nodes > 0,
@@ -382,7 +385,7 @@ class GpuModelRunner:
         )
         for group in groups:
             prompts = [chunk.row for chunk in group.prompts]
-            group.undrafted_rows = self._device_slots.record_drafts(
+            group.undrafted_rows = self.device_slots.record_drafts(
                 group.device_slots, prompts, own=group.has_in_process_drafts
             )
             apply_grammars(group, self.rounds.form_drafts)

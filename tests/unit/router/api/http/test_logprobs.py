@@ -40,16 +40,24 @@ FINISH = FinishInfo(
 )
 
 
+class Texts(TokenTextTable):
+    """The table of a tokenizer that the test can ask, too."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self.tokenizer = tokenizer
+
+
 @pytest.fixture
-def texts(tmp_path: Path) -> TokenTextTable:
-    return TokenTextTable(Tokenizer.load(make_tokenizer_dir(tmp_path)))
+def texts(tmp_path: Path) -> Texts:
+    return Texts(Tokenizer.load(make_tokenizer_dir(tmp_path)))
 
 
-def ids(texts: TokenTextTable, text: str) -> tuple[int, ...]:
-    return texts._tokenizer.encode(text)
+def ids(texts: Texts, text: str) -> tuple[int, ...]:
+    return texts.tokenizer.encode(text)
 
 
-def test_a_token_is_its_text_its_bytes_or_its_name(texts: TokenTextTable) -> None:
+def test_a_token_is_its_text_its_bytes_or_its_name(texts: Texts) -> None:
     first, second = ids(texts, "\u00e9")
     assert (
         texts(first) == "\ufffd"
@@ -59,7 +67,7 @@ def test_a_token_is_its_text_its_bytes_or_its_name(texts: TokenTextTable) -> Non
     assert texts(10_000) == ""
 
 
-def test_a_chats_tokens_have_bytes_and_alternatives(texts: TokenTextTable) -> None:
+def test_a_chats_tokens_have_bytes_and_alternatives(texts: Texts) -> None:
     a, b = ids(texts, "ab")
     told = chat_logprobs([a, 2], [TokenLogprobs(-0.5, ((a, -0.5), (b, -1.0))), OWN], texts)
     assert told["content"] == [
@@ -80,7 +88,7 @@ OWN = TokenLogprobs(-2.0)
 
 
 def test_a_completions_tokens_have_offsets_and_are_among_their_alternatives(
-    texts: TokenTextTable,
+    texts: Texts,
 ) -> None:
     a, b = ids(texts, "ab")
     offsets = texts.offsets()
@@ -95,7 +103,7 @@ def test_a_completions_tokens_have_offsets_and_are_among_their_alternatives(
 
 
 def made(
-    kind: type[ResponseWriter], texts: TokenTextTable, *, stop_token_ids: tuple[int, ...] = ()
+    kind: type[ResponseWriter], texts: Texts, *, stop_token_ids: tuple[int, ...] = ()
 ) -> ResponseWriter:
     return kind(
         request_id="r",
@@ -109,9 +117,7 @@ def made(
 
 
 @pytest.mark.parametrize("kind", [CompletionWriter, ChatWriter])
-def test_chunks_say_the_same_as_the_whole(
-    kind: type[ResponseWriter], texts: TokenTextTable
-) -> None:
+def test_chunks_say_the_same_as_the_whole(kind: type[ResponseWriter], texts: Texts) -> None:
     form, token_ids = made(kind, texts, stop_token_ids=(1,)), ids(texts, "abc")
     found = [TokenLogprobs(-float(n), ((id_, -float(n)),)) for n, id_ in enumerate(token_ids)]
     whole = ChoiceState(index=0, text=["ab", "c"], token_ids=list(token_ids), logprobs=found)
@@ -149,7 +155,7 @@ def joined(parts: list[dict[str, Any] | None]) -> dict[str, Any]:
     return whole
 
 
-def test_the_models_own_end_is_no_stop_of_the_client(texts: TokenTextTable) -> None:
+def test_the_models_own_end_is_no_stop_of_the_client(texts: Texts) -> None:
     choice = ChoiceState(index=0, has_started=True, finish=FINISH)
     (told,) = chunks(made(CompletionWriter, texts).write_end(choice, None) + "data: [DONE]\n\n")
     assert told["choices"][0]["stop_reason"] is None
