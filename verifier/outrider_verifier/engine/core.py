@@ -365,7 +365,11 @@ class EngineCore:
                 reason="NO_FEATURES",
             )
         same_method = plan.method is session.plan.method
-        session.change_plan(plan, self._in_process_draft(session.spec, plan))
+        state = session.speculation_state
+        # The head's K/V of a session whose in-process drafts were dropped has ended.
+        has_dropped = state is not None and state.has_dropped_drafts
+        length = 0 if has_dropped else self._in_process_draft(session.spec, plan)
+        session.change_plan(plan, length)
         session.has_stalled_drafter = False
         lags, session.is_speculation_off = session.is_speculation_off, False
         self.policy.update_session(session)

@@ -25,8 +25,7 @@ class AcceptanceByDepth:
 
     def __init__(self, depth: int) -> None:
         """`depth`: the longest draft, at least 1."""
-        self._accepted = [PRIOR_ROWS * PRIOR_ACCEPTANCE] * depth
-        self._tried = [PRIOR_ROWS] * depth
+        self._accepted, self._tried = [0.0] * depth, [0.0] * depth
         self._rows = 0
 
     def observe_row(self, depth: int, accepted: int) -> None:
@@ -39,14 +38,14 @@ class AcceptanceByDepth:
 
     def reach(self) -> NDArray[np.float64]:
         """float64 [depth]: P(the token of depth d is accepted)."""
-        if self._rows:
-            # What rows counted since the last call is kept, and will weigh less at the next one.
-            keep = 0.5 ** (self._rows / ACCEPTANCE_HALF_LIFE_ROWS)
-            rates = np.divide(self._accepted, self._tried)
-            self._tried = [max(PRIOR_ROWS, keep * tried) for tried in self._tried]
-            self._accepted = list(rates * self._tried)
-            self._rows = 0
-        return np.cumprod(np.divide(self._accepted, self._tried), dtype=np.float64)
+        accepted = np.asarray(self._accepted) + PRIOR_ROWS * PRIOR_ACCEPTANCE
+        rates = accepted / (np.asarray(self._tried) + PRIOR_ROWS)
+        # Depths that shortened drafts do not reach return to the prior: they are tried again.
+        keep = 0.5 ** (self._rows / ACCEPTANCE_HALF_LIFE_ROWS)
+        self._accepted = [keep * count for count in self._accepted]
+        self._tried = [keep * count for count in self._tried]
+        self._rows = 0
+        return np.cumprod(rates, dtype=np.float64)
 
 
 class ForwardTimes:

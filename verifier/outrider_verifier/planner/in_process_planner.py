@@ -83,7 +83,7 @@ class InProcessPlanner:
         self._looked_at = (-1, 0)
 
     def remove_session(self, workload_class: WorkloadClass, *, is_plain: bool) -> None:
-        """A session ended; `is_plain`: its drafts had been given up."""
+        """A session ended; `is_plain`: its drafts had been dropped."""
         self._sessions[workload_class] -= 1
         self._plain_sessions -= is_plain
         self._looked_at = (-1, 0)
@@ -117,13 +117,13 @@ class InProcessPlanner:
 
     def observe_rows(
         self, counts: Sequence[int], nodes: int, *, rows: int, seconds: float, weight: float
-    ) -> bool:
+    ) -> None:
         """A round ended. `counts`: tokens of the rows that verified in-process drafts, of `nodes`
         draft nodes each; `rows`: sessions that decoded in it; `seconds`: its time without what
-        prompts added. Returns whether another shape is due."""
+        prompts added."""
         sessions = sum(self._sessions.values())
         if not sessions or not (counts or (rows and self._plain_sessions >= sessions)):
-            return False
+            return
         is_alone = len(counts) in (0, rows)
         is_settled = is_alone and rows >= MIN_BATCH_SHARE * self._loads.sessions
         device_s = self._device_s(rows)
@@ -131,7 +131,7 @@ class InProcessPlanner:
         if counts:
             shape = next((each for each in device_s if each.nodes == nodes), OFF)
             if shape == OFF:
-                return False
+                return
         else:
             counts = (1,) * rows
         seen = RoundObservation(
@@ -145,11 +145,15 @@ class InProcessPlanner:
         )
         controller, load = self._controller(), self._loads.load
         controller.observe_round(load, shape, seen, device_s)
-        return controller.shape(load, self._device_s(self._loads.sessions)) != self._shape
+        if controller.shape(load, self._device_s(self._loads.sessions)) != self._shape:
+            self._looked_at = (-1, 0)
 
     def reason(self) -> DecodingModeReason:
         """Why the shape in force is in force."""
-        return self._controller().reason(self._loads.load)
+        controller = self._controllers.get(self._key)
+        if controller is None:
+            return DecodingModeReason.MEASURING
+        return controller.reason(self._loads.load)
 
     def summaries(self) -> Iterator[str]:
         """The classes that are served, their shape and its gain; ASCII."""
@@ -158,15 +162,23 @@ class InProcessPlanner:
         names = list(self._sessions)
         name = str(names[0]) if len(names) == 1 else f"{len(names)} classes"
         device_s = self._device_s(self._loads.sessions)
-        gain = self._controller().gain(self._loads.load, device_s)
+        controller = self._controllers.get(self._key)
+        gain = math.nan if controller is None else controller.gain(self._loads.load, device_s)
         yield f"in-process drafts, {name}: {self._shape} ({self.reason()}{format_gain(gain)})"
 
+    @property
+    def _key(self) -> WorkloadClass | None:
+        """The class that is served; None: there are several."""
+        served = list(self._sessions)
+        return served[0] if len(served) == 1 else None
+
     def _controller(self) -> SpeculationController:
-        key = next(iter(self._sessions)) if len(self._sessions) == 1 else None
+        key = self._key
         controller = self._controllers.get(key)
         if controller is None:
-            if len(self._controllers) >= MAX_WORKLOAD_CLASSES:
-                del self._controllers[next(iter(self._controllers))]
+            idle = [each for each in self._controllers if each not in self._sessions]
+            if len(self._controllers) >= MAX_WORKLOAD_CLASSES and idle:
+                del self._controllers[idle[0]]
             controller = self._controllers[key] = SpeculationController(can_resume=False)
         return controller
 

@@ -123,6 +123,8 @@ class RoundObservation(NamedTuple):
 class _Probe:
     shape: CandidateShape
     rounds: float = 0.0
+    missing_rounds: float = 0.0
+    """Rounds of the shape in force since the probe began."""
     lost_s: float = 0.0
     """All that it has lost, the change of the shape included."""
     settled_lost_s: float = 0.0
@@ -141,12 +143,18 @@ class _LoadState:
     rounds: float = 0.0
     """Of the shape in force, since it is in force."""
     served_s: float = 0.0
-    """Served since the last probe."""
+    """Time served at this load."""
+    probed_at_s: dict[CandidateShape, float] = field(default_factory=dict)
+    """`served_s` when a shape was last probed, or replaced."""
     costs_s: dict[CandidateShape, float] = field(default_factory=dict)
     """What the last probe of each shape lost."""
     probe: _Probe | None = None
     is_compared: bool = False
     """Whether any other shape was compared with the one in force."""
+
+    def served_since_probe_s(self, shape: CandidateShape) -> float:
+        """Time served since a shape was last probed: its budget grows with it."""
+        return self.served_s - self.probed_at_s.get(shape, 0.0)
 
     def ratio(self, shape: CandidateShape) -> RoundMean | None:
         """Measured times of a shape, if there are enough of them."""
@@ -162,10 +170,9 @@ class _LoadState:
 class SpeculationController:
     """Chooses the draft shape of one workload class at each load."""
 
-    def __init__(self, *, can_resume: bool = True, first: CandidateShape | None = None) -> None:
-        """`can_resume`: whether sessions that decoded plainly can get drafts again. `first`: the
-        shape to begin with; None: the first one that is available."""
-        self._can_resume, self._first = can_resume, first
+    def __init__(self, *, can_resume: bool = True) -> None:
+        """`can_resume`: whether sessions that decoded plainly can get drafts again."""
+        self._can_resume = can_resume
         self._tokens: dict[CandidateShape, TokenCounts] = {}
         self._loads: dict[int, _LoadState] = {}
 
@@ -174,11 +181,9 @@ class SpeculationController:
     def shape(self, load: int, device_s: DeviceTimes) -> CandidateShape:
         """The shape that sessions should have now; one of `device_s`."""
         state = self._state(load, device_s)
-        return state.shape if state.probe is None else state.probe.shape
-
-    def shape_in_force(self, load: int, device_s: DeviceTimes) -> CandidateShape:
-        """The same without the probe that may be running."""
-        return self._state(load, device_s).shape
+        shape = state.shape if state.probe is None else state.probe.shape
+        # The runner may not have it for so many sessions.
+        return shape if shape in device_s else next(iter(device_s))
 
     def reason(self, load: int) -> DecodingModeReason:
         """Why."""
@@ -192,11 +197,13 @@ class SpeculationController:
     def gain(self, load: int, device_s: DeviceTimes) -> float:
         """Tokens per second of the shape in force, or of the usual one where that is `OFF`, over
         those of plain decoding; nan while not known."""
-        state = self._state(load, device_s)
-        shape = state.shape
-        if shape is OFF or not shape.nodes:
-            shape = max(self._tokens, key=lambda each: self._tokens[each].rows, default=OFF)
-        return math.exp(self._log_gain(load, shape, OFF, device_s)[0])
+        state = self._loads.get(load)
+        if state is None:
+            return math.nan
+        shape = state.shape if state.shape.nodes else self._best_measured()
+        return (
+            math.nan if shape is None else math.exp(self._log_gain(load, shape, OFF, device_s)[0])
+        )
 
     def observe_round(
         self, load: int, shape: CandidateShape, seen: RoundObservation, device_s: DeviceTimes
@@ -211,6 +218,11 @@ class SpeculationController:
             self._continue_probe(load, state, state.probe, seen, device_s)
         elif state.probe is None and shape == state.shape:
             self._consider(load, state, seen, device_s)
+        elif state.probe is not None and shape == state.shape and shape.nodes:
+            # Something else keeps sessions from the shape: other shapes are not to wait for it.
+            state.probe.missing_rounds += seen.rounds
+            if state.probe.missing_rounds > LONG_PROBE_ROUNDS:
+                state.probed_at_s[state.probe.shape], state.probe = state.served_s, None
 
     def _consider(
         self, load: int, state: _LoadState, seen: RoundObservation, device_s: DeviceTimes
@@ -240,14 +252,17 @@ class SpeculationController:
             is_faster = log_gain - math.log(MIN_GAIN) > STD_ERRORS * error
             cost_s = state.costs_s.get(shape, 0.0)
             early = is_faster or (not known and state.rounds >= FIRST_ROUNDS)
-            if early and cost_s <= EARLY_PROBE_BUDGET * state.served_s:
+            # The shapes that are probed share the budget.
+            num_probed = len(device_s) - (1 if self._can_resume else 2)
+            served_s = state.served_since_probe_s(shape) / max(1, num_probed)
+            if early and cost_s <= EARLY_PROBE_BUDGET * served_s:
                 state.probe = _Probe(shape)
                 return
             slower = 0.0 if not known else max(0.0, 1.0 - math.exp(log_gain))
             is_final = state.shape == OFF and not self._can_resume
             rounds = TURNOVER_ROUNDS if is_final else PROBE_ROUNDS
             expected_s = max(MIN_PROBE_COST_ROUNDS, rounds * slower) * usual_s
-            if max(cost_s, expected_s) <= PROBE_BUDGET * state.served_s:
+            if max(cost_s, expected_s) <= PROBE_BUDGET * served_s:
                 state.probe = _Probe(shape)
                 return
 
@@ -260,6 +275,8 @@ class SpeculationController:
         device_s: DeviceTimes,
     ) -> None:
         """A round of the probed shape ended: end the probe, if it has told enough."""
+        if state.shape not in device_s:
+            return
         usual_s = self._seconds(state, state.shape, device_s)
         usual_tokens, _ = self._tokens_per_row(state.shape, state.shape)
         if not (usual_s > 0.0 and usual_tokens > 0.0):
@@ -275,11 +292,13 @@ class SpeculationController:
                 self._add_time(state, probe.shape, seen, device_s)
             probe.rounds += seen.rounds
         lost_rounds = probe.settled_lost_s / usual_s
+        has_lost_much = not self._can_resume and probe.lost_s > LONG_PROBE_ROUNDS * usual_s
         log_gain, error = self._log_gain(load, probe.shape, state.shape, device_s)
         is_known = probe.rounds > 1.0 and not math.isnan(log_gain)
         is_clear = is_known and abs(log_gain) > STD_ERRORS * error
         is_over = (
             lost_rounds > MAX_PROBE_LOSS_ROUNDS
+            or has_lost_much
             or (is_clear and (log_gain < 0.0 or probe.rounds >= PROBE_ROUNDS))
             or (probe.rounds >= PROBE_ROUNDS and lost_rounds > 1.0)
             or probe.rounds >= LONG_PROBE_ROUNDS
@@ -291,15 +310,16 @@ class SpeculationController:
         if is_known and log_gain > math.log(MIN_GAIN):
             self._take(state, probe.shape, cost_s)
         else:
-            state.probe, state.served_s = None, 0.0
+            state.probe = None
             state.costs_s[probe.shape] = cost_s
+            state.probed_at_s[probe.shape] = state.served_s
 
     @staticmethod
     def _take(state: _LoadState, shape: CandidateShape, cost_s: float) -> None:
-        """Let a shape be in force; `cost_s`: what a probe of the other one is to cost."""
+        """Let a shape be in force; `cost_s`: booked as the cost of the shape that it replaces."""
         state.costs_s[state.shape] = cost_s
-        state.shape, state.probe = shape, None
-        state.rounds = state.served_s = 0.0
+        state.probed_at_s[state.shape] = state.served_s
+        state.shape, state.probe, state.rounds = shape, None, 0.0
         state.is_compared = True
 
     # ---- estimates -----------------------------------------------------------------------------
@@ -352,7 +372,7 @@ class SpeculationController:
         counts = self._tokens.get(shape)
         base = in_force
         if not base.nodes or base not in self._tokens:
-            base = max(self._tokens, key=lambda each: self._tokens[each].rows, default=shape)
+            base = self._best_measured() or shape
         if base == shape or base not in self._tokens:
             if counts is None or not counts.rows > 0.0:
                 return math.nan, math.inf
@@ -379,7 +399,7 @@ class SpeculationController:
         that; nan while it is not known."""
         state = self._loads[load]
         current = state.ratio(state.shape)
-        if shape == state.shape or current is None:
+        if shape == state.shape or current is None or state.shape not in device_s:
             return (1.0, 0.0) if shape == state.shape else (math.nan, math.inf)
         current_s = self._seconds(state, state.shape, device_s)
         if (ratio := state.ratio(shape)) is not None:
@@ -410,22 +430,34 @@ class SpeculationController:
         """Time of `shape` over that of `other` at the nearest load where both ran, and how many
         doublings that is away."""
         near = None
-        for there, state in self._loads.items():
+        for there, state in list(self._loads.items()):
             ratio, distance = state.seconds(shape) / state.seconds(other), abs(there - load)
             if ratio > 0.0 and (near is None or distance < near[1]):
                 near = ratio, distance
         return near
 
-    def _best_by_tables(self, device_s: DeviceTimes) -> CandidateShape | None:
-        """The best shape by the device's times alone; None where they are not known."""
-        if not (self._tokens and all([seconds > 0.0 for seconds in device_s.values()])):
+    def _best_measured(self) -> CandidateShape | None:
+        """The drafted shape with the most rows of late; None before any. Any thread may ask."""
+        return max(list(self._tokens), key=lambda each: self._tokens[each].rows, default=None)
+
+    def _best_by_tables(self, near: CandidateShape, device_s: DeviceTimes) -> CandidateShape | None:
+        """The best shape by the device's times alone; None where they are not known. `near`: the
+        shape at the nearest load. Where the change between drafts and plain decoding is final, it
+        takes a clear difference."""
+        base = self._best_measured()
+        if base is None or not all([seconds > 0.0 for seconds in device_s.values()]):
             return None
-        base = max(self._tokens, key=lambda each: self._tokens[each].rows)
         rates = {
             shape: self._tokens_per_row(shape, base)[0] / seconds
             for shape, seconds in device_s.items()
         }
-        return max(rates, key=lambda shape: rates[shape])
+        drafted = max([shape for shape in rates if shape.nodes], key=lambda shape: rates[shape])
+        log_gain = math.log(rates[drafted] / rates[OFF])
+        if self._can_resume:
+            return drafted if log_gain > 0.0 else OFF
+        error = math.sqrt(self._tokens_per_row(drafted, base)[1] + TABLE_ERROR**2)
+        is_clear = abs(log_gain) - math.log(MIN_GAIN) > STD_ERRORS * error
+        return drafted if (log_gain > 0.0 if is_clear else near.nodes) else OFF
 
     def _state(self, load: int, device_s: DeviceTimes) -> _LoadState:
         """The state of a load. While nothing has run there, the shape is the best one by the
@@ -435,21 +467,13 @@ class SpeculationController:
             measured = [other for other, known in self._loads.items() if known.ratios]
             near = min(measured, key=lambda other: abs(other - load), default=None)
             if near is None:
-                first = self._first
-                if first is None or first not in device_s:
-                    first = next(iter(device_s))
-                state = _LoadState(first)
+                state = _LoadState(next(iter(device_s)))
             else:
                 known = self._loads[near]
-                shape = self._best_by_tables(device_s) or known.shape
+                shape = self._best_by_tables(known.shape, device_s) or known.shape
                 state = _LoadState(shape, is_compared=known.is_compared)
                 state.costs_s.update(known.costs_s)
             self._loads[load] = state
-        if state.shape not in device_s:
-            # The load rules it out, or the runner does not have it any more.
-            state.shape, state.rounds = next(iter(device_s)), 0.0
-        if state.probe is not None and state.probe.shape not in device_s:
-            state.probe = None
         return state
 
 

@@ -44,7 +44,8 @@ from outrider_verifier.planner.workload import (
 from outrider_verifier.state.session import NO_LIMIT, Session
 
 IDLE_S: Final = 0.25
-"""Time without any round after which the load of before is over."""
+IDLE_ROUNDS: Final = 16
+"""Time, and plain rounds' time, without any round after which the load of before is over."""
 PREFILL_ROUND_WEIGHT: Final = 0.25
 """What the time of a round with prompts counts: what they added is known no better than that."""
 MAX_MISS_ROUNDS: Final = 4.0
@@ -143,10 +144,11 @@ class SpeculationPolicy:
         if state is None:
             return
         if state.workload is not None:
+            state.record_resume()
             state.workload.sessions -= 1
         if state.in_process_class is not None:
             self._in_process.remove_session(
-                state.in_process_class, is_plain=session.is_speculation_off
+                state.in_process_class, is_plain=state.has_dropped_drafts
             )
 
     def _workload(self, workload_class: WorkloadClass) -> WorkloadStats:
@@ -165,18 +167,11 @@ class SpeculationPolicy:
             shapes = (ahead, shape, OFF) if is_ahead_first else (shape, ahead, OFF)
         workload = self._workloads[workload_class] = WorkloadStats(
             workload_class,
-            SpeculationController(first=OFF if self._is_hopeless(workload_class) else None),
+            SpeculationController(),
             shapes,
             AcceptanceByDepth(workload_class.draft_tokens),
         )
         return workload
-
-    def _is_hopeless(self, workload_class: WorkloadClass) -> bool:
-        """Whether easier drafts of the same drafter lose at this load."""
-        return any(
-            known.sessions and known.is_plain and workload_class.is_at_least_as_hard(other)
-            for other, known in self._workloads.items()
-        )
 
     # ---- decisions -----------------------------------------------------------------------------
 
@@ -196,7 +191,7 @@ class SpeculationPolicy:
 
     def _reset_after_idle(self, sessions: int) -> None:
         """Begin anew with so many sessions if no round ran for a while."""
-        if self._now - self._ended_at > IDLE_S:
+        if self._now - self._ended_at > max(IDLE_S, IDLE_ROUNDS * self._loads.round_s):
             self._ended_at = self._now
             self._loads.reset_after_idle(sessions)
             self.changed = self._automatic
@@ -266,8 +261,9 @@ class SpeculationPolicy:
         if state is None:
             return
         state.record_mode_change(paused=paused)
-        if paused and state.is_in_process:
+        if paused and state.is_in_process and not state.has_dropped_drafts:
             # The head's K/V ends here: its drafts cannot be had again.
+            state.has_dropped_drafts = True
             session.set_in_process_drafts(0)
             self._in_process.record_drafts_given_up()
 
@@ -356,10 +352,10 @@ class SpeculationPolicy:
         )
         own_s = self._loads.observe_round(sample)
         weight = PREFILL_ROUND_WEIGHT if chunks else 1.0
-        if self._automatic and self._in_process.observe_rows(
-            counts, in_process_nodes, rows=count, seconds=own_s, weight=weight
-        ):
-            self.changed = True
+        if self._automatic:
+            self._in_process.observe_rows(
+                counts, in_process_nodes, rows=count, seconds=own_s, weight=weight
+            )
         if not self._workloads:
             return
         clock = now - self._loads.prompts_s
@@ -368,34 +364,33 @@ class SpeculationPolicy:
         for row in decoded:
             self._observe_row(row, clock)
         self._evaluate(weight)
-        if count and not (chunks or counts):
-            for workload in self._workloads.values():
-                if workload.sessions:
-                    workload.observe_forward(self._loads.load, round(nodes / count), forward_s)
+        served = [workload for workload in self._workloads.values() if workload.sessions]
+        if len(served) == 1 and count and not (chunks or counts):
+            # Of rounds of several classes nobody knows which length took how long.
+            served[0].observe_forward(self._loads.load, round(nodes / count), forward_s)
 
     def _observe_session(self, session: Session, clock: float) -> None:
         """A session emitted one token without a draft, as it was to."""
         state = session.speculation_state
         if state is None or state.workload is None:
             return
-        last_s, state.last_round_s = state.last_round_s, clock
-        if not session.is_speculation_off or last_s != last_s:
+        spent_s = state.record_round_end(clock)
+        if not session.is_speculation_off or math.isnan(spent_s):
             # Nobody drafts for it, so there was no choice.
             return
+        is_settled = state.unsettled_rounds <= 0.0
         state.unsettled_rounds -= 1.0
-        tally = self._tally(state.workload, OFF, state.unsettled_rounds < 0.0)
-        tally.add_row(1, max(0.0, clock - last_s))
+        self._tally(state.workload, OFF, is_settled).add_row(1, spent_s)
 
     def _observe_row(self, row: RowResult, clock: float) -> None:
         session, state = row.session, row.session.speculation_state
         if state is None or state.workload is None:
             return
         workload, nodes = state.workload, row.nodes
-        last_s, state.last_round_s = state.last_round_s, clock
+        spent_s = state.record_round_end(clock)
         if session.link_id is None and not session.is_speculation_off:
             # Nobody drafts for it, so there was no choice.
             return
-        spent_s = max(0.0, clock - last_s)
         if row.is_hit:
             # It did not arrive after the root, and yet the drafter follows.
             session.has_stalled_drafter = False
@@ -414,12 +409,13 @@ class SpeculationPolicy:
         state.record_round(
             is_drafted=nodes > 0, is_off=session.is_speculation_off, missed=row.missed_proposal
         )
-        if spent_s == spent_s:
+        if not math.isnan(spent_s):
             shape = workload.shape_of(session)
             self._tally(workload, shape, is_settled).add_row(len(row.tokens), spent_s)
 
     def _tally(self, workload: WorkloadStats, shape: CandidateShape, is_settled: bool) -> RowTally:
-        tally = workload.tally(shape, is_settled)
+        # A session that has not followed a change yet shares its rounds with others that have.
+        tally = workload.tally(shape, is_settled and shape == workload.shape)
         if not tally.rows and workload not in self._touched:
             self._touched.append(workload)
         return tally
@@ -434,9 +430,9 @@ class SpeculationPolicy:
             for (shape, is_settled), tally in workload.tallies.items():
                 if not tally.rows:
                     continue
-                if shape.nodes and is_settled:
+                if shape.nodes:
                     step_s, step_rows = step_s + tally.seconds, step_rows + tally.rows
-                seen = tally.take(workload.sessions, is_settled=is_settled, weight=weight)
+                seen = tally.take(workload.decoding, is_settled=is_settled, weight=weight)
                 if self._automatic:
                     workload.controller.observe_round(load, shape, seen, device_s)
             if not self._automatic:

@@ -9,6 +9,8 @@ from typing import Final
 
 WINDOW_ROUNDS: Final = 32
 """Rounds of which the mean is taken: the times of rounds vary little."""
+MAX_VALUES: Final = 256
+"""Values that are kept, of rounds with few of the sessions."""
 OUTLIER_FACTOR: Final = 3.0
 """A round counts as at most this many times the longest usual one. Usual are all but the longest
 eighth of the window: a host that is held up for a moment says nothing about a draft shape."""
@@ -20,7 +22,7 @@ UNSEEN_VARIANCE: Final = 2.0
 
 @dataclass(slots=True)
 class RoundMean:
-    """Weighted mean of the last `WINDOW_ROUNDS` positive values, outliers clipped."""
+    """Weighted mean of positive values of the last `WINDOW_ROUNDS` rounds, outliers clipped."""
 
     rounds: float = 0.0
     """Sum of the weights."""
@@ -31,10 +33,11 @@ class RoundMean:
 
     def add(self, value: float, weight: float = 1.0) -> None:
         """Add the value of a round; `weight`: 1, or less where it tells less."""
-        self._values.append((value, weight))
+        values = self._values
+        values.append((value, weight))
         self.rounds += weight
-        if len(self._values) > WINDOW_ROUNDS:
-            self.rounds -= self._values.popleft()[1]
+        while len(values) > MAX_VALUES or self.rounds - values[0][1] >= WINDOW_ROUNDS:
+            self.rounds -= values.popleft()[1]
         self._is_stale = True
 
     @property

@@ -66,12 +66,6 @@ class WorkloadClass(NamedTuple):
             has_grammar=session.constraint is not None,
         )
 
-    def is_at_least_as_hard(self, other: WorkloadClass) -> bool:
-        """Whether drafts are at least as hard to have accepted as those of `other`: at the same
-        temperature or above, and with a grammar if `other` has one."""
-        harder = self.temperature >= other.temperature and self.has_grammar >= other.has_grammar
-        return self[:4] == other[:4] and harder
-
     @property
     def shape(self) -> CandidateShape:
         """The shape of its drafts, made in lock-step."""
@@ -131,6 +125,8 @@ class WorkloadStats:
     busy with drafting ahead."""
     sessions: int = 0
     """Sessions that this class has now."""
+    decoding: int = 0
+    """Of these, sessions that have been in a round; those that wait or prefill are not."""
     shape: CandidateShape = OFF
     """What its sessions should have in the next round."""
     limits: dict[int, int] = field(default_factory=dict)
@@ -171,6 +167,9 @@ class WorkloadStats:
         """Another drafter drafts: what was measured of its predecessor is void."""
         self.controller = SpeculationController()
         self.arrivals = ArrivalEstimate(), ArrivalEstimate()
+        self.acceptance = AcceptanceByDepth(self.workload_class.draft_tokens)
+        self.limits.clear()
+        self._rounds_since_review, self._step_s = 0, 0.0
 
     def draft_limit(self, load: int) -> int:
         """Draft tokens that are worth verifying at a load."""
@@ -218,6 +217,8 @@ class SpeculationState:
     the first one."""
     unsettled_rounds: float = 1.0
     """Rounds to come that tell of a change and not of the shape."""
+    has_dropped_drafts: bool = False
+    """Whether its in-process drafts were given up, for good."""
 
     @property
     def is_in_process(self) -> bool:
@@ -241,7 +242,17 @@ class SpeculationState:
 
     def record_resume(self) -> None:
         """Its K/V was computed once more: the time since its last round tells nothing."""
+        if self.workload is not None and not math.isnan(self.last_round_s):
+            self.workload.decoding -= 1
         self.last_round_s = math.nan
+
+    def record_round_end(self, clock_s: float) -> float:
+        """A round of it ended at this time; returns the time since the one before, nan if it is the
+        first."""
+        last_s, self.last_round_s = self.last_round_s, clock_s
+        if self.workload is not None and last_s != last_s:
+            self.workload.decoding += 1
+        return max(0.0, clock_s - last_s) if last_s == last_s else math.nan
 
     def record_round(self, *, is_drafted: bool, is_off: bool, missed: bool) -> None:
         """A round of it went by. `missed`: it had waited for a draft in vain."""

@@ -29,6 +29,18 @@ def test_acceptance_follows_rows_and_later_ones_count_more() -> None:
     assert reach[1] < 0.2
 
 
+def test_depths_that_no_draft_reaches_any_more_return_to_the_prior() -> None:
+    acceptance = AcceptanceByDepth(4)
+    for _ in range(400):
+        acceptance.observe_row(4, 1)
+        acceptance.reach()
+    low = acceptance.reach()[1]
+    for _ in range(2000):
+        acceptance.observe_row(1, 1)
+        acceptance.reach()
+    assert acceptance.reach()[1] > 3.0 * low
+
+
 @given(rounds=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 300)), max_size=20))
 def test_reach_is_a_probability_that_falls_with_depth(rounds: list[tuple[int, int]]) -> None:
     acceptance = AcceptanceByDepth(8)

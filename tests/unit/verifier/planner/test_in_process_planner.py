@@ -144,5 +144,5 @@ def test_no_more_classes_are_kept_than_fit() -> None:
 
 def test_a_round_without_in_process_drafts_tells_nothing() -> None:
     rounds = Rounds(8)
-    assert not rounds.planner.observe_rows([], 0, rows=8, seconds=0.004, weight=1.0)
+    rounds.planner.observe_rows([], 0, rows=8, seconds=0.004, weight=1.0)
     assert not list(rounds.planner.summaries())
