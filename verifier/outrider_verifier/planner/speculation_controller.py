@@ -259,8 +259,8 @@ class SpeculationController:
                 state.probe = _Probe(shape)
                 return
             slower = 0.0 if not known else max(0.0, 1.0 - math.exp(log_gain))
-            is_final = state.shape == OFF and not self._can_resume
-            rounds = TURNOVER_ROUNDS if is_final else PROBE_ROUNDS
+            after_dropped_drafts = state.shape == OFF and not self._can_resume
+            rounds = TURNOVER_ROUNDS if after_dropped_drafts else PROBE_ROUNDS
             expected_s = max(MIN_PROBE_COST_ROUNDS, rounds * slower) * usual_s
             if max(cost_s, expected_s) <= PROBE_BUDGET * served_s:
                 state.probe = _Probe(shape)

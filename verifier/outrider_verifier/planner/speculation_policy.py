@@ -350,11 +350,11 @@ class SpeculationPolicy:
         sample = RoundSample(
             count, nodes + in_process_nodes, sum(prompts), chunks, seconds, bool(counts)
         )
-        own_s = self._loads.observe_round(sample)
+        round_s = self._loads.observe_round(sample)
         weight = PREFILL_ROUND_WEIGHT if chunks else 1.0
         if self._automatic:
             self._in_process.observe_rows(
-                counts, in_process_nodes, rows=count, seconds=own_s, weight=weight
+                counts, in_process_nodes, rows=count, seconds=round_s, weight=weight
             )
         if not self._workloads:
             return
