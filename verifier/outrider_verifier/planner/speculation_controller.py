@@ -52,7 +52,7 @@ MIN_PROBE_COST_ROUNDS: Final = 0.5
 """Rounds that a probe costs the budget at least."""
 HALF_LIFE_ROWS: Final = 256.0
 HALF_LIFE_ROUNDS: Final = 24.0
-"""Rows, and rounds, after which emitted tokens count half; the longer one of both."""
+"""Rows, and rounds, after which emitted tokens count half; whichever is more."""
 TREE_TOKENS_RATIO: Final = 1.3
 """Tokens per row of a tree of 16 nodes over those of a chain of 4, where not both ran:
 SmolLM2-135M with its head, 40 chat prompts, temperature 0."""
