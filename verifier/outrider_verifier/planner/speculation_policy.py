@@ -356,7 +356,8 @@ class SpeculationPolicy:
             self._in_process.observe_rows(
                 counts, in_process_nodes, rows=count, seconds=round_s, weight=weight
             )
-        if not self._workloads:
+        served = [workload for workload in self._workloads.values() if workload.sessions]
+        if not served:
             return
         clock = now - self._loads.prompts_s
         for session in alike.sessions:
@@ -364,7 +365,6 @@ class SpeculationPolicy:
         for row in decoded:
             self._observe_row(row, clock)
         self._evaluate(weight)
-        served = [workload for workload in self._workloads.values() if workload.sessions]
         if len(served) == 1 and count and not (chunks or counts):
             # Of rounds of several classes nobody knows which length took how long.
             served[0].observe_forward(self._loads.load, round(nodes / count), forward_s)
