@@ -296,14 +296,16 @@ class EngineCore:
             return self.runner.in_process_draft_length
         return self.remote_draft_length(spec)
 
+    def _draft_length_of(self, session: Session, plan: SpeculationPlan) -> int:
+        """The same for a session that has begun, by this plan: one whose in-process drafts were
+        dropped gets none again."""
+        dropped = session.drafter_record.has_dropped_drafts
+        return 0 if dropped else self._in_process_draft(session.spec, plan)
+
     def _has_remote_drafts(self, session: Session) -> bool:
         """Whether a session is one of those that are drafted for between devices now."""
-        speculation_state = session.speculation_state
-        if session.is_speculation_off and speculation_state and speculation_state.is_in_process:
-            # The planner found that such drafts lose.
-            return False
         drafted = session.spec.drafter_id is not None
-        return drafted and self._in_process_draft(session.spec, session.plan) > 0
+        return drafted and self._draft_length_of(session, session.plan) > 0
 
     def _begin_remote_drafts(self, session: Session) -> None:
         """Let a session be drafted for between devices, and by messages no more, if the planner
@@ -313,7 +315,7 @@ class EngineCore:
         self.inbox.drop_session(session.handle)
         if session.keeps_features:
             self.drop_features(session)
-        session.set_in_process_drafts(self._in_process_draft(session.spec, session.plan))
+        session.set_in_process_drafts(self._draft_length_of(session, session.plan))
         session.has_stalled_drafter = session.is_speculation_off = False
         self.policy.update_session(session)
 
@@ -365,11 +367,7 @@ class EngineCore:
                 reason="NO_FEATURES",
             )
         same_method = plan.method is session.plan.method
-        state = session.speculation_state
-        # The head's K/V of a session whose in-process drafts were dropped has ended.
-        has_dropped = state is not None and state.has_dropped_drafts
-        length = 0 if has_dropped else self._in_process_draft(session.spec, plan)
-        session.change_plan(plan, length)
+        session.change_plan(plan, self._draft_length_of(session, plan))
         session.has_stalled_drafter = False
         lags, session.is_speculation_off = session.is_speculation_off, False
         self.policy.update_session(session)

@@ -11,6 +11,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider_verifier.planner.statistics import moving_average
+
 ACCEPTANCE_HALF_LIFE_ROWS: Final = 128.0
 """Rows after which an observation of acceptance counts half."""
 PRIOR_ACCEPTANCE: Final = 0.7
@@ -57,7 +59,7 @@ class ForwardTimes:
     def observe_forward(self, nodes: int, seconds: float) -> None:
         """A forward took `seconds`; a row had so many draft nodes in the mean."""
         before_s = self._seconds.get(nodes, seconds)
-        self._seconds[nodes] = before_s + (min(seconds, 3.0 * before_s) - before_s) / 8.0
+        self._seconds[nodes] = moving_average(before_s, seconds)
 
     def estimate(self, nodes: float) -> float:
         """Seconds with so many nodes of a row; nan as in `estimates`."""

@@ -1,7 +1,7 @@
 """Decides the draft shape of all sessions with in-process drafts, and whether they have any. Pure.
 
 All of them share one decision, because rounds of several shapes read the weights several times. A
-session whose drafts were given up decodes plainly to its end: the head's K/V ends there.
+session whose drafts were dropped decodes plainly to its end: the head's K/V ends there.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class InProcessPlanner:
         self._controllers: dict[WorkloadClass | None, SpeculationController] = {}
         """None: of rounds with sessions of several classes."""
         self._plain_sessions = 0
-        """Sessions whose drafts were given up."""
+        """Sessions whose drafts were dropped."""
         self._looked_at = (-1, 0)
         """The load at which the shape was looked up, and rounds since."""
         self._shape: CandidateShape | None = None
@@ -70,7 +70,7 @@ class InProcessPlanner:
     @property
     def num_nodes(self) -> int:
         """Nodes of a row of the next round, the root included; 0: as the runner has it."""
-        return 1 + self._shape.nodes if self._shape is not None and self._shape.nodes else 0
+        return 0 if self._shape is None or self._shape == OFF else 1 + self._shape.nodes
 
     @property
     def num_controllers(self) -> int:
@@ -90,7 +90,7 @@ class InProcessPlanner:
         if self._sessions[workload_class] <= 0:
             del self._sessions[workload_class]
 
-    def record_drafts_given_up(self) -> None:
+    def record_dropped_drafts(self) -> None:
         """A session decodes plainly from now on."""
         self._plain_sessions += 1
 
@@ -109,8 +109,9 @@ class InProcessPlanner:
         self._looked_at = self._loads.load, 0
         device_s = self._device_s(self._loads.sessions)
         shape = self._controller().shape(self._loads.load, device_s)
-        if shape == OFF and self._shape != OFF and not self._loads.is_steady and self._shape:
-            # Giving drafts up is final, and at the next load they may win.
+        has_drafts = self._shape is not None and self._shape != OFF
+        if shape == OFF and has_drafts and not self._loads.is_steady:
+            # Dropping drafts is final, and at the next load they may win.
             return False
         before, self._shape = self._shape, shape
         return self.is_plain and before != shape

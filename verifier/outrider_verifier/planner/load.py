@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple, Protocol
 
-from outrider_verifier.state.round_plan import TIME_EMA_WEIGHT
+from outrider_verifier.planner.statistics import moving_average
 
 STEADY_DOUBLINGS: Final = 0.6
 """Doublings by which the number of sessions may differ from the load without changing it."""
@@ -103,9 +103,9 @@ class LoadStats:
         seconds = sample.seconds - added_s
         if sample.rows and not sample.nodes:
             before_s = self._plain_s.get(self.load, seconds)
-            self._plain_s[self.load] = _average(before_s, seconds)
+            self._plain_s[self.load] = moving_average(before_s, seconds)
         elif sample.rows:
-            self._drafted_s = _average(self._drafted_s or seconds, seconds)
+            self._drafted_s = moving_average(self._drafted_s or seconds, seconds)
         return seconds
 
     def _added_s(self, sample: RoundSample) -> float:
@@ -131,8 +131,3 @@ class LoadStats:
             self._fewer_since = self._rounds
         lasting = self._rounds - self._fewer_since >= LOWER_LOAD_ROUNDS
         return above <= -IMMEDIATE_DOUBLINGS or lasting
-
-
-def _average(before_s: float, seconds: float) -> float:
-    """Moving average; a round that was held up counts as three usual ones."""
-    return before_s + TIME_EMA_WEIGHT * (min(seconds, 3.0 * before_s) - before_s)

@@ -1,7 +1,7 @@
 """How long a session waits for its proposal, and when a drafter counts as stalled. Pure.
 
 A row waits as long as nearly every proposal takes. After a timeout its rounds go on without waiting
-until the drafter is heard of, or for a number of rounds that doubles each time that waiting once
+until a proposal arrives, or for a number of rounds that doubles each time that waiting once
 more was in vain.
 """
 
@@ -116,7 +116,6 @@ class ProposalWait:
 
     def record_timeout(self, session: Session) -> None:
         """The proposal did not come in time."""
-        session.has_stalled_drafter = True
         self.missed_prefix_len, self._missed_at = session.length, session.root_known_at
         self.rounds_without_proposal, self.is_catching_up = 0, True
 
@@ -126,7 +125,8 @@ class ProposalWait:
             return
         self.rounds_without_proposal += 1
         if self.rounds_without_proposal >= self._stalled_rounds and not self.is_silent:
-            # A drafter that is well again was told of every round: it needs no more than usual.
+            # The drafter received every verdict: once it is well again it needs no longer than
+            # usual.
             session.has_stalled_drafter = self.is_catching_up = False
             self.rounds_without_proposal = 0
             self._stalled_rounds = min(2 * self._stalled_rounds, MAX_STALLED_ROUNDS)

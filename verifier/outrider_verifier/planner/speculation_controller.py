@@ -35,7 +35,7 @@ FIRST_ROUNDS: Final = 8.0
 """The same if nothing is known about the other shape."""
 STD_ERRORS: Final = 2.0
 """Standard errors that make a difference clear: another shape is probed at once if it seems faster
-by as much, and drafts that cannot be resumed are given up."""
+by as much, and drafts that cannot be resumed are dropped."""
 PROBE_BUDGET: Final = 0.01
 """Share of the time served that probes may lose."""
 EARLY_PROBE_BUDGET: Final = 0.05
@@ -161,10 +161,14 @@ class _LoadState:
         ratio = self.ratios.get(shape)
         return ratio if ratio is not None and ratio.rounds > 1.0 else None
 
-    def seconds(self, shape: CandidateShape) -> float:
-        """Seconds of a round of a shape, as measured; nan without enough rounds."""
+    def seconds(self, shape: CandidateShape, device_s: DeviceTimes | None = None) -> float:
+        """Seconds from one of a session's rounds to its next, as measured; nan without enough
+        rounds. `device_s`: for these sessions; None: for those of the newest round."""
         ratio = self.ratio(shape)
-        return math.nan if ratio is None else ratio.mean * self.units_s[shape]
+        if ratio is None:
+            return math.nan
+        unit_s = self.units_s[shape] if device_s is None else _unit_s(shape, device_s)
+        return unit_s * ratio.mean
 
 
 class SpeculationController:
@@ -228,7 +232,7 @@ class SpeculationController:
         self, load: int, state: _LoadState, seen: RoundObservation, device_s: DeviceTimes
     ) -> None:
         """A round of the shape in force ended: start a probe, if one is due."""
-        usual_s = self._seconds(state, state.shape, device_s)
+        usual_s = state.seconds(state.shape, device_s)
         if math.isnan(usual_s):
             return
         state.served_s += seen.rounds * usual_s
@@ -277,7 +281,7 @@ class SpeculationController:
         """A round of the probed shape ended: end the probe, if it has told enough."""
         if state.shape not in device_s:
             return
-        usual_s = self._seconds(state, state.shape, device_s)
+        usual_s = state.seconds(state.shape, device_s)
         usual_tokens, _ = self._tokens_per_row(state.shape, state.shape)
         if not (usual_s > 0.0 and usual_tokens > 0.0):
             state.probe = None
@@ -386,12 +390,6 @@ class SpeculationController:
         mean = weight * counts.mean + (1.0 - weight) * usual
         return mean, weight * counts.relative_variance + (1.0 - weight) * usual_variance
 
-    @staticmethod
-    def _seconds(state: _LoadState, shape: CandidateShape, device_s: DeviceTimes) -> float:
-        """Seconds from one of a session's rounds to the next, as measured; nan: they were not."""
-        ratio = state.ratio(shape)
-        return math.nan if ratio is None else _unit_s(shape, device_s) * ratio.mean
-
     def _relative_time(
         self, load: int, shape: CandidateShape, device_s: DeviceTimes
     ) -> tuple[float, float]:
@@ -401,10 +399,10 @@ class SpeculationController:
         current = state.ratio(state.shape)
         if shape == state.shape or current is None or state.shape not in device_s:
             return (1.0, 0.0) if shape == state.shape else (math.nan, math.inf)
-        current_s = self._seconds(state, state.shape, device_s)
+        current_s = state.seconds(state.shape, device_s)
         if (ratio := state.ratio(shape)) is not None:
             variance = ratio.relative_variance + current.relative_variance
-            return self._seconds(state, shape, device_s) / current_s, variance
+            return state.seconds(shape, device_s) / current_s, variance
         if device_s[shape] > 0.0 and device_s[state.shape] > 0.0:
             # What the host adds is the same for both.
             host_s = max(0.0, current_s - device_s[state.shape])

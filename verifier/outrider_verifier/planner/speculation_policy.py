@@ -148,7 +148,7 @@ class SpeculationPolicy:
             state.workload.sessions -= 1
         if state.in_process_class is not None:
             self._in_process.remove_session(
-                state.in_process_class, is_plain=state.has_dropped_drafts
+                state.in_process_class, is_plain=session.drafter_record.has_dropped_drafts
             )
 
     def _workload(self, workload_class: WorkloadClass) -> WorkloadStats:
@@ -202,18 +202,17 @@ class SpeculationPolicy:
         """Look up the shape in force for a class."""
         before = workload.shape
         if self._automatic:
-            workload.shape = workload.controller.shape(
-                self._loads.load, self._device_s(workload, self._loads.sessions)
-            )
+            device_s = self._device_s(workload)
+            workload.shape = workload.controller.shape(self._loads.load, device_s)
         else:
             workload.shape = workload.shapes[0]
         if workload.shape != before:
             self.changed = self._automatic
 
-    def _device_s(self, workload: WorkloadStats, rows: int) -> DeviceTimes:
+    def _device_s(self, workload: WorkloadStats) -> DeviceTimes:
         """The device's times by shape; how long an exchange by messages takes is not known before
         it is seen."""
-        plain_s = self._times(rows, own=False)
+        plain_s = self._times(self._loads.sessions, own=False)
         return {
             shape: plain_s if plain_s is not None and not shape.nodes else math.nan
             for shape in workload.shapes
@@ -261,11 +260,11 @@ class SpeculationPolicy:
         if state is None:
             return
         state.record_mode_change(paused=paused)
-        if paused and state.is_in_process and not state.has_dropped_drafts:
+        if paused and state.is_in_process and not session.drafter_record.has_dropped_drafts:
             # The head's K/V ends here: its drafts cannot be had again.
-            state.has_dropped_drafts = True
+            session.drafter_record.record_dropped_drafts()
             session.set_in_process_drafts(0)
-            self._in_process.record_drafts_given_up()
+            self._in_process.record_dropped_drafts()
 
     def record_look_ahead(self, session: Session, *, ahead: bool) -> None:
         """The session's drafter is about to be told to look ahead, or not to."""
@@ -307,8 +306,8 @@ class SpeculationPolicy:
         state.wait.record_arrival(session, arrival, prefix_len=prefix_len, usable=usable, now=now)
 
     def record_timeout(self, session: Session) -> None:
-        """A proposal timeout ran out: the session's rounds do not wait until its drafter is heard
-        of, or for a number of rounds."""
+        """A proposal timeout ran out: the session's rounds do not wait until a proposal arrives, or
+        for a number of rounds."""
         session.has_stalled_drafter = True
         if session.speculation_state is not None:
             session.speculation_state.wait.record_timeout(session)
@@ -425,7 +424,7 @@ class SpeculationPolicy:
         load, touched = self._loads.load, self._touched
         self._touched = []
         for workload in touched:
-            device_s = self._device_s(workload, self._loads.sessions)
+            device_s = self._device_s(workload)
             step_s, step_rows = 0.0, 0
             for (shape, is_settled), tally in workload.tallies.items():
                 if not tally.rows:
@@ -464,7 +463,7 @@ class SpeculationPolicy:
         for workload in list(self._workloads.values()):
             if workload.sessions:
                 controller = workload.controller
-                gain = controller.gain(load, self._device_s(workload, self._loads.sessions))
+                gain = controller.gain(load, self._device_s(workload))
                 why = f"{controller.reason(load)}{format_gain(gain)}"
                 yield f"{workload.workload_class}: {workload.shape} ({why})"
 

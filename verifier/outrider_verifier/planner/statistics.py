@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
+from outrider_verifier.state.round_plan import TIME_EMA_WEIGHT
+
 WINDOW_ROUNDS: Final = 32
 """Rounds of which the mean is taken: the times of rounds vary little."""
 MAX_VALUES: Final = 256
@@ -18,6 +20,12 @@ TIME_NOISE: Final = 0.15
 """Assumed standard deviation of one round's time, as a share of it."""
 UNSEEN_VARIANCE: Final = 2.0
 """Variance of a row's token count that few rows may have missed."""
+
+
+def moving_average(before_s: float, seconds: float) -> float:
+    """A moving average of times with one more; a round that was held up counts as
+    `OUTLIER_FACTOR` usual ones."""
+    return before_s + TIME_EMA_WEIGHT * (min(seconds, OUTLIER_FACTOR * before_s) - before_s)
 
 
 @dataclass(slots=True)

@@ -217,12 +217,10 @@ class SpeculationState:
     the first one."""
     unsettled_rounds: float = 1.0
     """Rounds to come that tell of a change and not of the shape."""
-    has_dropped_drafts: bool = False
-    """Whether its in-process drafts were given up, for good."""
 
     @property
     def is_in_process(self) -> bool:
-        """Whether its drafts are in-process drafts, or were until they were given up."""
+        """Whether its drafts are in-process drafts, or were until they were dropped."""
         return self.in_process_class is not None
 
     @property

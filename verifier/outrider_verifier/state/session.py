@@ -292,7 +292,7 @@ class Session:
         self.drafter_record.reset_losses()
 
     def mark_announced(self, link_id: int) -> None:
-        """Its drafter was told of it on this link, and follows it."""
+        """It was announced to its drafter on this link, and the drafter follows it."""
         self.link_id = link_id
 
     def mark_withdrawn(self) -> None:

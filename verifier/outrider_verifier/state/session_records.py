@@ -47,7 +47,8 @@ class PreemptionRecord:
 
 @dataclass(slots=True)
 class DrafterRecord:
-    """How often the drafter of a session could not follow it, or had no draft for it."""
+    """How often the drafter of a session could not follow it or had no draft for it, and whether
+    its in-process drafts were dropped."""
 
     losses: int = 0
     """How often the drafter lost the session."""
@@ -55,6 +56,8 @@ class DrafterRecord:
     """Rounds in a row, up to `last_undrafted_round`, for which the drafter on another device had no
     draft."""
     last_undrafted_round: int = -1
+    has_dropped_drafts: bool = False
+    """Whether its in-process drafts were dropped, for good: the head's K/V has ended."""
 
     def record_loss(self) -> int:
         """Count a loss; returns the losses so far."""
@@ -71,6 +74,10 @@ class DrafterRecord:
         self.undrafted_rounds = self.undrafted_rounds + 1 if follows else 1
         self.last_undrafted_round = round_id
         return self.undrafted_rounds
+
+    def record_dropped_drafts(self) -> None:
+        """The session decodes plainly from now on instead of verifying in-process drafts."""
+        self.has_dropped_drafts = True
 
     def reset_undrafted_rounds(self) -> None:
         """Begin to count rounds without a draft anew."""

@@ -113,7 +113,7 @@ def test_sessions_that_begin_get_drafts_again_some_time() -> None:
     rounds = Rounds(8)
     rounds.planner.add_session(HOT)
     rounds.run(1)
-    rounds.planner.record_drafts_given_up()
+    rounds.planner.record_dropped_drafts()
     assert rounds.planner.is_plain
     drafted = rounds.run(1, rounds=40_000)
     assert 0 < drafted < 1000

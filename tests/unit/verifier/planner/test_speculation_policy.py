@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from outrider_verifier.state.session import Session
 
 from outrider.engine.kv_cache import KVPool
 from outrider.ids import SessionId
+from outrider.spec.plan import SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from tests.fakes.model_runner import FakeRunner
 from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn, make_tree
@@ -29,6 +31,8 @@ from tests.unit.verifier.harness import (
     garbage,
     good_chain,
     make_spec,
+    mid_stream,
+    until,
     verifier,
 )
 
@@ -46,10 +50,10 @@ def test_a_session_that_begins_paused_turns_nobody_else() -> None:
 
 
 async def test_own_drafts_that_lose_are_given_up_by_all_and_those_that_win_are_kept() -> None:
-    for times, given_up in (((0.001, 0.021), True), ((0.001, 0.0011), False), (None, False)):
+    for times, given_up in (((0.001, 0.101), True), ((0.001, 0.0011), False), (None, False)):
         target = FakeTarget(num_blocks=512)
         runner = FakeRunner(target, drafts=3)
-        runner.times, runner.draft_s = times, 0.005 * given_up
+        runner.times, runner.draft_s = times, 0.025 * given_up
         async with verifier(target=target, runner=runner, planner="automatic") as rig:
             plan = replace(LONG, draft_tokens=3)
             specs = [
@@ -67,6 +71,24 @@ async def test_own_drafts_that_lose_are_given_up_by_all_and_those_that_win_are_k
             decision = "plain/" if given_up else "speculate/"
             assert all(s.decision.startswith(decision) for s in stats)
             await rig.idle()
+
+
+async def test_drafts_that_were_dropped_stay_so_whatever_plans_follow() -> None:
+    target = FakeTarget(num_blocks=512)
+    runner = FakeRunner(target, drafts=3)
+    runner.times, runner.draft_s = (0.001, 0.101), 0.1
+    async with verifier(target=target, runner=runner, planner="automatic") as rig:
+        plan = replace(LONG, draft_tokens=3)
+        spec = make_spec(max_new_tokens=600, plan=plan, drafter=None)
+        running = asyncio.create_task(rig.run(spec))
+        await mid_stream(rig)
+        session = rig.service.core.sessions[spec.session_id]
+        await until(lambda: session.is_speculation_off)
+        for other in (replace(plan, draft_tokens=2), SpeculationPlan(), plan, plan):
+            await rig.service.set_plan(spec.session_id, other)
+            assert session.in_process_draft_length == 0
+        assert (await running).tokens == rig.reference(spec)
+        await rig.idle()
 
 
 def slow(rig: Rig, seconds: float, good: bool) -> ProposeFn:
