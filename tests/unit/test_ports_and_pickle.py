@@ -8,14 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tools.private_access import PACKAGES as SERVING_PACKAGES
+
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (
-    "outrider",
-    "drafter/outrider_drafter",
-    "verifier/outrider_verifier",
-    "router/outrider_router",
-    "deploy/ray/outrider_ray",
-)
+PACKAGES = (*SERVING_PACKAGES, "deploy/ray/outrider_ray")
 RUNS_CODE = {
     "pickle",
     "_pickle",

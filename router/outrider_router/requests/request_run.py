@@ -132,7 +132,7 @@ class RequestRun:
                 stuck_since=context.clock(),
             )
         self._has_sent_prompt_info = False
-        """Whether the client has heard of its prompt."""
+        """Whether `PromptInfo` was sent to the client."""
         self._reservation: CapacityReservation | None = None
         self._next_reservation: CapacityReservation | None = None
         """Reservation on another verifier, for a session whose verifier is about to stop."""
@@ -248,7 +248,7 @@ class RequestRun:
                 await failed.wait()
 
     def _give_back(self) -> None:
-        """End the reservation of a session that has ended, before a slow client has heard of it."""
+        """End the reservation of a session that has ended, however slowly the client reads."""
         if self._reservation is not None:
             self._context.admission.release_capacity(self._reservation)
             self._reservation = None
@@ -397,14 +397,14 @@ class RequestRun:
         )
 
     def _finish_session(self, reason: FinishReason) -> None:
-        """A session has come to its end, before a slow client has heard of it. At a stop string it
+        """A session has come to its end, before a slow client reads of it. At a stop string it
         is ended here: the verifier knows nothing of these."""
         if reason is FinishReason.STOP_STRING and self._session is not None:
             self._session.opened.leave_session()
         self._give_back()
 
     def _interrupt_session(self, session: _ServingSession, _error: OutriderError) -> None:
-        """The request fails, and its session ends with it, before a slow client has heard of it."""
+        """The request fails, and its session ends with it, before a slow client reads of it."""
         session.opened.leave_session()
         self._give_back()
         session.feed.wake_reader()

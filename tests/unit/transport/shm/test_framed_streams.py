@@ -46,7 +46,7 @@ class Call:
 
 
 class Rig:
-    """A stream by a lane, and the bare lane at both ends."""
+    """A stream over a shared-memory channel, and the bare channel at both ends."""
 
     def __init__(self) -> None:
         self.ours, self.peer = make_channel_pair()
