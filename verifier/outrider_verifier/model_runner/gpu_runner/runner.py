@@ -266,6 +266,10 @@ class GpuModelRunner:
     def draft_shapes(self, rows: int) -> Sequence[DraftShapeTimes]:
         """See `ModelRunner`."""
         drafter, family = self.in_process_drafter, self.rounds.family
+        if self.remote_drafter is not None:
+            # Warm-up measures rounds without a drafter, which wait for nobody's drafts.
+            num_nodes = 1 + self.remote_drafter.exchange_shape.draft_length
+            return (DraftShapeTimes(num_nodes, is_tree=False, seconds=math.nan),)
         if drafter is None:
             return ()
         shapes = list[DraftShapeTimes]()
