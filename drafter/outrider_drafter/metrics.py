@@ -22,10 +22,12 @@ class DrafterMetrics:
         self._recent_ms: deque[float] = deque(maxlen=_WINDOW)
         registry = self.registry
         self.sessions = Gauge(
-            "outrider_drafter_sessions", "Sessions followed now", registry=registry
+            "outrider_drafter_sessions",
+            "Sessions that the drafter currently follows",
+            registry=registry,
         )
         self.connections = Gauge(
-            "outrider_drafter_connections", "Verifiers connected now", registry=registry
+            "outrider_drafter_connections", "Connected verifiers", registry=registry
         )
         self.verdicts = Counter("outrider_drafter_verdicts", "Verdicts received", registry=registry)
         self.proposals = Counter(
@@ -36,7 +38,7 @@ class DrafterMetrics:
         )
         self.no_proposal = Counter(
             "outrider_drafter_no_proposal",
-            "Wanted drafts that could not be made",
+            "Requested drafts that could not be made",
             ["method"],
             registry=registry,
         )
@@ -48,7 +50,7 @@ class DrafterMetrics:
         )
         self.device_losses = Counter(
             "outrider_drafter_device_losses",
-            "Devices that stopped working; the process ends with the first",
+            "Lost devices; the process exits after the first",
             registry=registry,
         )
         self.ignored_messages = Counter(
@@ -71,7 +73,7 @@ class DrafterMetrics:
         self._add_look_ahead()
         self.draft_seconds = Histogram(
             "outrider_drafter_draft_seconds",
-            "Time from taking up the verdicts of a batch to their proposals",
+            "Time from taking up the verdicts of a batch to its proposals",
             ["method"],
             buckets=_BUCKETS,
             registry=registry,
@@ -87,42 +89,42 @@ class DrafterMetrics:
         registry = self.registry
         self.look_aheads = Counter(
             "outrider_drafter_look_aheads",
-            "Passes that scored live proposals",
+            "Look-ahead passes that scored pending proposals",
             ["method"],
             registry=registry,
         )
         self.branches = Counter(
             "outrider_drafter_outcome_drafts",
-            "Drafts sent for outcomes that had not happened",
+            "Drafts sent for outcomes before their verdict",
             ["method"],
             registry=registry,
         )
         self.outcomes = Counter(
             "outrider_drafter_outcomes",
-            "Verdicts on sessions that look ahead: whether their outcome was drafted for",
+            "Verdicts of sessions with look-ahead, by whether their outcome had a draft",
             ["result"],
             registry=registry,
         )
         self.dropped_outcomes = Counter(
             "outrider_drafter_dropped_outcomes",
-            "Chosen outcomes that a verdict contradicted before they were drafted for",
+            "Outcomes ruled out by a verdict before their draft was made",
             registry=registry,
         )
         self.cut_look_aheads = Counter(
             "outrider_drafter_shortened_look_aheads",
-            "Left out as verdicts were due: proposals not scored (pass), outcomes (slice)",
+            "Look-ahead work skipped for lack of time: proposals (pass), outcomes (slice)",
             ["part"],
             registry=registry,
         )
         self.look_ahead_failures = Counter(
             "outrider_drafter_look_ahead_failures",
-            "Look-aheads that failed; their sessions go on without",
+            "Failed look-aheads; their sessions continue without",
             ["method"],
             registry=registry,
         )
         self.look_ahead_seconds = Histogram(
             "outrider_drafter_look_ahead_seconds",
-            "Time of one pass, by step: score, branch",
+            "Time of one look-ahead pass, by step: score, branch",
             ["step"],
             buckets=_BUCKETS,
             registry=registry,

@@ -14,19 +14,22 @@ from outrider.wire.inference import DrafterSummary, ServerInfo, VerifierSummary
 
 _VERIFIER_GAUGES: dict[str, tuple[str, Callable[[VerifierSummary], float]]] = {
     "sessions": ("Sessions that this verifier serves", lambda v: v.sessions),
-    "max_sessions": ("Sessions that this verifier serves at most", lambda v: v.max_sessions),
+    "max_sessions": (
+        "Maximum number of sessions that this verifier serves",
+        lambda v: v.max_sessions,
+    ),
     "waiting_sessions": (
-        "Sessions of this verifier without K/V: preempted, or not begun",
+        "Sessions of this verifier without K/V: preempted, or not started",
         lambda v: v.waiting_sessions,
     ),
     "kv_cache_usage_ratio": ("Share of this verifier's K/V blocks in use", lambda v: kv_usage([v])),
     "prefix_found_ratio": (
-        "Share of the prompt tokens that were there, since this verifier's start",
+        "Share of the prompt tokens found in the prefix cache, since this verifier's start",
         lambda v: v.prefix_cache_hit_tokens / max(1, v.prefix_cache_query_tokens),
     ),
     "draining": ("1 while this verifier takes no new sessions", lambda v: v.draining),
     "acceptance_ratio": (
-        "Share of the draft nodes that stood, since this verifier's start",
+        "Share of the draft nodes that were accepted, since this verifier's start",
         lambda v: v.stats.accepted / v.stats.proposed if v.stats.proposed else 0.0,
     ),
 }
@@ -70,12 +73,12 @@ def _sums(info: ServerInfo) -> Iterator[Metric]:
         "queue_limit": ("Requests that may wait in the router's queue", info.queue_bound),
         "fleet_verifiers": ("Verifiers that this router knows of", len(info.verifiers)),
         "fleet_healthy_verifiers": (
-            "Verifiers that answer",
+            "Healthy verifiers",
             sum(v.healthy for v in info.verifiers),
         ),
         "fleet_drafters": ("Drafters that this router knows of", len(info.drafters)),
         "fleet_healthy_drafters": (
-            "Drafters that answer and are attached to a healthy verifier",
+            "Healthy drafters that are attached to a healthy verifier",
             sum(d.healthy for d in info.drafters),
         ),
     }
@@ -99,16 +102,18 @@ def _preemptions(verifiers: list[VerifierSummary]) -> Metric:
 def _links(drafters: list[DrafterSummary]) -> Iterator[Metric]:
     names = ["verifier", "drafter"]
     sessions = GaugeMetricFamily(
-        "outrider_fleet_link_sessions", "Sessions of the verifier that it drafts for", labels=names
+        "outrider_fleet_link_sessions",
+        "Sessions of the verifier that the drafter serves",
+        labels=names,
     )
     answers = GaugeMetricFamily(
         "outrider_fleet_drafter_answer_seconds",
-        "End of a round to the drafter's proposals at the verifier, mean of late",
+        "Recent mean time from the end of a round to the drafter's proposals at the verifier",
         labels=names,
     )
     quarantine = GaugeMetricFamily(
         "outrider_fleet_drafter_quarantined",
-        "1 while the drafter is given none of the verifier's sessions for what it did",
+        "1 while the drafter is in quarantine for the verifier's sessions",
         labels=names,
     )
     for drafter in drafters:

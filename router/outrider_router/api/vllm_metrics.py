@@ -81,7 +81,7 @@ class VllmMetrics(Collector):
                     counts[_FINISHED.get(sample.labels["outcome"], "error")] += sample.value
         family = CounterMetricFamily(
             "vllm:request_success",
-            "Requests that ended, by why; error: not in vLLM, which does not count those.",
+            "Finished requests, by reason; vLLM does not have the reason error.",
             labels=[*labels, "finished_reason"],
         )
         for reason, count in counts.items():
@@ -104,7 +104,7 @@ def _state(info: ServerInfo, labels: Mapping[str, str]) -> Iterator[Metric]:
     gauges = {
         "num_requests_running": ("Sessions placed on verifiers.", info.running),
         "num_requests_waiting": ("Requests in the router's queue.", info.queued),
-        "kv_cache_usage_perc": ("Share of K/V blocks in use; 1: all.", kv_usage(verifiers)),
+        "kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1.", kv_usage(verifiers)),
     }
     for name, (text, value) in gauges.items():
         gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=list(labels))
@@ -116,11 +116,11 @@ def _state(info: ServerInfo, labels: Mapping[str, str]) -> Iterator[Metric]:
             sum(v.preemptions_swap + v.preemptions_recompute for v in verifiers),
         ),
         "prefix_cache_queries": (
-            "Tokens of sessions that were let in without K/V.",
+            "Tokens looked up in the prefix cache.",
             sum(v.prefix_cache_query_tokens for v in verifiers),
         ),
         "prefix_cache_hits": (
-            "Of these, tokens whose K/V others had left behind.",
+            "Tokens found in the prefix cache.",
             sum(v.prefix_cache_hit_tokens for v in verifiers),
         ),
     }

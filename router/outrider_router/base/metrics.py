@@ -73,45 +73,47 @@ class RouterMetrics:
         )
         self.requests_running = self._gauge("requests_running", "Requests being served.")
         self.queue_depth = self._gauge(
-            "queue_depth", "Requests waiting for a place, by priority.", "priority"
+            "queue_depth", "Requests waiting in the queue, by priority.", "priority"
         )
         self.kv_reserved_tokens = self._gauge(
             "kv_reserved_tokens",
-            "KV tokens that the sessions placed are expected to hold.",
+            "KV tokens that the placed sessions are expected to need.",
         )
         self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of requests.")
         self.generation_tokens = self._counter("generation_tokens_total", "Tokens sent to clients.")
         self.queue_time = self._histogram(
-            "request_queue_time_seconds", "Wait in the admission queue.", LATENCY_BUCKETS
+            "request_queue_time_seconds",
+            "Time that requests wait in the admission queue.",
+            LATENCY_BUCKETS,
         )
         self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "Arrival to first token.", LATENCY_BUCKETS
+            "time_to_first_token_seconds", "Time from arrival to the first token.", LATENCY_BUCKETS
         )
         self.inter_token_latency = self._histogram(
             "inter_token_latency_seconds",
-            "Time between two rounds of a session, divided by the tokens of the later one.",
+            "Time between two rounds of a session, divided by the tokens of the later round.",
             TOKEN_BUCKETS,
         )
         self.request_duration = self._histogram(
-            "e2e_request_latency_seconds", "Arrival to last token.", LATENCY_BUCKETS
+            "e2e_request_latency_seconds", "Time from arrival to the last token.", LATENCY_BUCKETS
         )
         self.time_per_output_token = self._histogram(
             "request_time_per_output_token_seconds",
-            "First token to last, divided by the tokens after the first, of each request.",
+            "Time from the first to the last token, divided by the tokens after the first.",
             TOKEN_BUCKETS,
         )
         self.request_prompt_tokens = self._histogram(
             "request_prompt_tokens",
-            "Prompt tokens of each request placed.",
+            "Prompt tokens of each placed request.",
             LENGTH_BUCKETS,
         )
         self.request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Tokens of each answer that ended.", LENGTH_BUCKETS
+            "request_generation_tokens", "Tokens of each finished answer.", LENGTH_BUCKETS
         )
 
     def _surviving(self) -> None:
         self.resumed_streams = self._counter(
-            "resumed_streams_total", "Streams that a client took up again."
+            "resumed_streams_total", "Streams that clients resumed."
         )
         self.restored_requests = self._counter(
             "restored_requests_total",
@@ -119,10 +121,10 @@ class RouterMetrics:
             "state",
         )
         self.journal_failing = self._gauge(
-            "journal_failing", "1 while the journal cannot be written: a restart would lose text."
+            "journal_failing", "1 while the journal cannot be written."
         )
         self.journal_damaged = self._counter(
-            "journal_damaged_records_total", "Stretches of the journal that were skipped."
+            "journal_damaged_records_total", "Damaged parts of the journal that were skipped."
         )
 
     def _overload(self) -> None:
@@ -134,32 +136,32 @@ class RouterMetrics:
         )
         self.preempting_placements = self._counter(
             "preempting_placements_total",
-            "Sessions placed beyond a verifier's room, for which lesser ones make way.",
+            "Sessions placed on a full verifier, which preempts sessions of lower priority.",
         )
         self.tenant_requests = self._counter(
             "tenant_requests_total",
-            "Requests that came and were not refused for their rate; tenants without limits of "
+            "Requests that were not refused because of their rate; tenants without a table of "
             "their own count as default.",
             "tenant",
         )
         self.tenant_tokens = self._counter(
-            "tenant_tokens_total", "Tokens of prompts and answers of requests that ended.", "tenant"
+            "tenant_tokens_total", "Prompt and answer tokens of finished requests.", "tenant"
         )
 
     def _access(self) -> None:
         self.access_refusals = self._counter(
             "access_refusals_total",
-            "Calls of both fronts and the pool that were turned away: NO_KEY, WRONG_KEY, "
+            "Refused calls of the gRPC, HTTP and pool APIs: NO_KEY, WRONG_KEY, "
             "NOT_OPERATOR, WRONG_ROLE.",
             "reason",
         )
         self.tls_handshakes = self._counter(
             "tls_handshakes_total",
-            "TLS handshakes that began on gRPC ports; one without a good certificate leads to no "
-            "call.",
+            "TLS handshakes started on gRPC ports, including those that failed.",
         )
         self.keys_failing = self._gauge(
-            "api_keys_failing", "1 while the file of API keys is no good; the ones before count."
+            "api_keys_failing",
+            "1 while the file of API keys is invalid; the last valid keys apply.",
         )
 
     def _speculation(self) -> None:
@@ -168,7 +170,7 @@ class RouterMetrics:
         )
         self.round_tokens = self._counter("round_tokens_total", "Tokens emitted by verify rounds.")
         self.drafts = self._counter(
-            "spec_decode_num_drafts_total", "Verify rounds of a proposal, over sessions."
+            "spec_decode_num_drafts_total", "Verify rounds with a proposal, summed over sessions."
         )
         self.draft_tokens = self._counter(
             "spec_decode_num_draft_tokens_total", "Draft nodes verified."
@@ -185,21 +187,22 @@ class RouterMetrics:
             "fallback_rounds_total", "Rounds of speculative sessions without a proposal."
         )
         self.target_only_rounds = self._counter(
-            "target_only_rounds_total", "Rejection rounds judged without draft probabilities."
+            "target_only_rounds_total",
+            "Rounds under the rejection rule without draft probabilities.",
         )
         self.look_ahead_rounds = self._counter(
             "look_ahead_rounds_total",
-            "Rounds of plans with look-ahead that used a proposal or wanted one.",
+            "Rounds of sessions with look-ahead that used a proposal or wanted one.",
         )
         self.look_ahead_drafted_rounds = self._counter(
             "look_ahead_drafted_rounds_total",
-            "Rounds of plans with look-ahead, by whether their proposal came before its prefix "
-            "(hit) or after it (fresh).",
+            "Rounds of sessions with look-ahead, by whether the proposal arrived before its prefix "
+            "was known (hit) or after (fresh).",
             "kind",
         )
         self.look_ahead_accepted = self._counter(
             "look_ahead_accepted_tokens_total",
-            "Draft nodes accepted in rounds of plans with look-ahead: in hits, in fresh ones.",
+            "Draft nodes accepted in rounds of sessions with look-ahead: in hits, in fresh ones.",
             "kind",
         )
 
@@ -215,7 +218,7 @@ class RouterMetrics:
         )
         self.resumed_sessions = self._counter(
             "resumed_sessions_total",
-            "Sessions opened for requests that had one before, by what became of that.",
+            "Sessions reopened for running requests, by the cause of the loss.",
             "cause",
         )
         self.drafter_up = self._gauge(
@@ -226,18 +229,17 @@ class RouterMetrics:
         )
         self.drafter_detached_sessions = self._counter(
             "drafter_detached_sessions_total",
-            "Times that a running session lost its drafter; it decodes plainly until given one.",
+            "Times that a running session lost its drafter.",
         )
         self.session_moves = self._counter(
             "session_moves_total",
-            "Running sessions that were given to another drafter, or to none: lost, quarantined, "
+            "Running sessions moved to another drafter or to none: lost, quarantined, "
             "drained, probe, balance.",
             "why",
         )
         self.drafter_quarantines = self._counter(
             "drafter_quarantines_total",
-            "Times that a drafter was given none of a verifier's sessions for a while, by what was "
-            "wrong with it: slow, silent, wrong.",
+            "Quarantines of a drafter for a verifier's sessions, by reason: slow, silent, wrong.",
             "reason",
         )
 
