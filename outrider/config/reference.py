@@ -20,32 +20,33 @@ INTRODUCTION = """\
 
 <!-- Written by `outrider config reference` (`make generated`) from the dataclasses: edit those. -->
 
-Every process takes its values from four places; a later one wins:
+Every process reads its configuration from four sources. A later source overrides an earlier one:
 
 1. the defaults below;
 2. a TOML file: `--config FILE.toml`, or the variable `OUTRIDER_<PROCESS>_CONFIG`;
-3. environment variables: `OUTRIDER_<PROCESS>_<KEY>` in capitals, two underscores for a dot of the
-   key: `OUTRIDER_ROUTER_QUEUE_LIMIT=64`, `OUTRIDER_ROUTER_SPECULATION__TOP_K=4`,
+3. environment variables: `OUTRIDER_<PROCESS>_<KEY>` in capitals, with two underscores for a dot in
+   the key: `OUTRIDER_ROUTER_QUEUE_LIMIT=64`, `OUTRIDER_ROUTER_SPECULATION__TOP_K=4`,
    `OUTRIDER_ROUTER_TENANTS__BLUE__WEIGHT=2`. Lists are separated by commas
-   (`OUTRIDER_ROUTER_VERIFIERS=a:50051,b:50051`) or written as in TOML; an empty value unsets what
-   may be unset;
+   (`OUTRIDER_ROUTER_VERIFIERS=a:50051,b:50051`) or written in TOML syntax. An empty value unsets an
+   optional key;
 4. flags.
 
 `outrider serve` and `outrider generate` start processes that inherit the environment, so variables
-reach those too; what such a command decides itself (addresses, the model) it passes as flags. A key
-or a variable of a process that is not known is an error that names the nearest one. Variables that
-Kubernetes makes for a Service called `outrider-router` and the like
-(`OUTRIDER_ROUTER_SERVICE_HOST`, `OUTRIDER_ROUTER_PORT=tcp://...`) are not taken for keys.
+apply to those, too. Settings that such a command decides itself (addresses, the model) are passed
+as flags. An unknown key, or an unknown variable of a process, is an error that names the most
+similar key. The variables that Kubernetes creates for a Service called `outrider-router` and the
+like (`OUTRIDER_ROUTER_SERVICE_HOST`, `OUTRIDER_ROUTER_PORT=tcp://...`) are ignored.
 
     outrider config check router.toml --process router
     outrider config show --process router --config router.toml -- --queue-limit 5
     outrider config schema router
 
-`check` reads a file as the process would, without environment and flags. `show` prints the
-effective values as TOML, each with where it came from; values of keys that are named like secrets
-are not printed. `schema` prints the JSON Schema of a file; `deploy/configs/` has those of all
-processes, and with `#:schema ./router.schema.json` as a file's first line editors check it while it
-is written. Bounds of numbers, and keys that need each other, are what `check` adds to the schema.
+`check` validates a file as the process would, without environment and flags. `show` prints the
+effective values as TOML, each with its source. It does not print the values of keys whose names
+suggest secrets. `schema` prints the JSON Schema of a file. `deploy/configs/` has the schemas of all
+processes: with `#:schema ./router.schema.json` as the first line of a file, editors validate it
+while you type. `check` also tests number ranges and keys that require each other, which the schema
+does not contain.
 """
 
 
@@ -55,7 +56,7 @@ def render_page(sections: Iterable[str]) -> str:
 
 
 def render_section(title: str, table: ConfigTable, flags: Mapping[str, str]) -> str:
-    """A process's keys; `flags` has their flags, by dotted key."""
+    """Section of one process: its keys as a table. `flags` maps dotted keys to flags."""
     lines = [
         f"## {title}",
         "",

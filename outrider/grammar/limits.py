@@ -21,11 +21,12 @@ class CompileLimits:
     """Limits of compiling one grammar in a process of its own; keys of `[grammar_compile]`."""
 
     timeout_s: float = 5.0
-    """Seconds that compiling one grammar may take; a grammar that takes longer is refused."""
+    """Maximum time for compiling one grammar, in seconds; a grammar that needs longer is
+    refused."""
     memory_mb: int = 512
-    """MiB of memory that compiling one grammar may take; a grammar that needs more is refused."""
+    """Maximum memory for compiling one grammar, in MiB; a grammar that needs more is refused."""
     processes: int = 2
-    """Grammars that are compiled at the same time, each in a process of its own."""
+    """Maximum number of grammars that are compiled at the same time, each in a separate process."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.timeout_s <= MAX_TIMEOUT_S:
@@ -41,12 +42,11 @@ class MaskLimits:
     """Limits of computing the masks of one session; keys of `[grammar_masks]`."""
 
     mask_ms: float = 50.0
-    """Milliseconds of processor time that one mask may take; a session whose mask takes longer
+    """Maximum processor time of one token mask, in milliseconds; a session whose mask takes longer
     ends with STRUCTURE_FAILED."""
     session_s: float = 5.0
-    """Seconds of processor time that the slow masks of one session may take together, those that
-    take more than a tenth of `mask_ms` each; a session that takes longer ends with
-    STRUCTURE_FAILED."""
+    """Maximum processor time of all slow masks of one session together, in seconds. Slow masks take
+    more than a tenth of `mask_ms` each. A session that takes longer ends with STRUCTURE_FAILED."""
 
     def __post_init__(self) -> None:
         for name in ("mask_ms", "session_s"):

@@ -44,15 +44,16 @@ class RoleNames:
     ROLE.outrider.internal and spiffe://outrider/role/ROLE."""
 
     router: tuple[str, ...] = ()
-    """Of routers; the first one is what clients of the SDK look for, in place of the address."""
+    """Names of routers. The SDK checks a router's certificate for the first one instead of the
+    address."""
     verifier: tuple[str, ...] = ()
-    """Of verifiers; the first one is what routers and drafters look for."""
+    """Names of verifiers. Routers and drafters check for the first one."""
     drafter: tuple[str, ...] = ()
-    """Of drafters; the first one is what routers look for."""
+    """Names of drafters. Routers check for the first one."""
     operator: tuple[str, ...] = ()
-    """Of operators."""
+    """Names of operators."""
     client: tuple[str, ...] = ()
-    """Of clients."""
+    """Names of clients."""
 
     def __post_init__(self) -> None:
         for role in CertificateRole:
@@ -70,15 +71,15 @@ class TlsConfig:
     """Keys of a table `[tls]`. Without any file there is no TLS."""
 
     cert: Path | None = None
-    """This process's certificate, PEM, with those between it and the authority behind it."""
+    """Certificate of this process (PEM), followed by the intermediate certificates."""
     key: Path | None = None
-    """Its private key, PEM, not encrypted."""
+    """Private key of the certificate (PEM, not encrypted)."""
     ca: Path | None = None
-    """The authorities, PEM, that other processes' certificates must come from."""
+    """Certificate authorities (PEM) that must have signed the certificates of other processes."""
     client_auth: bool = False
-    """Whether the client API wants a certificate, too. Other ports of a fleet always do."""
+    """Whether the client API requires client certificates. The other ports of a fleet always do."""
     names: RoleNames = RoleNames()
-    """Names by role, where certificates are made by rules of their own."""
+    """Names in certificates by role, for authorities with naming rules of their own."""
 
     def __post_init__(self) -> None:
         if (self.cert is None) is not (self.key is None):

@@ -50,21 +50,24 @@ class SpeculationDefaults:
     """Speculation of sessions whose request does not say otherwise."""
 
     method: DraftMethod = DraftMethod.EAGLE3
-    """Draft source."""
+    """Draft method."""
     draft_tokens: int = 4
-    """Draft nodes a round."""
+    """Draft tokens (tree nodes) per round."""
     top_k: int = 1
     """Children per expanded node; 1 drafts a chain."""
     look_ahead: int = 1
-    """1 lets the verifier's planner have drafts made ahead of verdicts; 0 drafts in lock-step."""
+    """1 lets the verifier's planner use look-ahead (drafts made before the verdict that they
+    continue); 0 never uses it."""
     fan_out: int = 0
-    """Outcomes that are pre-drafted a round; 0 lets the drafter choose."""
+    """Outcomes per round for which look-ahead makes drafts; 0 lets the drafter choose."""
     proposal_timeout_ms: int = 1000
-    """Longest wait of a row for its proposal; within it the verifier follows what it measures."""
+    """Longest time that a session waits for its proposal in a round. The verifier's planner waits
+    less if its measurements say so."""
     ngram_proposal_timeout_ms: int = 20
-    """The same for n-gram drafts: a lookup either answers at once or has found nothing."""
+    """The same for n-gram drafts, which are made at once or not at all."""
     max_draft_tokens: int = 64
-    """Requests for more are cut to this; at most the verifiers' `max_tree_nodes`."""
+    """Largest number of draft tokens that a request may set; larger values are reduced to it. At
+    most `max_tree_nodes` of the verifiers."""
 
     def __post_init__(self) -> None:
         for name in ("proposal_timeout_ms", "ngram_proposal_timeout_ms"):
@@ -82,22 +85,25 @@ class SpeculationDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverloadConfig:
-    """Behaviour under overload; keys of the table `[overload]`."""
+    """Admission under overload; keys of the table `[overload]`."""
 
     prior_answer_tokens: int = 256
-    """Tokens that an answer is expected to have until enough of them have ended."""
+    """Expected length of an answer, in tokens, until enough answers have been measured."""
     length_quantile: float = 0.8
-    """Share of recent answers that were no longer than what a new one is expected to have."""
+    """Quantile of recent answer lengths that is the expected length of a new answer."""
     kv_overcommit: float = 1.0
-    """So many times a verifier's KV cache is given away, by what sessions are expected to hold."""
+    """Ratio of the KV tokens that placed sessions are expected to need to a verifier's KV capacity,
+    up to which sessions are placed."""
     priority_aging_s: float = 10.0
-    """Waiting this long counts as much as one level of priority; 0: nobody ages."""
+    """Waiting time that raises a request by one priority level; 0 disables aging."""
     tenant_from: TenantSource = TenantSource.NONE
-    """Where a request says whose it is."""
+    """Source of a request's tenant: none, metadata (the key x-outrider-tenant) or authorization (a
+    hash of that header)."""
     max_tenants: int = 1024
-    """Most tenants that are known at once; idle ones are forgotten, beyond that they share one."""
+    """Maximum number of tenants that are tracked. Idle tenants are forgotten first; beyond the
+    maximum, further tenants share one entry."""
     slow_reader_timeout_s: float = 30.0
-    """A stream whose client takes nothing for this long, though there is something, is ended."""
+    """Time after which a stream is ended if its client reads nothing although data is waiting."""
 
     def __post_init__(self) -> None:
         if self.prior_answer_tokens < 1:
@@ -121,34 +127,36 @@ class OverloadConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig:
-    """Bounds and options of the HTTP port; keys of the table `[http_options]`."""
+    """Limits and options of the HTTP port; keys of the table `[http_options]`."""
 
     max_connections: int = 4096
-    """Most connections at once, counted from the moment they are accepted; never more than half of
-    the files that the process may open."""
+    """Maximum number of connections, counted from the moment they are accepted; never more than
+    half of the files that the process may open."""
     handshake_s: float = 10.0
-    """Longest time of a TLS handshake."""
+    """Maximum time of a TLS handshake."""
     head_s: float = 10.0
-    """Longest time from the start of a connection, or from the first byte of a further request,
+    """Maximum time from the start of a connection, or from the first byte of a further request,
     until the head of the request is complete."""
     body_s: float = 60.0
-    """Longest time from the head of a request until its body is complete."""
+    """Maximum time from the head of a request until its body is complete."""
     keep_alive_s: int = 75
-    """Time that a connection is kept between two requests. It should be longer than load balancers
-    keep theirs, so that none sends a request into a connection that is being closed."""
+    """Time that an idle connection is kept open. It should be longer than that of a load balancer
+    in front, so that the load balancer never sends a request on a connection that is being
+    closed."""
     max_body_bytes: int = 8 << 20
-    """Most bytes of a request's body."""
+    """Maximum size of a request body in bytes."""
     max_json_values: int = 1 << 19
-    """Most values in a request's JSON (an empty list or object counts twice). Parsing holds up the
-    whole process, for a time that grows with their number."""
+    """Maximum number of values in a request's JSON (an empty list or object counts twice). Parsing
+    blocks the whole process for a time that grows with this number."""
     max_small_chunks: int = 1024
-    """Most chunks of less than a kilobyte in the body of one request with Transfer-Encoding:
-    chunked."""
+    """Maximum number of chunks of less than a kilobyte in the body of one request with
+    Transfer-Encoding: chunked."""
     root_path: str = ""
-    """Path in front of all routes, such as /llm, for a proxy that does not strip it; "" is none."""
+    """Path prefix of all routes, such as /llm, for a proxy that does not strip it; "" means
+    none."""
     cors_origins: tuple[str, ...] = ()
-    """Origins, such as https://app.example, whose pages may call the API in browsers; "*" is every
-    origin. Empty: no browser lets other pages call it."""
+    """Origins, such as https://app.example, whose pages may call the API from browsers; "*" allows
+    every origin. If empty, browsers let no other page call the API."""
 
     def __post_init__(self) -> None:
         for name in ("handshake_s", "head_s", "body_s", "keep_alive_s"):
@@ -169,100 +177,101 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Everything the router can be told; keys of its TOML file."""
+    """Configuration of a router; the fields are the keys of its TOML file."""
 
     listen: str = "127.0.0.1:50050"
-    """HOST:PORT of the client API; port 0 takes a free one."""
+    """HOST:PORT of the gRPC API for clients; port 0 picks a free port."""
     http: str = ""
-    """HOST:PORT of OpenAI's API over HTTP; port 0 takes a free one, "" serves none."""
+    """HOST:PORT of OpenAI's HTTP API; port 0 picks a free port, "" disables it."""
     http_options: HttpConfig = field(default_factory=HttpConfig)
-    """Bounds and options of the HTTP port."""
+    """Limits and options of the HTTP port."""
     reuse_ports: bool = False
-    """Whether other routers may serve clients at the same two addresses: the system gives each
-    connection to one of them. Then this one serves once it has found a verifier. Not with a
-    journal: who comes back for an answer need not come to the router that has it."""
+    """Whether other routers may serve clients at the same two addresses; the kernel assigns each
+    connection to one of them. The router then opens its ports once it has found a verifier. It
+    cannot be combined with a journal, because a client that resumes a request may reach another
+    router."""
     shared_memory: bool = True
-    """Whether streams of sessions with verifiers of this host go through memory and sockets of the
-    host instead of gRPC (Linux); off, with other hosts, and on Ray, over the connection."""
+    """Whether session streams with verifiers on this host use shared memory (Linux). With verifiers
+    on other hosts and on Ray, and if this is off, they use gRPC."""
     model: Path
-    """Model directory or a pulled model's name; only its tokenizer files are read."""
+    """Model directory, or name of a pulled model; only the tokenizer files are read."""
     model_name: str = ""
-    """Name that clients ask for; "" takes the verifier's."""
+    """Model name in requests; "" uses the verifier's name."""
     verifiers: tuple[str, ...] = ()
-    """Addresses of the verifiers, as the drafters reach them too; dns:///HOST:PORT stands for all
-    that HOST has."""
+    """Addresses of the verifiers; drafters must reach them by the same addresses. dns:///HOST:PORT
+    stands for all addresses of HOST."""
     drafters: tuple[str, ...] = ()
-    """Addresses of the drafters, likewise."""
+    """Addresses of the drafters, in the same format."""
     discovery_interval_s: float = 5.0
-    """Time between two looks at what a dns:/// name stands for."""
+    """Interval at which dns:/// names are resolved again."""
     pool_listen: str = ""
-    """HOST:PORT where operators add and remove drafters; port 0 takes a free one, "" serves none.
-    """
+    """HOST:PORT of the pool API, by which operators add and remove drafters; port 0 picks a free
+    port, "" disables it."""
     queue_limit: int = 256
-    """Most requests that may wait; more are refused with RESOURCE_EXHAUSTED."""
+    """Maximum number of waiting requests; further ones are refused with RESOURCE_EXHAUSTED."""
     default_max_tokens: int = 256
-    """Length limit of requests that set none (cut to what the context leaves)."""
+    """Default `max_tokens` of requests, reduced to what the context leaves."""
     special_tokens_in_messages: bool = False
     """Whether the string of a special token (such as <|im_end|>) in a chat message becomes that
-    token, as in many servers. By default it is ordinary text, so no message can end a turn or begin
-    another one. Text prompts of completions are parsed in either case."""
+    token, as in many servers. By default it is ordinary text, so no message can end a turn or start
+    another one. Prompts of completions are parsed in either case."""
     metrics_port: int = -1
-    """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
+    """Port of the Prometheus endpoint; 0 picks a free port, -1 disables the endpoint."""
     metrics_host: str = "127.0.0.1"
     """Address that the Prometheus endpoint listens on."""
     health_listen: str = ""
-    """HOST:PORT of a port that serves grpc.health.v1.Health alone, in plain text: for a supervisor
-    on this machine. Port 0 takes a free one, "" serves none."""
+    """HOST:PORT of an additional port that serves only grpc.health.v1.Health, in plain text, for a
+    supervisor on this machine. Port 0 picks a free port, "" disables it."""
     metrics_compat: MetricsCompat = MetricsCompat.NONE
-    """Whose names its metrics have as well: none, vllm."""
+    """Other naming scheme under which metrics are exported as well: none or vllm."""
     poll_interval_s: float = 0.5
-    """Time between two looks at a verifier or drafter."""
+    """Interval at which verifiers and drafters are polled."""
     peer_timeout_s: float = 3.0
-    """A peer that answers nothing for this long is lost."""
+    """Time without an answer after which a verifier or drafter counts as lost."""
     verifier_stall_s: float = 12.0
-    """Time without a sign of progress of a verifier that has sessions of this router, after which
-    it is lost: its sessions go on elsewhere, and it gets none until it makes progress or is started
-    again. Longer than the verifiers' own `stall_s`, for those that do not notice themselves; 0
-    watches nothing."""
+    """Time without progress after which a verifier with sessions of this router counts as lost. Its
+    sessions continue elsewhere, and it receives none until it makes progress or restarts. It should
+    be longer than `stall_s` of the verifiers, because it is for those that do not notice that they
+    hang; 0 disables the check."""
     failover_timeout_s: float = 25.0
-    """Longest time that a request which has lost its verifier waits for another one; the time that
-    a hung verifier kept it waiting counts."""
+    """Maximum time that a request waits for another verifier after it has lost its own. The time
+    that a hung verifier kept it waiting counts."""
     max_failovers: int = 5
-    """Sessions of one request that may be lost or fail; the next loss ends it with an error."""
+    """Number of sessions that one request may lose; the next loss ends it with an error."""
     session_slack_tokens: int = 64
-    """KV tokens that a session needs beside prompt and output: the largest proposal that its
-    verifier verifies. What is counted in vain costs capacity, never a request."""
+    """KV tokens that a session needs in addition to prompt and output: the largest proposal that
+    its verifier verifies. Overestimates only reduce concurrency."""
     drain_timeout_s: float = 30.0
-    """Time that running requests get after SIGTERM."""
+    """Time that running requests get to finish after SIGTERM."""
     resume_grace_s: float = 30.0
-    """Time that a resumable request goes on, or that its end is kept, without its client."""
+    """Time that a resumable request continues, and that its result is kept, without its client."""
     journal: Path | None = None
-    """File of the log that resumable requests survive this process by, one router a file; unset
-    keeps none."""
+    """File of the durable log by which resumable requests survive a restart of the router; each
+    router needs its own file. Unset disables it."""
     journal_read_s: float = 5.0
-    """Longest time that reading that file may take at the start, before clients are served; what
-    it holds behind that is dropped."""
+    """Maximum time for reading the journal at the start, before clients are served; the rest of the
+    file is dropped."""
     journal_fsync: Fsync = Fsync.INTERVAL
-    """When that file is forced to the disk: off, interval (every second) or always."""
+    """When the journal is flushed to disk (fsync): off, interval (every second) or always."""
     tracing: TracingConfig = field(default_factory=TracingConfig)
     """Spans of requests, for OpenTelemetry."""
     log_level: Annotated[str, OneOf(LOG_LEVELS)] = "INFO"
-    """Least severe level that is logged."""
+    """Lowest log level that is written to stderr."""
     speculation: SpeculationDefaults = field(default_factory=SpeculationDefaults)
     """Speculation defaults."""
     api_keys: Path | None = None
-    """File of the API keys that clients must have; None asks for none."""
+    """File of the API keys that clients need; None requires no keys."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """This process's certificate, for its own ports and for verifiers and drafters."""
     client_api_tls: TlsConfig = field(default_factory=TlsConfig)
-    """Another certificate for clients, of an authority that they know; without one, that of `tls`.
-    """
+    """Separate certificate for the client API, for clients that trust another authority; by default
+    that of `tls`."""
     overload: OverloadConfig = field(default_factory=OverloadConfig)
     """Admission, tenants and slow readers."""
     grammar_compile: CompileLimits = field(default_factory=CompileLimits)
     """Limits of compiling the grammar of a structured output."""
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
-    """Limits of tenants by name; those of `default` are everybody else's, each by itself."""
+    """Limits of tenants by name; `default` applies to each tenant without a table of its own."""
 
     def __post_init__(self) -> None:
         if not self.verifiers:

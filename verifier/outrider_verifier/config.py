@@ -44,156 +44,160 @@ CPU_PREFILL, CUDA_PREFILL = 256, 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierConfig:
-    """Settings of a verifier. Raises ValueError for values out of range."""
+    """Configuration of a verifier; the fields are the keys of its TOML file. Raises ValueError for
+    values out of range."""
 
     model: str = ""
     """Target checkpoint: a safetensors directory, a .gguf file or a pulled model's name."""
     verifier_id: str = "verifier-0"
-    """Identity, stable across restarts."""
+    """Unique id of this verifier; it must stay the same across restarts."""
     listen: str = "127.0.0.1:0"
-    """HOST:PORT of the gRPC server; port 0 picks a free one."""
+    """HOST:PORT of the gRPC server; port 0 picks a free port."""
     feature_head: str = ""
-    """Draft head checkpoint whose feature projection runs here; empty serves no features."""
+    """Draft head checkpoint whose feature projection runs in this process; if empty, drafters
+    receive no features."""
     placement: Annotated[str, OneOf(PLACEMENTS)] = SEPARATE
-    """Where drafts are made: separate (by drafters that attach), colocated (by the head of
-    `feature_head` in this process), fused (the same, in one CUDA graph with the target)."""
+    """Where drafts are made: separate (by drafter processes), colocated (by the head of
+    `feature_head` in this process) or fused (the same, in one CUDA graph with the target)."""
     draft_length: int = 4
-    """Draft tokens a round of an in-process drafter; the positions that simulated_acceptance
-    speaks of."""
+    """Draft tokens per round of an in-process drafter or of device_exchange; also the number of
+    positions for simulated_acceptance."""
     draft_top_k: int = 1
-    """Children that an in-process drafter tries of a node; 1 drafts chains, more grow trees of
+    """Branching factor of in-process drafts: 1 drafts chains, larger values grow trees of
     draft_length nodes."""
     draft_tree_nodes: int = 16
-    """Draft tokens of the trees that an in-process drafter makes in place of chains where few
-    sessions decode and trees are faster; 0: it makes chains alone. With the planner, where
-    draft_top_k is 1."""
+    """Draft tokens of the trees that the planner may use instead of in-process chains, when few
+    sessions decode and trees are faster; 0 disables trees. It applies if draft_top_k is 1."""
     device_exchange: Annotated[str, OneOf(EXCHANGE_MODES)] = AUTO
-    """Whether to exchange drafts and features with a drafter on another GPU of this host without
-    passing them through the host: on, off, or auto, which is on where this process computes on a
-    GPU with a `feature_head` and chains, in separate placement. Drafts then have `draft_length`
-    tokens, and who cannot be reached so exchanges by messages."""
+    """Whether to exchange drafts and features directly with a drafter on another GPU of this host:
+    on, off or auto. auto is on if this process computes on a GPU with a `feature_head` and chains,
+    in separate placement. Drafts then have `draft_length` tokens. Drafters that cannot be reached
+    this way exchange by messages."""
     exchange_timeout_ms: float = 30.0
-    """Longest wait of a round for drafts of device_exchange, ms. The round decodes plainly then,
-    and no further round waits before the drafter has caught up."""
+    """Maximum time, in ms, that a round waits for drafts of device_exchange. After it the round
+    decodes without drafts, and no round waits again before the drafter has caught up."""
     exchange_fan_out: int = 16
-    """Outcomes of a round that a drafter by device_exchange drafts for while the round runs, a
-    session; 0 drafts behind the round alone."""
+    """Outcomes per session for which a drafter by device_exchange makes drafts while the round
+    runs; 0 drafts only after the round."""
     exchange_ahead_sessions: int = 1
-    """Sessions of a round, at most, for which exchange_fan_out counts: a round waits for no draft
-    only where the outcomes of all its sessions were drafted for."""
+    """Maximum number of sessions in a round for which exchange_fan_out applies. A round starts
+    without waiting only if the outcomes of all its sessions have drafts."""
     exchange_distribution_ids: int = 2048
-    """Ids of a draft distribution that comes with each draft token of device_exchange under the
-    rejection rule, at most; fewer where all sessions would take more than 64 MiB. 0: drafts come
-    without, and the rejection rule judges them target-only."""
+    """Maximum number of ids in the draft distribution sent with each draft token of device_exchange
+    under the rejection rule; fewer if all sessions together would need more than 64 MiB. With 0 no
+    distribution is sent, and the rejection rule uses target-only acceptance."""
     simulated_acceptance: str = ""
-    """Benchmarks with random weights only: drafts are accepted by chance. The mean number of tokens
-    a round ("2.6"), or the conditional rate of each draft position ("0.8,0.6,0.4,0.2"); empty is
-    off."""
+    """For benchmarks with random weights only: accept drafts at random. The value is the mean
+    number of tokens per round ("2.6") or the conditional rate of each draft position
+    ("0.8,0.6,0.4,0.2"); empty disables it."""
     cuda_graphs: bool = True
-    """Whether rounds are replayed from CUDA graphs; without, kernels are launched one by one."""
+    """Whether rounds are replayed from CUDA graphs; otherwise kernels are launched one by one."""
     dtype: Annotated[str, OneOf(DTYPES)] = "float32"
-    """Compute dtype of the target, float32 or bfloat16; features cross the wire in it."""
+    """Compute dtype of the target, float32 or bfloat16; features are sent in the same dtype."""
     device: str = "cpu"
     """torch device of the target."""
     threads: int = 0
-    """Compute threads of torch; 0 measures which number is fastest, where it computes on a CPU."""
+    """Number of torch's compute threads; 0 measures the fastest number if the device is a CPU."""
     busy_polling_cores: int = 0
-    """Cores kept from going idle while sessions are served, for threads that wake at once; with an
-    accelerator only. One that does rounds with drafters in other processes uses 3."""
+    """CPU cores kept busy-polling while sessions are served, to reduce wake-up latency; with an
+    accelerator only. A verifier with drafters in other processes uses 3."""
     kv_tokens: int = 0
-    """KV budget: tokens of all sessions together, prompt, output and draft nodes; 0 takes what
-    `memory_fraction` of a CUDA device leaves, 32768 elsewhere."""
+    """KV cache size in tokens of all sessions together: prompts, outputs and draft nodes. 0 uses
+    the memory that `memory_fraction` leaves on a CUDA device, and 32768 tokens elsewhere."""
     memory_fraction: float = 0.9
-    """Share of the device's memory that may be used, weights included, where kv_tokens is 0."""
+    """Share of the device's memory that may be used, weights included, if kv_tokens is 0."""
     kv_block_tokens: int = 16
-    """Tokens in one KV block."""
+    """Tokens per KV block."""
     prefix_cache: bool = True
-    """Whether sessions begin with K/V of others that began alike, in whole blocks: what sessions
-    leave behind is kept until its blocks are needed. Who can time first tokens can find out what
-    others have asked."""
+    """Whether sessions reuse the KV blocks of earlier sessions with the same prompt prefix. Blocks
+    are kept until their memory is needed. Disable it to close a cross-tenant timing side
+    channel."""
     max_sessions: int = 64
-    """Sessions that run at once, with K/V; others wait."""
+    """Maximum number of sessions that run at once, with KV; others wait."""
     max_waiting: int = 64
-    """Sessions beyond these that may wait, preempted ones included; one more is refused with
+    """Maximum number of further sessions that wait, including preempted ones; more are refused with
     RESOURCE_EXHAUSTED."""
     kv_watermark: float = 0.01
-    """Share of the K/V blocks that stays free when sessions are admitted, besides a block for each
-    that runs: what they grow into."""
+    """Share of the KV blocks that stays free for the growth of running sessions when sessions are
+    admitted, in addition to one block per running session."""
     max_preemptions: int = 4
-    """How often one session may be preempted; the last time it comes back only with all the blocks
-    that it may ever need. 0 preempts nobody: every session is admitted so."""
+    """Maximum number of preemptions per session. After the last one it resumes only with all the
+    blocks that it can ever need. With 0 every session is admitted that way and none is
+    preempted."""
     preemption: Annotated[str, OneOf(PREEMPTION_MODES)] = AUTOMATIC_PREEMPTION
-    """How a preempted session gets its K/V back: swap (from host memory, within swap_space_gb),
-    recompute (from its tokens), or auto, whichever is measured to cost less."""
+    """How a preempted session gets its KV back: swap (from host memory, within swap_space_gb),
+    recompute (from its tokens) or auto (the cheaper one by measurement)."""
     swap_space_gb: float = 4.0
-    """Host memory for the K/V of preempted sessions, taken as it is needed (on a CUDA device
-    pinned, and taken at the start); 0 never swaps."""
+    """Host memory for the KV of preempted sessions. It is allocated on demand, but with a CUDA
+    device at the start and pinned. 0 disables swapping."""
     priority_aging_s: float = 10.0
-    """A waiting session's priority counts one more for every so many seconds that it has waited."""
+    """Seconds of waiting that raise a waiting session by one priority level."""
     max_context_len: int = 0
-    """Longest prompt + output in tokens; 0 takes the model's own limit."""
+    """Maximum length of prompt and output in tokens; 0 uses the model's own limit."""
     max_tree_nodes: int = 64
-    """Largest proposal that is verified; larger ones are invalid."""
+    """Maximum number of nodes of a proposal; larger proposals are invalid."""
     prefill_tokens_per_round: int = 0
-    """Prompt tokens of all sessions in one round, beside those that decode; also the size of a
-    catch-up verdict. More make first tokens faster and tokens after them slower. 0 is automatic:
-    256 on a CPU, 2048 on a CUDA device, where 4096 is the maximum."""
+    """Maximum number of prompt tokens of all sessions in one round, next to decoding sessions; also
+    the size of a catch-up verdict. Larger values make first tokens faster and later tokens slower.
+    0 is automatic: 256 on a CPU and 2048 on a CUDA device, where 4096 is the maximum."""
     decode_tokens_per_round: int = 1024
-    """Verify rows (roots and nodes) of all sessions in one round."""
+    """Maximum number of verified rows (roots and nodes) of all sessions in one round."""
     batch_wait_ms: float = -1.0
-    """How long a ready row waits for other rows' proposals, so that they share a forward; -1: 5 ms
-    on a CUDA device, where a round of more rows takes hardly longer, and as long as two rounds take
-    on a CPU, where a drafter of the same cores is done sooner if no round runs beside it."""
+    """Maximum time that a ready row waits for proposals of other rows, so that they share a forward
+    pass. -1 is automatic: 5 ms on a CUDA device, where more rows hardly lengthen a round; the time
+    of two rounds on a CPU, where a drafter on the same cores is faster while no round runs."""
     planner: Annotated[str, OneOf(PLANNERS)] = AUTOMATIC_PLANNER
-    """Whether sessions speculate, how long their drafts are and how long they wait for them:
-    automatic follows what is measured, within their plans; fixed carries plans out as they are."""
+    """Who decides whether sessions speculate, how long their drafts are and how long they wait for
+    them: automatic decides from measurements within each session's plan; fixed uses the plans
+    unchanged."""
     max_proposals_per_session: int = 64
-    """Proposals kept per session for prefixes that may come about with the next round; the newest
-    stay."""
+    """Maximum number of proposals kept per session for prefixes that the next round may produce;
+    the newest are kept."""
     proposal_memory_mb: int = 64
-    """Memory of all proposals that are kept; past it the oldest messages go."""
+    """Maximum memory of all kept proposals; beyond it the oldest messages are dropped."""
     feature_budget_mb: int = 512
-    """Host memory for features of live sessions; past it a lost drafter is not caught up. With
-    prefix_cache those of kept prefixes may take as much."""
+    """Maximum host memory for the features of live sessions; beyond it, sessions cannot be replayed
+    to a new drafter. With prefix_cache, features of cached prefixes may use the same amount
+    again."""
     drafter_queue_mb: int = 256
-    """Unsent messages to one drafter; a drafter that lets more pile up is disconnected."""
+    """Maximum size of the unsent messages to one drafter; beyond it the drafter is disconnected."""
     shared_memory: bool = True
-    """Whether drafters of this host exchange with this process through shared memory, its engine
-    thread with their drafting thread, and streams of sessions with routers of this host go the same
-    way (Linux); off, and for other hosts, over the connection."""
+    """Whether exchanges with drafters on this host and session streams with routers on this host
+    use shared memory (Linux). With other hosts, and if this is off, they use gRPC."""
     heartbeat_ms: int = 500
     """Interval of heartbeats on exchanges and session streams."""
     peer_timeout_ms: int = 2000
-    """A drafter that was silent for this long is lost."""
+    """Time of silence after which a drafter counts as lost."""
     router_silence_ms: int = 10000
-    """A router that was silent for this long is lost, and its sessions with it; longer than for
-    drafters, for a router that is held up for some seconds loses nothing else."""
+    """Time of silence after which a router and its sessions count as lost. It is longer than for
+    drafters, so that a router that is blocked for some seconds keeps its sessions."""
     stall_s: float = 10.0
-    """Time without a finished round while sessions wait, after which the engine is taken for hung:
-    health says NOT_SERVING, sessions fail with ENGINE_STALLED, and the process ends with status 3
-    so that it is started again. Loading, compilation and graph capture do not count, and each layer
-    of a forward counts as progress. 0 watches nothing."""
+    """Time without a finished round, while sessions wait, after which the engine counts as hung:
+    health reports NOT_SERVING, sessions fail with ENGINE_STALLED, and the process exits with status
+    3 so that its supervisor restarts it. Loading, compilation and graph capture do not count; on a
+    CPU each layer of a forward pass counts as progress. 0 disables the check."""
     handshake_timeout_s: float = 5.0
-    """How long a new exchange connection may take to say hello."""
+    """Maximum time from a new exchange connection to its hello message."""
     drain_timeout_s: float = 20.0
-    """After SIGTERM, how long running sessions may take to finish."""
+    """Maximum time that running sessions get after SIGTERM to move or finish."""
     metrics_port: int = -1
-    """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
+    """Port of the Prometheus endpoint; 0 picks a free port, -1 disables the endpoint."""
     metrics_host: str = "127.0.0.1"
-    """Interface of the Prometheus endpoint."""
+    """Address that the Prometheus endpoint listens on."""
     health_listen: str = ""
-    """HOST:PORT of a port that serves grpc.health.v1.Health alone, in plain text: for a supervisor
-    on this machine. Port 0 takes a free one, "" serves none."""
+    """HOST:PORT of an additional port that serves only grpc.health.v1.Health, in plain text, for a
+    supervisor on this machine. Port 0 picks a free port, "" disables it."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """This process's certificate, for its own ports and for those that it connects to."""
     hooks: tuple[str, ...] = ()
-    """Code of the operator's own that runs in this process: modules, each "MODULE" or
-    "MODULE:KEY=VALUE,KEY=VALUE", that are imported before the process is built. Each has a function
-    `install(hooks, *, key=...)`, which is given the hook points of the process
-    (`outrider_verifier.hooks`) and the options. A variable lists hooks with several options as TOML
-    does."""
+    """The operator's own modules that run in this process, each "MODULE" or
+    "MODULE:KEY=VALUE,KEY=VALUE". They are imported before the process is built. Each has a function
+    `install(hooks, *, key=...)` that receives the hook points of the process
+    (`outrider_verifier.hooks`) and the options. An environment variable lists hooks with several
+    options in TOML syntax."""
     trace_file: str = ""
-    """Where the process leaves a timeline of its last events when it ends; "" keeps none."""
+    """File to which the process writes a timeline of its last events when it exits; "" writes
+    none."""
     grammar_compile: CompileLimits = field(default_factory=CompileLimits)
     """Limits of compiling the grammar of a structured output."""
     grammar_masks: MaskLimits = field(default_factory=MaskLimits)
@@ -201,7 +205,7 @@ class VerifierConfig:
     tracing: TracingConfig = field(default_factory=TracingConfig)
     """Spans of requests, for OpenTelemetry."""
     log_level: Annotated[str, OneOf(LOG_LEVELS)] = "INFO"
-    """Level of the log on stderr."""
+    """Lowest log level that is written to stderr."""
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}")

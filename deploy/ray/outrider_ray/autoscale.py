@@ -18,27 +18,27 @@ class AutoscaleConfig:
     """Thresholds of growing and shrinking pools; keys of the table `[autoscale]`."""
 
     max_verifiers: int = 0
-    """Most verifiers; 0: as many as there are at the start."""
+    """Maximum number of verifiers; 0 means the number at the start."""
     max_drafters: int = 0
-    """Most drafters; 0: as many as there are at the start."""
+    """Maximum number of drafters; 0 means the number at the start."""
     queue_per_verifier: float = 4.0
-    """Waiting requests a verifier from which one more is wanted."""
+    """Waiting requests per verifier from which a verifier is added."""
     sessions_per_drafter: int = 64
-    """Sessions that count as a full drafter, unless it takes fewer."""
+    """Sessions of a fully loaded drafter, unless its own maximum is lower."""
     high_load: float = 0.85
-    """Share of what the members can take, from which one more is wanted."""
+    """Load, as a share of the members' capacity, from which a member is added."""
     low_load: float = 0.6
-    """One is let go where the others would be loaded no more than this."""
+    """A member is removed if the load of the others would then be at most this share."""
     up_after_s: float = 5.0
-    """How long a pool is hot before it grows."""
+    """Time that the load must stay high before a pool grows."""
     down_after_s: float = 120.0
-    """How long a pool is cold before it shrinks."""
+    """Time that the load must stay low before a pool shrinks."""
     cool_down_s: float = 30.0
-    """Time between two changes of a pool."""
+    """Minimum time between two changes of a pool."""
     drain_timeout_s: float = 60.0
-    """Time in which a member that leaves hands its sessions to others."""
+    """Maximum time for moving the sessions of a removed member."""
     look_s: float = 1.0
-    """Time between two looks."""
+    """Interval at which the load is evaluated."""
 
     def __post_init__(self) -> None:
         for name in ("max_verifiers", "max_drafters", "up_after_s", "down_after_s", "cool_down_s"):

@@ -28,103 +28,109 @@ LOCAL_HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayFleetConfig:
-    """Complete configuration of the launcher. Raises ValueError for values out of range."""
+    """Configuration of the Ray launcher; the fields are the keys of its TOML file. Raises
+    ValueError for values out of range."""
 
     model: str
-    """The target: a directory, or a model's name that every node resolves for itself."""
+    """Target model: a directory, or the name of a model that every node resolves itself."""
     model_name: str = ""
-    """Name that clients ask for; "" takes the verifier's."""
+    """Model name in requests; "" uses the verifier's name."""
     head: str = ""
     """Directory of an EAGLE head; needed by the methods eagle3 and eagle."""
     verifiers: int = 1
-    """Verifiers of the fleet."""
+    """Number of verifiers at the start."""
     drafters: int = 1
-    """Drafters of the fleet; none are started where nothing is drafted in drafters."""
+    """Number of drafters at the start; none are started if no draft method needs them."""
     draft_model: str = ""
     """A small model (directory or name); needed by the method model."""
     methods: tuple[DraftMethod, ...] | None = None
-    """Ways of drafting; `none` starts no drafter; None takes all that `head` allows."""
+    """Draft methods; `none` starts no drafter; None uses all methods that `head` allows."""
     dtype: str = "float32"
     """Element type of target and draft models."""
     device: Annotated[str, OneOf(("", *DEVICES))] = ""
-    """cpu or cuda: where the models compute; "" takes cuda where `gpus_per_actor` is given."""
+    """Device of the models, cpu or cuda; "" uses cuda if `gpus_per_actor` is set, else cpu."""
     drafter_device: Annotated[str, OneOf(("", *DEVICES))] = ""
-    """The same for the drafter alone; "" takes `device`, or cpu if n-grams are all it drafts."""
+    """Device of the drafters; "" uses `device`, or cpu if they draft by n-grams only."""
     memory_fraction: float | None = None
-    """Share of its GPU's memory that the verifier may use; None takes 0.7 where the drafter may
-    have the same GPU, else the verifier's default."""
+    """Share of its GPU's memory that a verifier may use; None uses 0.7 if a drafter may share the
+    GPU, else the verifier's default."""
     placement: str = SEPARATE
-    """Where the head drafts: separate (in the drafter), colocated or fused (in the verifier)."""
+    """Where the draft head runs: separate (in the drafter), colocated or fused (in the
+    verifier)."""
     device_exchange: Annotated[str, OneOf(EXCHANGE_MODES)] = AUTO
-    """Whether verifiers and drafters of one node exchange drafts and features between their GPUs:
-    on, off, or auto, which is on where both compute on GPUs and `exchange` is grpc. Where two
-    cannot, they exchange by messages."""
+    """Whether verifiers and drafters on one node exchange drafts and features directly between
+    their GPUs: on, off or auto, which is on if both compute on GPUs and `exchange` is grpc. Pairs
+    that cannot do so exchange by messages."""
     draft_length: int | None = None
-    """Draft tokens a round of a head in the verifier, or of a drafter by device_exchange; None
-    takes the verifier's default."""
+    """Draft tokens per round of a head in the verifier or of device_exchange; None uses the
+    verifier's default."""
     draft_top_k: int | None = None
-    """Children that such a head tries of a node; None takes its default."""
+    """Branching factor of drafts of a head in the verifier; None uses the verifier's default."""
     planner: str | None = None
-    """Who decides whether drafts pay, automatic or fixed; None takes the verifier's default."""
+    """Planner of the verifiers, automatic or fixed; None uses the verifier's default."""
     look_ahead: int | None = None
-    """Of requests that leave it open: 0 drafts in lock-step, 1 is the planner's choice; None takes
-    the router's default."""
+    """Look-ahead of requests that do not set it: 0 never uses it, 1 lets the planner choose. None
+    uses the router's default."""
     fan_out: int | None = None
-    """Outcomes drafted ahead a round, of requests that leave them open; None as above."""
+    """Outcomes per round for which look-ahead makes drafts, in requests that do not set it; None
+    uses the router's default."""
     prefix_cache: bool = True
-    """Whether verifiers keep what others may begin with."""
+    """Whether verifiers reuse the KV of shared prompt prefixes."""
     cuda_graphs: bool = True
-    """Whether GPUs replay rounds from CUDA graphs."""
+    """Whether rounds are replayed from CUDA graphs on GPUs."""
     simulated_acceptance: str = ""
-    """Benchmarks with random weights only: see the verifier's option of this name."""
+    """For benchmarks with random weights only: see the verifier's option of this name."""
     listen: str = "127.0.0.1:50050"
-    """HOST:PORT of the client API; port 0 takes a free one."""
+    """HOST:PORT of the gRPC API for clients; port 0 picks a free port."""
     http: str = ""
-    """HOST:PORT of OpenAI's API over HTTP; port 0 takes a free one, "" serves none."""
+    """HOST:PORT of OpenAI's HTTP API; port 0 picks a free port, "" disables it."""
     kv_tokens: int | None = None
-    """KV budget of the verifier; None takes its default."""
+    """KV cache size of each verifier in tokens; None uses the verifier's default."""
     max_sessions: int | None = None
-    """Sessions served at once; None takes the verifier's default."""
+    """Maximum number of running sessions of each verifier; None uses the verifier's default."""
     queue_limit: int | None = None
-    """Requests that may wait; None takes the router's default."""
+    """Maximum number of waiting requests; None uses the router's default."""
     journal: Path | None = None
-    """Log by which resumable requests survive a restart of the router; None keeps none."""
+    """File of the durable log by which resumable requests survive a restart of the router; None
+    disables it."""
     threads: int = 0
-    """Compute threads of each actor; 0 takes `cpus_per_actor`, or torch's choice without one."""
+    """Compute threads of each actor; 0 uses `cpus_per_actor`, or torch's choice if that is 0."""
     busy_polling_cores: int = 0
-    """Cores that each actor keeps from going idle while it serves; with GPUs only."""
+    """CPU cores that each actor keeps busy-polling while it serves; with GPUs only."""
     metrics_port: int = -1
-    """Port of the router's Prometheus endpoint; 0 takes a free one, -1 serves none."""
+    """Port of the router's Prometheus endpoint; 0 picks a free port, -1 disables the endpoint."""
     exchange: Annotated[str, OneOf(EXCHANGES)] = GRPC
-    """How rounds and sessions travel: grpc, from process to process and by shared-memory channels
-    within a node; or refs, as actor calls with object refs for large messages, and no
-    shared-memory channels."""
+    """Transport of rounds and sessions: grpc (between processes, with shared-memory channels within
+    a node) or refs (actor calls, with object refs for large messages and no shared-memory
+    channels)."""
     ray_address: str = ""
-    """Cluster to join: HOST:PORT of its head, or auto; "" starts a local one."""
+    """Ray cluster to join: HOST:PORT of its head node, or auto; "" starts a local Ray."""
     namespace: str = "outrider"
-    """Ray namespace of the actors' names; one launcher a namespace."""
+    """Ray namespace of the actors' names; each fleet needs its own namespace."""
     detached: bool = False
-    """Whether the fleet outlives the launcher: a supervisor actor keeps it and serves clients."""
+    """Whether the fleet outlives the launcher; a supervisor actor then supervises it and serves
+    clients."""
     cpus_per_actor: float = 0.0
     """CPUs that Ray reserves for each actor."""
     gpus_per_actor: float | None = None
-    """GPUs that Ray reserves for each actor on cuda, which computes on its first one; None takes
-    one, or an equal share where there are fewer GPUs than actors."""
+    """GPUs that Ray reserves for each actor on cuda, which computes on the first one; None reserves
+    one, or an equal share if there are fewer GPUs than actors."""
     strategy: Annotated[str, OneOf(STRATEGIES)] = PACK
     """How Ray places the actors of a cell, a verifier and the drafters next to it: pack, spread,
     strict-pack or strict-spread."""
     verifier_resource: str = ""
-    """Custom resource of which a verifier takes one; places it on nodes that offer it."""
+    """Custom Ray resource of which each verifier reserves one unit, so that it runs on nodes that
+    offer it."""
     drafter_resource: str = ""
-    """The same for a drafter."""
+    """Custom Ray resource of which each drafter reserves one unit."""
     start_timeout_s: float = 600.0
-    """How long an actor may take to be placed and to load its model."""
+    """Maximum time for placing an actor and loading its model."""
     drain_timeout_s: float = 5.0
-    """Time that running requests get after SIGTERM."""
+    """Time that running requests get to finish after SIGTERM."""
     log_level: Annotated[str, OneOf(LOG_LEVELS)] = "INFO"
-    """Least severe level that is logged."""
+    """Lowest log level that is written to stderr."""
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
-    """When there are more verifiers and drafters than those, and how many at most."""
+    """Autoscaling of verifiers and drafters."""
     router: Annotated[Mapping[str, object], KeysOf(RouterConfig, fixed_keys.ROUTER)] = field(
         default_factory=dict
     )

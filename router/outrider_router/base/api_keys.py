@@ -33,21 +33,22 @@ class ApiKey:
     """One key; the keys of a table `[keys.NAME]`."""
 
     sha256: str
-    """Of the key, 64 hexadecimal digits in lower case."""
+    """SHA-256 of the key, 64 hexadecimal digits in lower case."""
     tenant: str = ""
-    """Whose requests these are; "" : the key's own name. Its limits are those of this tenant."""
+    """Tenant of the key's requests, whose limits apply; "" uses the name of the key."""
     requests_per_s: float = 0.0
-    """Requests a second in the long run; 0 does not bound them."""
+    """Sustained requests per second; 0 is unlimited."""
     requests_burst: float = 0.0
-    """Requests at once after a pause; 0: what a second brings, at least one."""
+    """Maximum burst of requests after a pause; 0 means one second's worth, at least one."""
     max_concurrent: int = 0
-    """Most requests that wait or are served; one more is refused. 0 does not bound them."""
+    """Maximum number of waiting and running requests; one more is refused. 0 is unlimited."""
     max_tokens: int = 0
-    """Most tokens that a request may ask for; 0 does not bound them."""
+    """Maximum number of tokens that a request may ask for; 0 is unlimited."""
     max_priority: int = MAX_PRIORITY
-    """Greatest priority that a request may ask for: greater ones go first, and preempt others."""
+    """Maximum priority that a request may ask for. Requests of higher priority go first and preempt
+    others."""
     operator: bool = False
-    """Whether it also adds and removes drafters, and reads metrics."""
+    """Whether the key may also add and remove drafters and read metrics."""
 
     def __post_init__(self) -> None:
         # Not with the value: somebody may have put the key itself there.

@@ -46,17 +46,17 @@ class TenantLimits:
     """Limits of a tenant; keys of a table `[tenants.NAME]`."""
 
     weight: float = 1.0
-    """Its share of what tenants of one priority get while they wait, beside the others' weights."""
+    """Share of the tenant among waiting tenants of one priority, relative to their weights."""
     requests_per_s: float = 0.0
-    """Requests a second in the long run; 0 does not bound them."""
+    """Sustained requests per second; 0 is unlimited."""
     requests_burst: float = 0.0
-    """Requests at once after a pause; 0: what a second brings, at least one."""
+    """Maximum burst of requests after a pause; 0 means one second's worth, at least one."""
     tokens_per_s: float = 0.0
-    """Tokens of prompts and answers a second in the long run; 0 does not bound them."""
+    """Sustained tokens of prompts and answers per second; 0 is unlimited."""
     tokens_burst: float = 0.0
-    """Tokens at once after a pause; 0: what ten seconds bring."""
+    """Maximum burst of tokens after a pause; 0 means ten seconds' worth."""
     max_running: int = 0
-    """Most requests that are served at once, the others wait; 0 does not bound them."""
+    """Maximum number of running requests; others wait. 0 is unlimited."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0.0):
