@@ -39,7 +39,7 @@ class OutriderError(Exception):
         retry_after_s: float | None = None,
         param: str = "",
     ) -> None:
-        """`param` names the field of the request that is to blame; "" blames none."""
+        """`param` names the field of the request at fault, or is ""."""
         super().__init__(message)
         self.message = message
         self.reason = reason
@@ -67,13 +67,13 @@ class InvalidMessageError(InvalidRequestError):
 
 
 class UnauthenticatedError(OutriderError):
-    """The caller has given no API key, or an unknown one."""
+    """The caller has sent no API key, or an unknown one."""
 
     code = "UNAUTHENTICATED"
 
 
 class PermissionDeniedError(OutriderError):
-    """The caller is known, by certificate or API key, and may not do this."""
+    """The caller is authenticated, by certificate or API key, but not allowed to do this."""
 
     code = "PERMISSION_DENIED"
 
@@ -105,7 +105,7 @@ class FailedPreconditionError(OutriderError):
 
 
 class UnavailableError(OutriderError):
-    """The peer is lost or not ready."""
+    """The peer cannot be reached or is not ready."""
 
     code = "UNAVAILABLE"
 
@@ -115,7 +115,7 @@ class ConnectionLostError(UnavailableError):
 
 
 class DeadlineExceededError(OutriderError):
-    """The deadline passed before the work was done."""
+    """The deadline passed before the request ended."""
 
     code = "DEADLINE_EXCEEDED"
 
@@ -128,7 +128,7 @@ class CancelledRequestError(OutriderError):
 
 
 class AbortedError(OutriderError):
-    """Another call has taken over the stream of this one, which goes on there."""
+    """Another call has taken over the stream of this call and continues it."""
 
     code = "ABORTED"
 

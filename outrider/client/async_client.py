@@ -61,7 +61,7 @@ ResponseT = TypeVar("ResponseT")
 
 
 class AsyncClient:
-    """Client of one router. Make it inside a running event loop; close it when done."""
+    """Client of one router, for asyncio. Create it inside a running event loop and close it."""
 
     def __init__(
         self,
@@ -74,22 +74,22 @@ class AsyncClient:
         api_key: str | None = None,
         tenant: str | None = None,
     ) -> None:
-        """Nothing is connected before the first call.
+        """Create a client; it connects at the first call.
 
         Args:
             address: HOST:PORT of the router.
-            timeout_s: seconds of each request, its retries included; None: no bound.
-            retry: which calls are tried again, and when.
-            metadata: goes with each call; (key, value), keys in lower case.
-            tls: encrypts the connection, mutually if it has a `cert`; None: plain text.
-            api_key: shown with each call; None: that of the variable OUTRIDER_API_KEY, if there
-                is one.
-            tenant: whose the requests are, for a router that takes its callers' word for it.
+            timeout_s: default limit of each request in seconds, retries included; None: no limit.
+            retry: retry policy of calls and streams; None: the defaults of `RetryPolicy`.
+            metadata: gRPC metadata of each call as (key, value); keys in lower case.
+            tls: TLS settings, mutual TLS if they have a `cert`; None: plain text.
+            api_key: API key of each call; None: the value of the environment variable
+                OUTRIDER_API_KEY, if it is set.
+            tenant: tenant of the requests, for routers with `overload.tenant_from = "metadata"`.
 
         Raises:
-            FailedPreconditionError: certificates are no good (BAD_TLS).
-            InvalidRequestError: an argument of another kind, or a key, tenant or metadata that no
-                header can carry.
+            FailedPreconditionError: certificates are invalid (BAD_TLS).
+            InvalidRequestError: an argument has the wrong type, or a key, tenant or metadata is not
+                a valid header.
         """
         self.address = check_address(address)
         self._metadata = call_metadata(metadata, api_key=api_key, tenant=tenant)
@@ -112,7 +112,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; running requests are aborted, whoever reads their answers."""
+        """Close the connection and abort all running requests of this client."""
         channels = self._channels.take_all()
         await self._farewells.send_all(channels[0])
         for channel in channels:
@@ -130,12 +130,12 @@ class AsyncClient:
 
         Args:
             prompt: a text, token ids, or a conversation.
-            timeout_s: in place of the client's.
-            metadata: goes with this request, beside the client's.
+            timeout_s: limit of this request instead of the client's.
+            metadata: gRPC metadata of this request, in addition to the client's.
             options: see `GenerateOptions`.
 
         Raises:
-            OutriderError: of any kind; `reason` tells programs why.
+            OutriderError: any error; `reason` is machine-readable.
         """
         said = self._said(metadata)
         request, deadline = make_request(prompt, options), self._deadline(timeout_s)
@@ -162,21 +162,21 @@ class AsyncClient:
         metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
-        """Continue a prompt and iterate over the text as it comes; the arguments of `generate`.
+        """Continue a prompt and stream the answer; the arguments are those of `generate`.
 
-        The request is sent with the first step of the iteration, which raises what goes wrong.
+        The request is sent at the first step of the iteration, which raises its errors.
         """
         request = make_request(prompt, options)
         attempts = RequestAttempts(self._retry, resumable=request.resumable)
         return self._open(request, attempts, self._deadline(timeout_s), self._said(metadata))
 
     async def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
-        """Cancel requests by id; those of the ids that were queued or running."""
+        """Cancel requests by id; returns the ids that were queued or running."""
         ids = check_request_ids(request_ids)
         return await self._call(ABORT, ids, INFO_TIMEOUT_S)
 
     async def server_info(self) -> ServerInfo:
-        """The router's state and that of its fleet."""
+        """State of the router and its fleet."""
         return await self._call(SERVER_INFO, None, INFO_TIMEOUT_S)
 
     async def models(self) -> tuple[ModelInfo, ...]:
@@ -260,10 +260,10 @@ class AsyncClient:
 
 
 class AsyncStream:
-    """An answer as it comes: an asynchronous iterator of deltas and a context manager.
+    """Stream of an answer: an asynchronous iterator of deltas and a context manager.
 
-    Leaving the context before the end cancels the request. A lost connection is made again and the
-    stream goes on where it was, unless the request said `resume=False`.
+    Leaving the context before the end cancels the request. A lost connection is reopened and the
+    stream continues where it was, unless the request has `resume=False`.
     """
 
     def __init__(
@@ -295,17 +295,17 @@ class AsyncStream:
 
     @property
     def info(self) -> PromptInfo | None:
-        """The request's id and prompt length, once the server admitted it."""
+        """Id and prompt length of the request, once the server has admitted it."""
         return self._collected.info
 
     @property
     def finish(self) -> FinishInfo | None:
-        """How the answer ended, once it has."""
+        """Finish reason, usage and statistics, once the answer has ended."""
         return self._collected.finish
 
     @property
     def text(self) -> str:
-        """The text so far."""
+        """Text received so far."""
         return self._collected.text
 
     async def __aenter__(self) -> Self:

@@ -34,21 +34,21 @@ class GenerateOptions(TypedDict, total=False):
     """Options of a generation request; the server chooses those that are left out."""
 
     max_tokens: int
-    """Most tokens to emit."""
+    """Maximum number of tokens to emit."""
     min_tokens: int
-    """Tokens within which neither a stop token nor a stop string ends the text."""
+    """Number of tokens before which neither a stop token nor a stop string ends the answer."""
     stop: Sequence[str]
-    """The text ends before the first of these."""
+    """Stop strings; the text ends before the first one that occurs."""
     stop_token_ids: Sequence[int]
-    """Ids that end the text beside the model's own."""
+    """Token ids that end the answer, in addition to the model's end-of-turn ids."""
     ignore_eos: bool
-    """Go on past the model's end-of-turn ids."""
+    """Whether to continue after the model's end-of-turn ids."""
     include_stop_str_in_output: bool
-    """True: what ends the text, a stop string or the text of a stop token, is part of it."""
+    """Whether the text includes the stop string, or the text of the stop token, that ended it."""
     skip_special_tokens: bool
-    """False: special tokens are part of the text."""
+    """Whether special tokens are left out of the text."""
     temperature: float
-    """0 decodes greedily."""
+    """Sampling temperature; 0 decodes greedily."""
     top_p: float
     top_k: int
     min_p: float
@@ -56,51 +56,57 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     seed: int
-    """The same seed gives the same text; 64 bits, a negative one stands for itself plus 2^64."""
+    """Seed of 64 bits; a negative value means itself plus 2^64. The same seed gives the same text;
+    under the rules rejection and target-only the text also depends on the drafts."""
     rule: Rule | str
     """Acceptance rule at temperature > 0: coupled, rejection, target-only or greedy."""
     banned_token_ids: Sequence[int]
-    """Ids that are never emitted."""
+    """Token ids that are never emitted."""
     logit_bias: Mapping[int, float]
-    """What is added to the logits of ids; amounts in [-100, 100]."""
+    """Values in [-100, 100] that are added to the logits of token ids."""
     allowed_token_ids: Sequence[int]
-    """Only these are emitted, an end-of-turn id if it is one of them; at least one."""
+    """The only token ids that may be emitted, at least one. End-of-turn ids must be listed, too."""
     bad_words: Sequence[str]
-    """Texts that are never emitted in the tokens that write them, alone and behind a space."""
+    """Words that are never emitted as the token sequences that the tokenizer makes of them, alone
+    and after a space."""
     json_schema: Mapping[str, Any] | str
-    """The answer is a JSON value that fits this schema. Of this and the next three one at most."""
+    """JSON schema of the answer. At most one of json_schema, json_object, regex and grammar."""
     json_object: bool
-    """True: the answer is a JSON object."""
+    """Whether the answer must be a JSON object."""
     regex: str
-    """The whole answer matches this regular expression."""
+    """Regular expression that the whole answer matches."""
     grammar: str
-    """The answer is a text of this grammar, in Lark's syntax."""
+    """Context-free grammar of the answer, in Lark's syntax."""
     speculate: bool
-    """False decodes plainly."""
+    """Whether to use speculative decoding."""
     drafter: DraftMethod | str
-    """Draft source: eagle3, eagle, ngram, model or none."""
+    """Draft method: eagle3, eagle, ngram, model or none."""
     draft_tokens: int
-    """Draft nodes a round."""
+    """Draft tokens (tree nodes) per round."""
     draft_top_k: int
-    """Children per expanded node; 1 drafts a chain."""
+    """Children per expanded node of the draft tree; 1 drafts a chain."""
     look_ahead: int
-    """0 drafts in lock-step; 1 lets the verifier's planner have drafts made ahead of verdicts."""
+    """1 lets the verifier's planner use look-ahead (drafts made before the verdict that they
+    continue); 0 never uses it."""
     fan_out: int
-    """Outcomes drafted ahead a round, at most 64; 0 leaves them to the drafter."""
+    """Outcomes per round for which look-ahead makes drafts, at most 64; 0 lets the drafter
+    choose."""
     top_logprobs: int
-    """Log-probabilities of the emitted tokens, and of so many of the most probable ids in their
-    places; in [0, 20], 0 gives the emitted tokens' alone."""
+    """Number of most probable ids, in [0, 20], whose log-probabilities are returned with those of
+    the emitted tokens; 0 returns only the latter."""
     return_prompt_token_ids: bool
-    """True: the answer, or the beginning of a stream, has the ids of the prompt."""
+    """Whether the answer, or the first message of a stream, contains the token ids of the
+    prompt."""
     model: str
     """Name of a served model."""
     request_id: str
-    """Unique among running requests; for `abort`."""
+    """Id of the request for `abort`; unique among running requests."""
     priority: int
-    """Greater goes first, and may preempt lesser ones; in [-100, 100], default 0."""
+    """Priority in [-100, 100], default 0. Requests of higher priority go first and may preempt
+    others."""
     resume: bool
-    """True (default): the request outlives a broken connection, which is mended unseen, and a
-    restart of a router with a journal. False: it ends with its connection."""
+    """Whether the request survives a lost connection, which the client reopens, and a restart of a
+    router with a journal; default True. Otherwise it ends with its connection."""
 
 
 EnumT = TypeVar("EnumT", bound=StrEnum)
@@ -118,7 +124,7 @@ _SAMPLING = (
 
 
 def user(content: str) -> ChatMessage:
-    """A turn of the user."""
+    """A message of the user."""
     return ChatMessage(role="user", content=content)
 
 
@@ -128,7 +134,7 @@ def system(content: str) -> ChatMessage:
 
 
 def assistant(content: str) -> ChatMessage:
-    """An earlier answer of the model."""
+    """A message of the assistant: an earlier answer of the model."""
     return ChatMessage(role="assistant", content=content)
 
 

@@ -11,21 +11,23 @@ from outrider.errors import OutriderError, ResourceExhaustedError, UnavailableEr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Retries of calls without an answer yet, and the time for which streams are resumed."""
+    """Retry policy of calls without an answer yet, and of broken streams.
+
+    Raises InvalidRequestError (INVALID_OPTION) for values of the wrong type or range.
+    """
 
     max_attempts: int = 6
-    """Attempts in all; 1 never retries."""
+    """Total number of attempts; 1 disables retries."""
     first_delay_s: float = 0.5
-    """Delay before the second attempt; doubled at each further one."""
+    """Delay before the second attempt in seconds; it doubles with each further attempt."""
     max_delay_s: float = 8.0
-    """Longest delay of the policy's own."""
+    """Maximum delay in seconds, unless the server gives a hint."""
     max_hint_s: float = 60.0
-    """A server's hint beyond this is not waited for: the error is raised."""
+    """Maximum retry hint of a server in seconds; with a longer hint the error is raised at once."""
     resume_s: float = 30.0
-    """A stream that broke is taken up again for so long; 0 tries once."""
+    """Time in seconds for which the client tries to resume a broken stream; 0 tries once."""
     jitter: float = 0.25
-    """Share of a delay that is drawn at random, so that clients do not come back together; in
-    [0, 1]. Values of another kind or range raise InvalidRequestError (INVALID_OPTION)."""
+    """Random share of a delay, in [0, 1], so that clients do not retry at the same time."""
 
     def __post_init__(self) -> None:
         if not _is_number(self.max_attempts, int) or self.max_attempts < 1:
@@ -41,9 +43,9 @@ class RetryPolicy:
             raise invalid_argument("jitter", "in [0, 1]", self.jitter)
 
     def delay_s(self, attempt: int, error: OutriderError) -> float | None:
-        """Seconds to wait after attempt number `attempt` (from 1) failed; None: do not retry.
+        """Seconds to wait after the failed attempt number `attempt` (from 1); None: do not retry.
 
-        Only UNAVAILABLE, and RESOURCE_EXHAUSTED with a hint, can get better by waiting.
+        Only UNAVAILABLE, and RESOURCE_EXHAUSTED with a hint, are retried.
         """
         hint = error.retry_after_s
         retryable = isinstance(error, UnavailableError) or (

@@ -11,17 +11,18 @@ from outrider.spec.noise import NoiseStream, stream_key
 
 
 class Rule(StrEnum):
-    """Acceptance rule of a session (design section 3)."""
+    """Acceptance rule of a session."""
 
     GREEDY = "greedy"
-    """argmax; the only rule at temperature 0, whatever rule was asked for."""
+    """argmax of the logits; always used at temperature 0."""
     COUPLED = "coupled"
-    """argmax(logits / T + Gumbel noise keyed by seed, position, token); the default at T > 0."""
+    """argmax of logits / T plus Gumbel noise that is keyed by seed, position and token; the default
+    at T > 0."""
     REJECTION = "rejection"
-    """p/q rejection with the draft distribution that the drafter shipped."""
+    """Rejection sampling with the draft distribution that the drafter sent."""
     TARGET_ONLY = "target-only"
-    """Rejection with a one-hot draft distribution; the fallback whenever the distribution is
-    missing."""
+    """Rejection sampling with a one-hot draft distribution; also the fallback if the draft
+    distribution is missing."""
 
 
 MAX_TEMPERATURE = 100.0

@@ -89,15 +89,15 @@ class TlsConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether connections are encrypted at all."""
+        """Whether connections use TLS."""
         return self.cert is not None or self.ca is not None
 
     def names_of(self, role: CertificateRole) -> tuple[str, ...]:
-        """What a certificate of this role may be named."""
+        """Accepted names in certificates of a role."""
         return self.names.names_for_role(role) or (f"{role}{NAME_SUFFIX}", f"{SPIFFE_PREFIX}{role}")
 
     def check_caller(self, names: Iterable[str], roles: Iterable[CertificateRole]) -> None:
-        """PermissionDeniedError (WRONG_ROLE) unless a certificate with these names has a role."""
+        """Raise PermissionDeniedError (WRONG_ROLE) unless a name belongs to one of the roles."""
         held = set(names)
         wanted = tuple(roles)
         if not any(held.intersection(self.names_of(role)) for role in wanted):
@@ -106,7 +106,7 @@ class TlsConfig:
             )
 
     def for_fleet(self) -> TlsConfig:
-        """Itself. Raises InvalidRequestError where a fleet's ports could not be served with it."""
+        """Return this configuration; raise InvalidRequestError if a fleet cannot use it."""
         if self.enabled and (self.cert is None or self.ca is None):
             raise InvalidRequestError(
                 "between processes TLS is mutual: tls.cert, tls.key and tls.ca are needed",

@@ -93,12 +93,12 @@ class StoppingOptions:
     """When generation ends."""
 
     max_tokens: int | None = None
-    """Most tokens to emit."""
+    """Maximum number of tokens to emit."""
     default_max_tokens: int | None = None
     """Most tokens to emit where `max_tokens` is not given, as far as the context has room; None:
     the router's default. Set within the router alone, it is not on the wire."""
     min_tokens: int | None = None
-    """Tokens within which neither a stop token nor a stop string ends the text."""
+    """Number of tokens before which neither a stop token nor a stop string ends the answer."""
     stop: tuple[str, ...] = ()
     """The text ends before the first of these strings; it is not part of the output."""
     stop_token_ids: tuple[int, ...] = ()
@@ -118,9 +118,9 @@ class SpeculationOptions:
     """False opts out: plain decoding."""
     method: DraftMethod | None = None
     draft_tokens: int | None = None
-    """Draft nodes a round."""
+    """Draft tokens (tree nodes) per round."""
     draft_top_k: int | None = None
-    """Children per expanded node; 1 drafts a chain."""
+    """Children per expanded node of the draft tree; 1 drafts a chain."""
     look_ahead: int | None = None
     """0 drafts in lock-step; 1 lets the verifier's planner draft ahead of the verdicts."""
     fan_out: int | None = None
@@ -174,18 +174,18 @@ class PromptInfo:
     prompt_tokens: int
     model: str
     prompt_token_ids: tuple[int, ...] = ()
-    """Where the request asked for them."""
+    """Token ids of the prompt if the request has `return_prompt_token_ids`, else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """Newly emitted text and ids. They may be out of step by a few tokens: text waits until its
-    bytes form whole characters and cannot be the start of a stop string."""
+    """Newly emitted text and ids. The text may lag behind the ids by a few tokens, because it waits
+    until its bytes form whole characters and cannot be the start of a stop string."""
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `token_ids` where the request asked for them, else none."""
+    """One entry per id of `token_ids` if the request has `top_logprobs`, else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,9 +204,9 @@ class FinishInfo:
     usage: Usage
     stats: SpecStats
     stop_string: str | None = None
-    """The string that ended the text, if one did."""
+    """Stop string that ended the answer, or None."""
     stop_token_id: int | None = None
-    """The id that ended the text, if one did."""
+    """Stop token id that ended the answer, or None."""
 
 
 StreamEvent = PromptInfo | Delta | FinishInfo
@@ -223,9 +223,9 @@ class GenerateResult:
     token_ids: tuple[int, ...]
     finish: FinishInfo
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `token_ids` where the request asked for them, else none."""
+    """One entry per id of `token_ids` if the request has `top_logprobs`, else empty."""
     prompt_token_ids: tuple[int, ...] = ()
-    """Where the request asked for them."""
+    """Token ids of the prompt if the request has `return_prompt_token_ids`, else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,31 +251,30 @@ class VerifierSummary:
     kv_free_blocks: int
     kv_total_blocks: int
     in_process_methods: tuple[DraftMethod, ...] = ()
-    """Draft sources within the verifier itself."""
+    """Draft methods of in-process drafts."""
     simulated_acceptance: str = ""
-    """Not empty: drafts are accepted by chance, at these rates, whatever they say (benchmarks
-    only)."""
+    """Rates at which drafts are accepted at random (benchmarks only); empty otherwise."""
     planner: str = ""
-    """What the planner has in force, by kind of session; empty: nothing is being decided."""
+    """Decisions of the planner by workload class; empty if it decides nothing."""
     stats: SpecStats = field(default_factory=SpecStats)
-    """Speculation of all its sessions since the start."""
+    """Speculation counters of all sessions since the start."""
     hit_idle_us_p50: float = 0.0
-    """Median time between a round's end and the submission of one that is all hits, microseconds;
-    0 without any."""
+    """Median time in microseconds between the end of a round and the submission of a round in which
+    all sessions have hits; 0 without such rounds."""
     draining: bool = False
-    """Whether it takes no new sessions any more: it is about to stop."""
+    """Whether the verifier refuses new sessions because it is about to stop."""
     waiting_sessions: int = 0
-    """Sessions without K/V: preempted, or not begun."""
+    """Sessions without KV: preempted, or not started."""
     preemptions_swap: int = 0
-    """Preemptions since the start whose K/V was kept in host memory."""
+    """Preemptions since the start whose KV was swapped to host memory."""
     preemptions_recompute: int = 0
-    """Preemptions since the start whose K/V was dropped."""
+    """Preemptions since the start whose KV was dropped for recomputation."""
     prefix_cache_query_tokens: int = 0
-    """Tokens of sessions that were let in without K/V, since the start."""
+    """Tokens looked up in the prefix cache since the start."""
     prefix_cache_hit_tokens: int = 0
-    """Of these, tokens whose K/V other sessions had left behind."""
+    """Tokens found in the prefix cache since the start."""
     device_exchange: DeviceExchangeInfo | None = None
-    """Exchange with a drafter between devices; None: it is off."""
+    """Device exchange with a drafter; None if it is off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,16 +302,16 @@ class DrafterSummary:
     methods: tuple[DraftMethod, ...]
     sessions: int
     handicap: str = ""
-    """Not empty: how it is slowed down (benchmarks only)."""
+    """How benchmarks slow the drafter down; empty otherwise."""
     draining: bool = False
-    """Whether it is being removed."""
+    """Whether the drafter is being removed."""
     links: tuple[DrafterLink, ...] = ()
-    """One for each verifier that it is connected to."""
+    """One link per verifier that the drafter is connected to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """The router's own state and that of its fleet."""
+    """State of the router and its fleet."""
 
     version: str
     protocol_version: int

@@ -18,10 +18,10 @@ class TokenLogprobs:
     """Log-probability of an emitted token and its most probable alternatives."""
 
     logprob: float
-    """Of the emitted token."""
+    """Natural logarithm of the probability of the emitted token."""
     top: tuple[tuple[int, float], ...] = ()
-    """(id, its logarithm) of the most probable ids in the token's place, the most probable first;
-    the emitted one may be among them."""
+    """(id, log-probability) of the most probable ids at the token's position, the most probable
+    first; the emitted id may be among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

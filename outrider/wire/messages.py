@@ -208,7 +208,8 @@ class FinishReason(StrEnum):
 
     STOP_TOKEN = "stop_token"
     STOP_STRING = "stop_string"
-    """Decided by the router, which sees text; a verifier never reports it."""
+    """A stop string ended the answer. Only routers report this, because verifiers do not see
+    text."""
     LENGTH = "length"
     CANCELLED = "cancelled"
 

@@ -10,51 +10,51 @@ class SpecStats:
     """Speculation counters of one session, cumulative."""
 
     rounds: int = 0
-    """Verify forwards of this session that emitted tokens (prefill not counted)."""
+    """Verify rounds of this session that emitted tokens, prefill excluded."""
     emitted: int = 0
-    """Tokens emitted by those rounds."""
+    """Tokens emitted by these rounds."""
     proposed: int = 0
     """Draft nodes verified."""
     accepted: int = 0
     """Draft nodes accepted."""
     fallback_rounds: int = 0
-    """Rounds without a proposal although the plan is speculative."""
+    """Rounds that wanted a proposal and had none."""
     target_only_rounds: int = 0
-    """Rejection rounds judged target-only because the draft distribution was missing."""
+    """Rounds under the rejection rule that used target-only because the draft distribution was
+    missing."""
     accepted_per_depth: tuple[int, ...] = ()
-    """How often a draft token at depth d (1-based, index d-1) stood."""
+    """Number of accepted draft tokens at depth d (1-based, index d-1)."""
     paused_rounds: int = 0
-    """Rounds decoded plainly because the verifier's planner had found that faster."""
+    """Rounds without speculation because the verifier's planner measured that to be faster."""
     decision: str = ""
-    """What its planner had in force for the newest round and why: "speculate/faster"; empty: the
-    plan was carried out as it is."""
+    """Decision of the verifier's planner for the newest round, with its reason, such as
+    "speculate/faster"; empty if the planner is fixed."""
     look_ahead_rounds: int = 0
-    """Rounds of a plan with look-ahead that used a proposal, or wanted one in vain."""
+    """Rounds with look-ahead that used a proposal or wanted one."""
     hit_rounds: int = 0
-    """Of these, rounds whose proposal had come before its prefix did."""
+    """Look-ahead rounds whose proposal arrived before its prefix was known (hits)."""
     hit_accepted: int = 0
-    """Draft nodes accepted in them."""
+    """Draft nodes accepted in these rounds."""
     fresh_rounds: int = 0
-    """Of these, rounds whose proposal was made for a prefix that was there."""
+    """Look-ahead rounds whose proposal was made for a known prefix (fresh)."""
     fresh_accepted: int = 0
-    """Draft nodes accepted in them."""
+    """Draft nodes accepted in these rounds."""
     drafted_rounds: int = 0
     """Rounds that verified draft nodes."""
 
     @property
     def hit_rate(self) -> float:
-        """Share of the look-ahead rounds whose proposal had come before its prefix did."""
+        """Share of the look-ahead rounds that were hits."""
         return _ratio(self.hit_rounds, self.look_ahead_rounds)
 
     @property
     def accepted_per_hit(self) -> float:
-        """Draft nodes accepted a round of hits."""
+        """Mean accepted draft nodes per hit round."""
         return _ratio(self.hit_accepted, self.hit_rounds)
 
     @property
     def accepted_per_fresh_round(self) -> float:
-        """Draft nodes accepted a look-ahead round whose proposal was made for a prefix that was
-        there."""
+        """Mean accepted draft nodes per fresh look-ahead round."""
         return _ratio(self.fresh_accepted, self.fresh_rounds)
 
 
