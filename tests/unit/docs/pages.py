@@ -52,6 +52,14 @@ def links(page: Path) -> Iterator[str]:
             yield target
 
 
+def code_lines(page: Path) -> list[str]:
+    """Lines of a page's shell code, fenced or indented; continued lines are joined."""
+    text = page.read_text()
+    code = [body for name, body in _FENCE.findall(text) if name in _SHELL]
+    code += _INDENTED.findall(_FENCE.sub("", text))
+    return [line.strip() for body in code for line in re.sub(r"\\\n\s*", "", body).splitlines()]
+
+
 def commands() -> list[Excerpt]:
     """Command lines of our programs: in code, and inline where they have flags.
 
@@ -61,14 +69,9 @@ def commands() -> list[Excerpt]:
     for page in pages():
         if page.is_relative_to(ROOT / "docs" / "decisions"):
             continue
-        text = page.read_text()
-        code = [
-            body for name, body in _FENCE.findall(text) if name in ("", "sh", "bash", "console")
-        ]
-        code += _INDENTED.findall(_FENCE.sub("", text))
-        lines = [line for body in code for line in re.sub(r"\\\n\s*", "", body).splitlines()]
-        inline = [said for said in _INLINE.findall(_FENCE.sub("", text)) if " --" in said]
-        found += [Excerpt(page, line.strip()) for line in lines + inline if words_of(line)]
+        inline = _INLINE.findall(_FENCE.sub("", page.read_text()))
+        lines = code_lines(page) + [said for said in inline if " --" in said]
+        found += [Excerpt(page, line.strip()) for line in lines if words_of(line)]
     return found
 
 
