@@ -339,5 +339,8 @@ class InprocDialer:
         """A control client of the drafter at `address`."""
         return InprocDrafter(self._network, address)
 
+    async def close_channel(self, address: str) -> None:
+        """Nothing to close: connections belong to their holders."""
+
     async def close(self) -> None:
         """Nothing to close: connections belong to their holders."""

@@ -94,6 +94,10 @@ class SlowDialer:
         """A control client of the drafter at `address`."""
         return await self._dialer.drafter(address)
 
+    async def close_channel(self, address: str) -> None:
+        """Close the channel to an address whose process is gone, if there is one."""
+        await self._dialer.close_channel(address)
+
     async def close(self) -> None:
         """Close every channel and end the relay; idempotent."""
         await self._dialer.close()

@@ -79,10 +79,9 @@ class ResumableRequests:
     ) -> ResumableAnswer:
         """Run a request in a task of its own. `may_lag`: see `ResumableAnswer.may_lag`."""
         answer = self._answers.add_answer(entry, may_lag=may_lag)
-        task = asyncio.create_task(self._follow(answer, make), name="resumable-request")
+        task = answer.start_task(self._follow(answer, make))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        answer.set_task(task)
         return answer
 
     def interrupt_answer(self, entry: RequestEntry, error: OutriderError) -> None:

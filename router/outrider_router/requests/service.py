@@ -38,6 +38,7 @@ from outrider_router.admission.queue import AdmissionQueue
 from outrider_router.admission.request_group import RequestGroup
 from outrider_router.base.api_keys import ANONYMOUS, Caller
 from outrider_router.base.metrics import RouterMetrics
+from outrider_router.base.readiness import Readiness
 from outrider_router.config import RouterConfig
 from outrider_router.fleet.compatibility import TokenizerIdentity
 from outrider_router.fleet.discovery import PeerDiscovery
@@ -82,6 +83,7 @@ class RouterService:
         self.metrics = metrics
         self.tokenizer = tokenizer
         self._clock = clock
+        self.readiness = Readiness()
         self.access_control = AccessControl(config, metrics, clock=clock)
         self.arrivals = ArrivalQueue()
         """Where both fronts let new requests in, one a turn of the event loop."""
@@ -89,6 +91,7 @@ class RouterService:
         self.admission = AdmissionQueue(
             config, metrics, clock=clock, emitted=self.running_requests.num_emitted
         )
+        drafters_changed = asyncio.Event()
         self.registry = PeerRegistry(
             config,
             TokenizerIdentity(hash=tokenizer.hash, num_ids=tokenizer.num_ids),
@@ -98,11 +101,16 @@ class RouterService:
             placed=self.running_requests.sessions_by_drafter,
             on_verifier_up=self._on_verifier_up,
             on_verifier_lost=self._on_verifier_lost,
-            on_drafters_changed=lambda: self.mover.wake_up(),
+            on_drafters_changed=drafters_changed.set,
         )
-        self.discovery = PeerDiscovery(config, self.registry)
+        self.discovery = PeerDiscovery(config, self.registry, close_channel=dialer.close_channel)
         self.mover = DrafterRebalancer(
-            config, self.running_requests, self.registry, metrics, clock=clock
+            config,
+            self.running_requests,
+            self.registry,
+            metrics,
+            wakeup=drafters_changed,
+            clock=clock,
         )
         self.resumables = ResumableRequests(
             config,
@@ -135,14 +143,6 @@ class RouterService:
         )
         self._restored = False
         self._draining = False
-        self._ready = False
-        self.on_readiness: Callable[[bool], None] = lambda ready: None
-        """Hears whether requests can be served: a verifier is healthy, and no drain began."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether requests can be served: a verifier is healthy, and no drain began."""
-        return self._ready
 
     def restore_journal(self) -> None:
         """Take up what the journal holds: from now on its streams can be resumed. Idempotent.
@@ -389,10 +389,7 @@ class RouterService:
         self._note_readiness()
 
     def _note_readiness(self) -> None:
-        ready = self.registry.any_verifier_info() is not None and not self._draining
-        if ready is not self._ready:
-            self._ready = ready
-            self.on_readiness(ready)
+        self.readiness.update(self.registry.any_verifier_info() is not None and not self._draining)
 
 
 async def _nobody(_event: StreamEvent) -> None:

@@ -54,8 +54,8 @@ _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
 @router.get("/ping", responses=_UNAVAILABLE, response_model=HealthResponse, tags=["operations"])
 async def health(service: Service) -> Response:
     """Whether requests can be served now."""
-    told = HealthResponse(status="ok" if service.is_ready else "unavailable")
-    return JSONResponse(told.model_dump(), status_code=200 if service.is_ready else 503)
+    told = HealthResponse(status="ok" if service.readiness.is_ready else "unavailable")
+    return JSONResponse(told.model_dump(), status_code=200 if service.readiness.is_ready else 503)
 
 
 @router.get("/version", tags=["operations"])

@@ -41,7 +41,7 @@ async def test_readiness_follows_the_verifiers(tmp_path: Path) -> None:
     verifier = FakeVerifier()
     async with running_router(tmp_path, {"v": verifier}) as router:
         server = GrpcServer("127.0.0.1:0", [inference_service(router)])
-        router.on_readiness = server.set_serving
+        router.readiness.subscribe(server.set_serving)
         address = await server.start()
 
         async def status() -> int:
