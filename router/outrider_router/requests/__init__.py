@@ -3,13 +3,10 @@ may import `base`, `admission` and `fleet`.
 
 drafter_rebalancer.py      Rebalancer: moves running sessions off drafters that are lost, leaving or
                            overloaded.
-durable_log.py             Durable log of resumable requests: the file from which a restarted router
-                           resumes them.
 failover.py                Failover policy: retry, finish or fail a request whose session was lost.
 grammar_check.py           Grammar check: compiles a request's grammar before the request is queued.
 intake.py                  Request intake: access check, validation and the registry entry of a new
                            request.
-log_records.py             Record format of the durable log of resumable requests.
 output_assembler.py        Output assembler: turns a session's token ids into text, cut at the first
                            stop string.
 request.py                 Request validation: tokenizes a client's request, applies defaults and
@@ -28,10 +25,8 @@ request_runner.py          Request runner: serves all requests of a router, and 
 request_session.py         Session of a request on a verifier, and the drafter that drafts for it.
 request_spans.py           OpenTelemetry spans of a request: the request, its queue waits and its
                            sessions.
-resumable_answers.py       Resumable answers: output that a client can resume reading after a broken
-                           connection.
-resumable_requests.py      Resumable requests of one router: tasks of their own, their answers, and
-                           the durable log.
+resumption/                Resumable requests: their answers, which a client can take up again, and
+                           the durable log by which they survive a restart of the router.
 running_requests.py        Registry of the running requests and their emitted tokens, from which a
                            failover resumes.
 service.py                 RouterService: the life of a request, from tokenizing and admission to

@@ -18,9 +18,9 @@ from outrider_router.config import RouterConfig
 from outrider_router.fleet.peers import VerifierPeer
 from outrider_router.fleet.registry import PeerRegistry
 from outrider_router.requests.drafter_rebalancer import DrafterRebalancer
-from outrider_router.requests.log_records import EmittedRow
 from outrider_router.requests.request import ValidatedRequest
 from outrider_router.requests.request_run import RequestRun, RunContext
+from outrider_router.requests.resumption.log_records import EmittedRow
 from outrider_router.requests.running_requests import RequestEntry
 from outrider_router.requests.verifier_streams import VerifierStreams
 

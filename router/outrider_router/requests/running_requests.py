@@ -1,6 +1,6 @@
 """Registry of the running requests and their emitted tokens, from which a failover resumes.
 
-It is in memory; the durable log of `--journal` is `durable_log`.
+It is in memory; the durable log of `--journal` is `resumption.durable_log`.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ from outrider_router.requests.intake import RequestIntake
 from outrider_router.requests.request_accounting import log_request_end
 from outrider_router.requests.request_runner import RequestRunner
 from outrider_router.requests.request_spans import describe_request
-from outrider_router.requests.resumable_answers import EventWriter
-from outrider_router.requests.resumable_requests import RequestFactory, ResumableRequests
+from outrider_router.requests.resumption.resumable_answers import EventWriter
+from outrider_router.requests.resumption.resumable_requests import RequestFactory, ResumableRequests
 from outrider_router.requests.running_requests import (
     RequestEntry,
     RunningRequests,

@@ -24,10 +24,10 @@ from outrider.wire.messages import (
     SessionEvents,
 )
 from outrider_router.base.metrics import RouterMetrics
-from outrider_router.requests.log_records import EmittedRow
 from outrider_router.requests.output_assembler import OutputAssembler
 from outrider_router.requests.request_output import OutputLimits, RequestOutput
 from outrider_router.requests.request_session import DrafterAttachment
+from outrider_router.requests.resumption.log_records import EmittedRow
 from outrider_router.requests.running_requests import RequestEntry
 from outrider_router.requests.stop_checker import StopChecker
 from outrider_router.requests.wakeup_pacer import WakeupPacer

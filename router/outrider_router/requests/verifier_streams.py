@@ -11,7 +11,7 @@ from outrider_router.base.metrics import RouterMetrics
 from outrider_router.fleet.peers import VerifierPeer
 from outrider_router.fleet.registry import PeerRegistry
 from outrider_router.requests.drafter_rebalancer import DrafterRebalancer
-from outrider_router.requests.log_records import EmittedRow
+from outrider_router.requests.resumption.log_records import EmittedRow
 from outrider_router.requests.session_output import EventDispatcher, SessionFeed
 from outrider_router.requests.wakeup_pacer import WakeupPacer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from outrider_router.requests.request_output import RequestOutput
-from outrider_router.requests.resumable_answers import AnswerStore
+from outrider_router.requests.resumption.resumable_answers import AnswerStore
 from outrider_router.requests.running_requests import RequestEntry
 from outrider_router.requests.service import RouterService
 

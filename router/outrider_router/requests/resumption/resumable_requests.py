@@ -20,11 +20,11 @@ from outrider.wire.messages import FinishReason
 from outrider_router.base.api_keys import Caller
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.config import RouterConfig
-from outrider_router.requests.durable_log import DurableLog
-from outrider_router.requests.log_records import EmittedRow, LoggedRequest, OpenedRequest
 from outrider_router.requests.request import ValidatedRequest
 from outrider_router.requests.request_output import RequestOutput
-from outrider_router.requests.resumable_answers import AnswerStore, ResumableAnswer
+from outrider_router.requests.resumption.durable_log import DurableLog
+from outrider_router.requests.resumption.log_records import EmittedRow, LoggedRequest, OpenedRequest
+from outrider_router.requests.resumption.resumable_answers import AnswerStore, ResumableAnswer
 from outrider_router.requests.running_requests import RequestEntry, RunningRequests
 
 logger = logging.getLogger(__name__)
