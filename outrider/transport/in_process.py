@@ -11,12 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from outrider.errors import (
-    AlreadyExistsError,
-    ConnectionLostError,
-    OutriderError,
-    UnavailableError,
-)
+from outrider.errors import AlreadyExistsError, ConnectionLostError, OutriderError, UnavailableError
 from outrider.ids import SessionId
 from outrider.spec.plan import SpeculationPlan
 from outrider.transport.bounded_queue import BoundedQueue

@@ -18,12 +18,7 @@ from typing import Final
 from outrider_drafter.hooks import DrafterHooks, VerifierAccess
 
 from outrider.errors import InvalidMessageError, InvalidRequestError, UnavailableError
-from outrider.transport.interface import (
-    Dialer,
-    DrafterConnection,
-    DrafterControl,
-    VerifierControl,
-)
+from outrider.transport.interface import Dialer, DrafterConnection, DrafterControl, VerifierControl
 from outrider.transport.shm import ShmChannel
 from outrider.wire.messages import ShmOffer
 

@@ -41,7 +41,7 @@ def make_client_server(service: RouterService) -> GrpcServer:
     access = AccessRules(
         tls=tls,
         require_client=tls.client_auth,
-        check=lambda metadata: access_control.authorize(authorization_of(metadata)),
+        check=access_control.authorize_call,
         on_refused=access_control.count_refusal,
         on_handshake=metrics.tls_handshakes.inc,
     )

@@ -3,8 +3,6 @@
 api_keys.py                API keys: the keys file, and the caller that a credential identifies.
 dns_names.py               DNS names among the peer addresses, and the addresses that they have
                            resolved to.
-histogram.py               Prometheus histogram with batched updates: one call per round instead of
-                           one per value.
 metrics.py                 Prometheus metrics of the router.
 readiness.py               Readiness of a router: whether it can serve requests, and who is told of
                            a change.

@@ -21,8 +21,7 @@ from outrider_router.fleet.drafter_assignment import (
 )
 from outrider_router.fleet.peers import DrafterPeer, VerifierPeer
 from outrider_router.fleet.registry import PeerRegistry
-from outrider_router.requests.request_session import RequestSession
-from outrider_router.requests.running_requests import RequestEntry, RunningRequests
+from outrider_router.requests.running_requests import RequestEntry, RequestSession, RunningRequests
 
 logger = logging.getLogger(__name__)
 

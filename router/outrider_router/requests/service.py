@@ -33,12 +33,11 @@ from outrider.wire.inference import (
 )
 from outrider.wire.messages import VerifierInfo
 from outrider_router.admission.access_control import AccessControl, AccessGrant
-from outrider_router.admission.arrival_queue import ArrivalQueue
-from outrider_router.admission.queue import AdmissionQueue
+from outrider_router.admission.queue import AdmissionQueue, ArrivalQueue
 from outrider_router.admission.request_group import RequestGroup
-from outrider_router.base.api_keys import ANONYMOUS, Caller
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.base.readiness import Readiness
+from outrider_router.base.tenants import ANONYMOUS, Caller
 from outrider_router.config import RouterConfig
 from outrider_router.fleet.compatibility import TokenizerIdentity
 from outrider_router.fleet.discovery import PeerDiscovery
@@ -46,7 +45,7 @@ from outrider_router.fleet.registry import PeerRegistry
 from outrider_router.requests.drafter_rebalancer import DrafterRebalancer
 from outrider_router.requests.intake import RequestIntake
 from outrider_router.requests.request_accounting import log_request_end
-from outrider_router.requests.request_runner import RequestRunner
+from outrider_router.requests.request_run import RequestRunner
 from outrider_router.requests.request_spans import describe_request
 from outrider_router.requests.resumption.resumable_answers import EventWriter
 from outrider_router.requests.resumption.resumable_requests import RequestFactory, ResumableRequests
@@ -323,12 +322,10 @@ class RouterService:
         try:
             job = await run_unless_failed(entry, make)
             describe_request(entry.span, job)
-            self.resumables.log_opened(entry, job)
             async with aclosing(self.serving.run_request(entry, job)) as events:
                 async for event in events:
                     if isinstance(event, FinishInfo):
                         outcome = event.reason.value
-                        self.resumables.log_finished(entry, event)
                     yield event
         except Exception as error:
             outcome = error.code if isinstance(error, OutriderError) else InternalError.code
@@ -354,7 +351,8 @@ class RouterService:
         if self._draining:
             raise _stopping()
         name = request.request_id or own_id
-        self._check_owner(name, caller)
+        if request.resumable:
+            self._check_owner(name, caller)
         entry, allowed = self._intake.open_entry(
             request,
             name,
@@ -367,7 +365,8 @@ class RouterService:
         return entry, partial(self._intake.validate_request, allowed, caller)
 
     def _check_owner(self, name: RequestId | None, caller: Caller) -> None:
-        """Nobody takes the name of somebody else's request that has ended and is kept."""
+        """Raise AlreadyExistsError if a resumable request would replace the answer, kept under its
+        id, of another tenant's request."""
         answer = None if name is None else self.resumables.get_answer(name)
         if answer is not None and answer.entry.caller.tenant != caller.tenant:
             raise AlreadyExistsError(f"request {name!r} is there already", reason="REQUEST_EXISTS")

@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Callable
 from typing import Final
 
-from outrider_router.admission.arrival_queue import ArrivalQueue
+from outrider_router.admission.queue import ArrivalQueue
 from outrider_router.api.http.connection_slots import ConnectionSlots, SlotHolder
 
 REFUSAL_TIMEOUT_S: Final = 1.0

@@ -40,8 +40,8 @@ from outrider_router.api.http.unsupported_fields import (
     refuse_unsupported,
 )
 from outrider_router.api.server_status import make_model_list
+from outrider_router.requests.request import check_ids
 from outrider_router.requests.request import tokenize_prompt as tokenize_prompt
-from outrider_router.requests.request_options import check_ids
 from outrider_router.requests.service import RouterService
 
 router = APIRouter(route_class=JsonRoute)

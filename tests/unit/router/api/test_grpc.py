@@ -19,12 +19,7 @@ from outrider.errors import ResourceExhaustedError
 from outrider.ids import RequestId
 from outrider.transport.grpc import GrpcServer
 from outrider.transport.grpc.error_status import to_typed_error
-from outrider.wire.inference import (
-    GenerateRequest,
-    SamplingOptions,
-    StoppingOptions,
-    TextPrompt,
-)
+from outrider.wire.inference import GenerateRequest, SamplingOptions, StoppingOptions, TextPrompt
 from outrider.wire.inference_codec import request_to_pb, stream_request_to_pb
 from tests.fakes.router import grpc_router, running_router, sample
 from tests.fakes.verifier import FakeVerifier
