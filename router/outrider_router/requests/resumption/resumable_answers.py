@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 
 from outrider.errors import (
     AbortedError,
@@ -167,10 +167,11 @@ class ResumableAnswer:
         finally:
             self._leave(listener)
 
-    def set_task(self, task: asyncio.Task[None]) -> None:
-        """Say which task takes the events in. Nobody listens yet: the grace time begins."""
-        self._task = task
+    def start_task(self, events: Coroutine[object, None, None]) -> asyncio.Task[None]:
+        """Start the task that takes the events in. Nobody listens yet: the grace time begins."""
+        self._task = asyncio.create_task(events, name="resumable-request")
         self._wait_for_listener()
+        return self._task
 
     def cancel_timer(self) -> None:
         """Wait for nobody any more."""

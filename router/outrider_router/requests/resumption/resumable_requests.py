@@ -17,14 +17,14 @@ from outrider.text.tokenizer import Tokenizer
 from outrider.transport.error_codec import to_typed_error
 from outrider.wire.inference import Delta, FinishInfo, StreamEvent
 from outrider.wire.messages import FinishReason
-from outrider_router.base.api_keys import Caller
 from outrider_router.base.metrics import RouterMetrics
+from outrider_router.base.tenants import Caller
 from outrider_router.config import RouterConfig
-from outrider_router.requests.durable_log import DurableLog
-from outrider_router.requests.log_records import EmittedRow, LoggedRequest, OpenedRequest
 from outrider_router.requests.request import ValidatedRequest
 from outrider_router.requests.request_output import RequestOutput
-from outrider_router.requests.resumable_answers import AnswerStore, ResumableAnswer
+from outrider_router.requests.resumption.durable_log import DurableLog
+from outrider_router.requests.resumption.log_records import EmittedRow, LoggedRequest, OpenedRequest
+from outrider_router.requests.resumption.resumable_answers import AnswerStore, ResumableAnswer
 from outrider_router.requests.running_requests import RequestEntry, RunningRequests
 
 logger = logging.getLogger(__name__)
@@ -79,10 +79,15 @@ class ResumableRequests:
     ) -> ResumableAnswer:
         """Run a request in a task of its own. `may_lag`: see `ResumableAnswer.may_lag`."""
         answer = self._answers.add_answer(entry, may_lag=may_lag)
-        task = asyncio.create_task(self._follow(answer, make), name="resumable-request")
+
+        async def make_logged() -> ValidatedRequest:
+            job = await make()
+            self._log_opened(entry, job)
+            return job
+
+        task = answer.start_task(self._follow(answer, make_logged))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        answer.set_task(task)
         return answer
 
     def interrupt_answer(self, entry: RequestEntry, error: OutriderError) -> None:
@@ -126,13 +131,9 @@ class ResumableRequests:
         contents.requests.clear()
         self._log.start_writing()
 
-    def log_opened(self, entry: RequestEntry, job: ValidatedRequest) -> None:
+    def _log_opened(self, entry: RequestEntry, job: ValidatedRequest) -> None:
         """A request was accepted. One that came out of the log is in there already."""
-        if (
-            self._log is None
-            or entry.output.log_number
-            or self._answers.get_answer(entry.request_id) is None
-        ):
+        if self._log is None or entry.output.log_number:
             return
         left = None if entry.deadline is None else entry.deadline - self._clock()
         opened = OpenedRequest(
@@ -149,7 +150,7 @@ class ResumableRequests:
         if self._log is not None:
             self._log.append_emitted(rows)
 
-    def log_finished(self, entry: RequestEntry, finish: FinishInfo) -> None:
+    def _log_finished(self, entry: RequestEntry, finish: FinishInfo) -> None:
         """A request has come to its end, of which nobody has been told yet."""
         if self._log is not None and entry.output.log_number:
             self._log.append_ended(entry.output.log_number, finish)
@@ -176,6 +177,8 @@ class ResumableRequests:
         try:
             async with aclosing(self._run(answer.entry, make)) as events:
                 async for event in events:
+                    if isinstance(event, FinishInfo):
+                        self._log_finished(answer.entry, event)
                     await answer.add_event(event)
         except Exception as problem:
             error = problem if isinstance(problem, OutriderError) else to_typed_error(problem)

@@ -24,7 +24,7 @@ from outrider.errors import FailedPreconditionError
 from outrider.wire.inference import FinishInfo
 from outrider.wire.logprobs import TokenLogprobs
 from outrider_router.config import Fsync
-from outrider_router.requests.log_records import (
+from outrider_router.requests.resumption.log_records import (
     HEADER,
     MAX_NUMBER,
     EmittedRow,
