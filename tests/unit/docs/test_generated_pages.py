@@ -57,6 +57,28 @@ def test_the_list_of_decisions_is_fresh() -> None:
     assert committed == decisions.page(), "run `make generated`"
 
 
+@pytest.mark.parametrize("record", decisions.records(), ids=lambda record: record.path.name)
+def test_a_decision_record_is_one_page_of_four_parts(record: decisions.Record) -> None:
+    text = record.path.read_text()
+    assert record.path.name.startswith(f"{record.number:04}-")
+    assert len(text.splitlines()) <= 60
+    if record.area is not None:
+        parts = re.findall(r"^## (.+)$", text, re.MULTILINE)
+        assert parts == ["Context", "Decision", "Consequences", "Alternatives"]
+
+
+def test_decisions_that_the_code_cites_exist() -> None:
+    in_force = {record.number for record in decisions.records() if record.area is not None}
+    folders = ("outrider", "router", "verifier", "drafter", "tests", "tools", "deploy")
+    cited = {
+        (int(number), path.relative_to(ROOT))
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        for number in re.findall(r"\b[Dd]ecision (\d+)", path.read_text())
+    }
+    assert {place for place in cited if place[0] not in in_force} == set()
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site; the build fails at any warning."""
