@@ -82,11 +82,10 @@ def page() -> str:
             if record.area == area
         ]
     lines += ["", "## Not in force", ""]
-    lines += [
-        f"* [{record.number}. {record.title}]({record.path.name}): {record.status.partition('. ')[0]}"
-        for record in found
-        if record.area is None
-    ]
+    for record in found:
+        if record.area is None:
+            fate = record.status.partition(". ")[0]
+            lines.append(f"* [{record.number}. {record.title}]({record.path.name}): {fate}")
     return "\n".join(lines) + "\n"
 
 
