@@ -27,6 +27,7 @@ PAGES = {
     "benchmarks/results/gpu/README.md": "results/gpu/index.md",
     "heads/smollm2-135m-eagle3/README.md": "processes/head.md",
     "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
 }
 """Files of the repository that are pages, and where."""
 _SOURCES = {uri: path for path, uri in PAGES.items()}
