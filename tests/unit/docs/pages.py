@@ -30,8 +30,15 @@ class Excerpt:
 
 
 def pages() -> list[Path]:
-    """README.md, docs/ and the READMEs of processes, deployments and results."""
-    patterns = ("README.md", "docs/**/*.md", "*/README.md", "deploy/**/*.md", "heads/*/README.md")
+    """README.md, CONTRIBUTING.md, docs/ and the READMEs of processes, deployments and results."""
+    patterns = (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/**/*.md",
+        "*/README.md",
+        "deploy/**/*.md",
+        "heads/*/README.md",
+    )
     found = {page for pattern in patterns for page in ROOT.glob(pattern)}
     found |= set(ROOT.glob("benchmarks/results/**/*.md"))
     return sorted(page for page in found if not page.is_relative_to(ROOT / ".venv"))
