@@ -151,7 +151,7 @@ class GpuProposer(GpuProposerBase):
     @torch.inference_mode()
     def compile_kernels(self) -> None:
         """Compile the kernels of the whole family, in parallel."""
-        compile_kernels(self.graphs, self._device, self._run_family)
+        compile_kernels(self.graphs, self._device, lambda _: self._run_family())
 
     @torch.inference_mode()
     def warm_up(self) -> None:

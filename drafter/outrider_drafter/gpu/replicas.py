@@ -491,7 +491,7 @@ def _capture_all(replica: DraftReplica, device: torch.device) -> None:
         for _ in replica.capture_steps():
             pass
 
-    compile_kernels(replica.graphs, device, run)
+    compile_kernels(replica.graphs, device, lambda _: run())
     run()
 
 

@@ -40,24 +40,33 @@ def compile_shapes(
     others need is compiled by `warm_up_shapes`.
     """
 
-    def run() -> None:
-        for shape in representative_shapes(rounds.family.all_shapes()):
-            if check is not None:
-                check()
-            rounds.warm_up(shape)
+    def run(wait_cached: Callable[[], bool]) -> None:
+        is_cached = True
+        for group in representative_shapes(rounds.family.all_shapes()):
+            for shape in group:
+                if check is not None:
+                    check()
+                rounds.warm_up(shape)
+                # Once a kernel was missing nothing waits any more: the threads are busy.
+                is_cached = is_cached and wait_cached()
+                if is_cached:
+                    # A start before has compiled the kernels of this kind of round.
+                    break
         if rounds.form_drafts is not None:
             rounds.form_drafts.warm_up()
 
     compile_kernels(rounds.graphs, device, run)
 
 
-def representative_shapes(shapes: Iterable[RoundShape]) -> list[RoundShape]:
-    """The largest shape of each group whose kernels differ at most in constants of few kernels."""
-    groups: dict[Hashable, RoundShape] = {}
+def representative_shapes(shapes: Iterable[RoundShape]) -> list[list[RoundShape]]:
+    """The largest shape of each group whose kernels differ at most in constants of few kernels, by
+    kind of round."""
+    kinds: dict[Hashable, dict[Hashable, RoundShape]] = {}
     for shape in sorted(shapes, key=lambda s: s.token_rows):
         tile = bucket_for(min(shape.token_rows, SKINNY_ROWS + 1), _ROW_TILES)
-        groups[_kind(shape), shape.nodes, shape.rows > 0, shape.chunks > 0, tile] = shape
-    return list(groups.values())
+        group = shape.nodes, shape.rows > 0, shape.chunks > 0, tile
+        kinds.setdefault(_kind(shape), {})[group] = shape
+    return [list(groups.values()) for groups in kinds.values()]
 
 
 def warm_up_shapes(rounds: RoundLauncher, device: torch.device) -> dict[RoundShape, float]:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -42,16 +42,30 @@ class KernelCompiler:
             min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="compile"
         )
         self._kernels: dict[tuple[str, str], Future[None]] = {}
+        self._compiled: list[str] = []
+        """Kernels that were not in the cache; threads append."""
+        self._num_known = 0
         self._hook_before: Any = None
+        self._listener_before: Any = None
 
     @property
     def num_kernels(self) -> int:
         """Kernels that were queued so far."""
         return len(self._kernels)
 
+    def wait_cached(self) -> bool:
+        """Wait for the kernels that were queued so far; whether the cache on disk had all those
+        that were queued since the last call."""
+        before = self._num_known
+        wait(list(self._kernels.values()))
+        self._num_known = len(self._compiled)
+        return self._num_known == before
+
     def __enter__(self) -> Self:
         self._hook_before = knobs.runtime.jit_cache_hook
+        self._listener_before = knobs.compilation.listener
         knobs.runtime.jit_cache_hook = self._queue
+        knobs.compilation.listener = self._record
         return self
 
     def __exit__(
@@ -64,11 +78,17 @@ class KernelCompiler:
         it again and raises its error."""
         knobs.runtime.jit_cache_hook = self._hook_before
         self._threads.shutdown(cancel_futures=kind is not None)
+        knobs.compilation.listener = self._listener_before
         for (name, _), future in self._kernels.items():
             if not future.cancelled() and (failure := future.exception()) is not None:
                 logger.warning(
                     "kernel not compiled ahead", extra={"kernel": name, "reason": str(failure)}
                 )
+
+    def _record(self, *, src: Any, cache_hit: bool, **_: Any) -> None:
+        """Triton's `listener`, in the thread that compiles."""
+        if not cache_hit:
+            self._compiled.append(src.name)
 
     def _queue(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         """Triton's `jit_cache_hook`; true: neither compile nor launch."""

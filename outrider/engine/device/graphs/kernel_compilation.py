@@ -17,12 +17,16 @@ from outrider.errors import OutriderError
 logger = logging.getLogger(__name__)
 
 
-def compile_kernels(graphs: GraphCache, device: torch.device, run: Callable[[], None]) -> None:
+def compile_kernels(
+    graphs: GraphCache, device: torch.device, run: Callable[[Callable[[], bool]], None]
+) -> None:
     """Compile, in parallel and into Triton's cache on disk, the kernels of the graphs of `run`.
 
     `run` calls `graphs.run_graph` for graphs that are not captured, with any inputs: nothing is
-    executed, so that weights need not be loaded yet. What cannot be learnt in this way is compiled
-    by the first run of its graph, as without this. Nothing happens where graphs are off.
+    executed, so that weights need not be loaded yet. Its argument is `KernelCompiler.wait_cached`:
+    with it, `run` can leave out graphs whose kernels are surely cached. What cannot be learnt in
+    this way is compiled by the first run of its graph, as without this. Nothing happens where
+    graphs are off.
     """
     if not graphs.enabled:
         return
@@ -33,7 +37,7 @@ def compile_kernels(graphs: GraphCache, device: torch.device, run: Callable[[], 
         with compiler:
             trial = TrialCapture(device)
             with graphs.capture_by(trial):
-                run()
+                run(compiler.wait_cached)
             del trial
             facts = {"kernels": compiler.num_kernels, "asked_s": round(time.monotonic() - began, 1)}
             logger.info("compiling kernels", extra=facts)

@@ -79,6 +79,17 @@ def test_launches_find_in_the_cache_what_was_compiled_ahead(device: _Driver) -> 
     assert hits == [True, True, False]
 
 
+def test_a_compiler_knows_whether_a_start_before_has_compiled_its_kernels(device: _Driver) -> None:
+    cached = []
+    for blocks in ((16,), (16, 32), (32, 16)):
+        kernel: Any = JITFunction(_double)
+        with KernelCompiler() as compiler:
+            for block in blocks:
+                _launch(kernel, block)
+                cached.append(compiler.wait_cached())
+    assert cached == [False, True, False, True, True]
+
+
 def test_weights_are_copied_while_kernels_compile(device: _Driver) -> None:
     both = threading.Barrier(2, timeout=10)
 
