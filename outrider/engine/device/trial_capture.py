@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar
@@ -28,6 +29,8 @@ class TrialCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._first: torch.cuda.CUDAGraph | None = None
         """The first graph, which keeps the memory of all until it is dropped with this."""
+        # Some steps launch nothing on some inputs.
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
         # Made within a capture, it would wait for the device.
         torch.cuda.current_blas_handle()
 
