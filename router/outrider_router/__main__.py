@@ -30,6 +30,7 @@ from outrider.process_tuning import (
     tune_garbage_collector,
 )
 from outrider.spans import add_tracing_flags, export_spans
+from outrider.spec.plan import DraftMethod
 from outrider_router.config import RouterConfig
 
 if TYPE_CHECKING:
@@ -73,6 +74,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--drafter", metavar="ADDR", action="append", dest="drafters", help="repeatable"
+    )
+    parser.add_argument(
+        "--draft-method",
+        choices=[method.value for method in DraftMethod],
+        dest="speculation.method",
+        help="draft source of requests that name none; default: eagle3",
     )
     parser.add_argument(
         "--look-ahead",
