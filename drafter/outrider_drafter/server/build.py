@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 _HOST_KV_TOKENS: Final = 16384
 _MAX_KV_TOKENS: Final = 131072
-"""What `draft_model_kv_tokens` is where nobody says: from the host, and at most on a device,"""
+"""Defaults of `draft_model_kv_tokens`: on a CPU, and the maximum on a GPU."""
 _KV_SHARE: Final = 0.5
-"""which takes no more than this share of what is free."""
+"""Largest share of a GPU's free memory that the K/V pool of a small model takes by default."""
 
 
 def build_service(
