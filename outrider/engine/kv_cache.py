@@ -98,9 +98,9 @@ class KVSequence:
         # A device's rounds know a sequence by its blocks alone; making these would wait for the
         # device.
         self._slots: Tensor | None = None
-        """int64, pool slots in order, of a fragmented sequence: of the first blocks,"""
+        """Pool slots in order, int64, of the first `_told` blocks of a fragmented sequence."""
         self._told = 0
-        """so many of them."""
+        """Blocks whose slots `_slots` holds."""
         self._positions: Tensor | None = None
         """int64 [>= capacity]: absolute position of the token in each slot."""
 

@@ -5,6 +5,7 @@ The router decides it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -42,6 +43,12 @@ _NONE: Final = DraftMethod.NONE
 """Rounds ask it of every session, and a member is looked up slowly."""
 FEATURE_METHODS = (DraftMethod.EAGLE3, DraftMethod.EAGLE)
 """Draft methods that look at target features; the others get tokens only."""
+
+
+def default_method(offered: Sequence[DraftMethod]) -> DraftMethod | None:
+    """Draft source of requests that name none, where a fleet offers these; None leaves it to the
+    router, whose default is eagle3."""
+    return None if not offered or DraftMethod.EAGLE3 in offered else offered[0]
 
 
 def _require(ok: bool, message: str) -> None:

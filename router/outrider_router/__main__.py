@@ -30,6 +30,7 @@ from outrider.process_tuning import (
     tune_garbage_collector,
 )
 from outrider.spans import add_tracing_flags, export_spans
+from outrider.spec.plan import DraftMethod
 from outrider_router.config import RouterConfig
 
 if TYPE_CHECKING:
@@ -73,6 +74,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--drafter", metavar="ADDR", action="append", dest="drafters", help="repeatable"
+    )
+    parser.add_argument(
+        "--draft-method",
+        choices=[method.value for method in DraftMethod],
+        dest="speculation.method",
+        help="draft source of requests that name none; default: eagle3",
     )
     parser.add_argument(
         "--look-ahead",
@@ -174,8 +181,6 @@ async def serve(config: RouterConfig) -> None:
     register_fleet_metrics(service)
     server, pool = make_client_server(service), make_pool_server(service)
     http = _http_server(config, service)
-    service.on_readiness = server.set_serving
-    service.discovery.on_forgotten = dialer.close_channel
     stop, again = _stop_events()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.access_control.reload_keys)
     try:
@@ -184,7 +189,7 @@ async def serve(config: RouterConfig) -> None:
             # The system gives it connections as soon as it listens, others being ready or not.
             await service.start()
             await _until_ready(service, stop)
-        address = await server.start(serving=service.is_ready)
+        address = await server.start(serving=service.readiness.is_ready)
         ready = {"event": "ready", "address": address}
         if config.metrics_port >= 0:
             ready["metrics"] = serve_router_metrics(service)
@@ -215,7 +220,7 @@ async def serve(config: RouterConfig) -> None:
 
 async def _until_ready(service: RouterService, stop: asyncio.Event) -> None:
     """Wait until requests can be served, or the process is told to stop."""
-    while not (service.is_ready or stop.is_set()):
+    while not (service.readiness.is_ready or stop.is_set()):
         await asyncio.sleep(_LOOK_S)
 
 

@@ -222,11 +222,11 @@ class SessionSwapper:
     session: Session
     done: int = 0
     out_s: list[float] = field(default_factory=list)
-    """What the host was busy with each way out,"""
+    """Host time of each copy to the host, s."""
     back_s: list[float] = field(default_factory=list)
-    """and back;"""
+    """Host time of each copy back, s."""
     fetch_s: list[float] = field(default_factory=list)
-    """from the beginning of a way back until all was there, as seen between rounds."""
+    """Time from the start of each copy back until it was complete, as seen between rounds, s."""
     _away: int = -1
     """Rounds since it went; -1: it is here."""
     _asked: float = 0.0

@@ -27,10 +27,11 @@ _LOOK_S: Final = 0.01
 def install(hooks: object, *, switch: str, out: str) -> None:
     """Look at calls while the file `switch` exists, and write `out` then."""
     del hooks
-    census = CallCensus(Path(switch), Path(out))
+    census = CallCensus()
     threading.setprofile(census.profile)
     sys.setprofile(census.profile)
-    threading.Thread(target=census.watch, name="census", daemon=True).start()
+    files = Path(switch), Path(out)
+    threading.Thread(target=_watch, args=(census, *files), name="census", daemon=True).start()
 
 
 def is_counted(module: str) -> bool:
@@ -39,27 +40,23 @@ def is_counted(module: str) -> bool:
 
 
 class CallCensus:
-    """What the profile function of all threads sees."""
+    """What a profile function sees of the calls of its threads while it is asked to look."""
 
-    def __init__(self, switch: Path, out: Path) -> None:
-        self._switch, self._out = switch, out
+    def __init__(self) -> None:
         self._is_on = False
         self._files: set[str] = set()
         self._kinds: set[str] = set()
 
-    def watch(self) -> None:
-        """Follow the switch, for as long as the process runs."""
-        while True:
-            time.sleep(_LOOK_S)
-            is_on = self._switch.exists()
-            if self._is_on and not is_on:
-                self._is_on = False
-                found = {"files": sorted(self._files), "kinds": sorted(self._kinds)}
-                temporary = self._out.with_suffix(".part")
-                temporary.write_text(json.dumps(found))
-                temporary.rename(self._out)
-                self._files, self._kinds = set(), set()
-            self._is_on = is_on
+    def begin(self) -> None:
+        """Look from now on."""
+        self._is_on = True
+
+    def end(self) -> dict[str, list[str]]:
+        """Look no more; the `files` and `kinds` since `begin`, sorted."""
+        self._is_on = False
+        found = {"files": sorted(self._files), "kinds": sorted(self._kinds)}
+        self._files, self._kinds = set(), set()
+        return found
 
     def profile(self, frame: FrameType, event: str, result: Any) -> None:
         """See `sys.setprofile`."""
@@ -75,6 +72,21 @@ class CallCensus:
             return
         values = [result] if event == "return" else _arguments(frame.f_code, frame.f_locals)
         self._kinds.update(kind for value in values if (kind := kind_of(value)) is not None)
+
+
+def _watch(census: CallCensus, switch: Path, out: Path) -> None:
+    """Follow the switch, for as long as the process runs."""
+    was_on = False
+    while True:
+        time.sleep(_LOOK_S)
+        is_on = switch.exists()
+        if is_on and not was_on:
+            census.begin()
+        elif was_on and not is_on:
+            temporary = out.with_suffix(".part")
+            temporary.write_text(json.dumps(census.end()))
+            temporary.rename(out)
+        was_on = is_on
 
 
 def _arguments(code: CodeType, values: Mapping[str, Any]) -> list[Any]:

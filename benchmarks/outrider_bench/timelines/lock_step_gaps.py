@@ -38,9 +38,9 @@ STEPS: Final = (
 DEVICE: Final = "drafted by the device"
 """What is no part of the exchange."""
 MIN_GAPS: Final = 8
-"""Gaps of as many rows that tell something,"""
+"""Gaps with the same number of rows that are enough for a median."""
 MIN_SHARE: Final = 0.1
-"""and of all gaps: a closed loop has rounds of fewer rows now and then."""
+"""Their least share of all gaps: a closed loop has rounds of fewer rows now and then."""
 _VERIFIER, _DRAFTER = "verifier", "drafter"
 
 

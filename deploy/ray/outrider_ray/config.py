@@ -16,7 +16,7 @@ from outrider.client.local.config import CPU, CUDA, DEVICES, SHARED_MEMORY_FRACT
 from outrider.config import KeysOf, OneOf, load_config
 from outrider.logs import LOG_LEVELS, check_level
 from outrider.spec.exchange_mode import AUTO, EXCHANGE_MODES, OFF
-from outrider.spec.plan import DraftMethod
+from outrider.spec.plan import DraftMethod, default_method
 from outrider.transport.ray import EXCHANGES, GRPC, RayConfig
 from outrider_ray import fixed_keys
 from outrider_ray.autoscale import AutoscaleConfig
@@ -355,6 +355,7 @@ def router_config(config: RayFleetConfig, model: Path) -> RouterConfig:
             "drafters": tuple(m.name for m in config.members if m.role is MemberRole.DRAFTER),
             "queue_limit": config.queue_limit,
             "journal": config.journal,
+            "speculation.method": default_method(config.drafting),
             "speculation.look_ahead": config.look_ahead,
             "speculation.fan_out": config.fan_out,
             "metrics_port": config.metrics_port,

@@ -18,17 +18,16 @@ NO_SLOT: Final = -1
 
 
 HAS_PENALTIES: Final = 1
-"""What of a session decides in which form it is drafted for: its tokens are counted for its
-penalties;"""
+"""Flag of a session: its tokens are counted for its penalties."""
 HAS_LOGITS_PROCESSING: Final = 2
-"""it does something to its logits;"""
+"""Flag of a session: its sampling parameters change its logits."""
 HAS_GRAMMAR: Final = 4
-"""it is in a grammar;"""
+"""Flag of a session: a grammar restricts its tokens."""
 NEEDS_GENERAL_GRAPH: Final = 8
-"""its drafts have only the form that may warp logits, whatever it does to them: it warps them, is
-in a grammar, grows trees of the best children by the target's noise, or ships its distributions;"""
+"""Flag of a session: only the graphs with logits processing draft for it. It processes logits, is
+in a grammar, grows trees of the best children by the target's noise, or sends its distributions."""
 USES_PREFIX_NOISE: Final = 16
-"""each of its prefixes draws from noise of its own."""
+"""Flag of a session: each of its prefixes draws from noise of its own."""
 
 
 class DraftSlotTable:

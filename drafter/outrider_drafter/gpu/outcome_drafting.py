@@ -58,15 +58,15 @@ class ScoredSessions(NamedTuple):
     """[lives]: row of each proposal's session in the columns; any of one that was not scored."""
     members: LaunchSessions
     shapes: Sequence[DraftTreeShape]
-    """All that are grown, each once."""
+    """Tree shapes that are drafted, each once."""
     shape_of: Indices
-    """Which of them each session's branches have;"""
+    """Index into `shapes` of each session's branches."""
     depths: Indices
-    """its levels,"""
+    """Levels of each session's branches."""
     draft_rows: Indices
-    """the draft rows that it writes,"""
+    """Draft rows that each session's branches write."""
     is_tree: NDArray[np.bool_]
-    """and whether it is a tree."""
+    """Whether each session's branches are trees."""
     is_scored_as_chain: NDArray[np.bool_]
     """Whether each session's proposal was scored as a chain."""
 

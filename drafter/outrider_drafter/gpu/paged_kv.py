@@ -32,11 +32,11 @@ class KVShape(NamedTuple):
     """Keys and values of one row."""
 
     num_layers: int
-    """L"""
+    """L, layers of the head."""
     num_kv_heads: int
-    """G"""
+    """G, K/V heads of a layer."""
     head_dim: int
-    """d"""
+    """d, width of a head."""
 
 
 class PagedDraftKV:

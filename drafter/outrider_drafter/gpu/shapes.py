@@ -48,9 +48,9 @@ TREES: Final = {7: 4, 16: 4, 32: 8, 64: 8}
 own, and a chain of as many where these are fewer. With its root a tree fills the rows that a
 verifier runs it in (`TREE_BUCKETS`): one of 8 would take as long as one of 16."""
 BATCH_SIZES: Final = (1, 4, 8, 16, 32, 64)
-"""Sessions of one launch, of which a few sizes are"""
+"""Sessions of one launch: a launch takes the next size up."""
 COARSE_BATCH_SIZES: Final = (1, 8, 64)
-"""for sessions in grammars, and for what takes long to capture."""
+"""The same for sessions in grammars, and for graphs that take long to capture."""
 MAX_LAUNCH_NODES: Final = 1024
 """Nodes of all trees of one launch."""
 
@@ -90,7 +90,7 @@ class ProposalShape(NamedTuple):
     """What of a live proposal is scored; with the bucket it is the key of a graph."""
 
     num_nodes: int
-    """N"""
+    """N, draft nodes without the root."""
     is_chain: bool
 
     @property

@@ -36,9 +36,9 @@ _MEMORY: Final = 8192.0
 """Observations after which those of a cell count half."""
 _TINY: Final = 1e-30
 _REST: Final = 1e-6
-"""Least probability of a token that is no candidate,"""
+"""Least probability of a token that is no candidate."""
 _LEAST: Final = -60.0
-"""and least log-prob of one that is."""
+"""Least log-prob of a candidate."""
 
 
 class OutcomePredictor(Protocol):
@@ -72,9 +72,9 @@ class OutcomeCalibration:
         self._seen = np.zeros(_CELLS)
         self._hits = np.zeros(_CELLS)
         self._places = np.zeros(_DEPTHS)
-        """Places that were reached,"""
+        """By depth: places that were reached."""
         self._among = np.zeros(_DEPTHS)
-        """and those of them where a candidate was emitted."""
+        """By depth: reached places where a candidate was emitted."""
         self._lines = self._fitted()
         """By cell (a, b): the probability is a + b x the source's own."""
 
@@ -204,9 +204,9 @@ class RankCalibration:
 
     def __init__(self) -> None:
         self._reached = np.zeros(_SPREAD_DEPTHS)
-        """By depth: places with children that were reached,"""
+        """By depth: places with children that were reached."""
         self._stood = np.zeros(_SPREAD_DEPTHS)
-        """and those of them below which the path went on."""
+        """By depth: places with children below which the path went on."""
         ranks = np.arange(1, _SPREAD_RANKS + 1, dtype=np.float64) ** -1.5
         self._ranks = np.tile(_SPREAD_PRIOR * ranks / ranks.sum(), (2, 1))
         """[resampled, bonus][rank]: how often a token of this rank followed."""

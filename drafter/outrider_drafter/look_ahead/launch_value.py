@@ -27,9 +27,9 @@ class LaunchValue(NamedTuple):
     covered_probability: Sequence[float]
     """[S]: probability that the outcome was drafted for already."""
     draft_s: float
-    """A draft after a verdict,"""
+    """Time that a draft after a verdict takes, s."""
     exchange_s: float
-    """and what else a draft that is there before its verdict saves."""
+    """Time of the exchange that a draft made before its verdict saves, s."""
 
     def expected_value(self, hits: Sequence[float], ends: float) -> float:
         """What is gained by drafts that leave at `ends`, for further outcomes of probability

@@ -105,9 +105,9 @@ class OutcomeScores:
     """Of each proposal [1 + n, c]: log-prob of each candidate; -inf: there is none, as at places
     that were not looked at."""
     places: NodeIndex
-    """Of all proposals, one after another,"""
+    """Places of all proposals, one proposal after another."""
     digests: NDArray[np.uint64]
-    """[P]: and the prefix digest at each of these."""
+    """[P]: prefix digest at each of `places`."""
 
     @classmethod
     def of_candidates(

@@ -169,9 +169,9 @@ class SmallModelProposer:
         self._vocab_size = vocab_size
         self._sequences: dict[SessionKey, KVSequence] = {}
         self._ahead: ScoredProposals | None = None
-        """The proposals scored last, if nothing was drafted since;"""
+        """The proposals scored last, if nothing was drafted since."""
         self._forest: _SmallForest | None = None
-        """their rows."""
+        """Rows of the proposals scored last."""
 
     @property
     def is_usable(self) -> bool:

@@ -89,7 +89,7 @@ class FeatureBuffer:
 
     def __init__(self, *, max_sessions: int, width: int, convert: FeatureConverter) -> None:
         self.width = width
-        """H"""
+        """H, width of a feature."""
         self._convert = convert
         self._consumed = np.full(max_sessions, _CLOSED, dtype=np.int64)
         """[X]: end of the consumed positions of each session; `_CLOSED` without one."""

@@ -76,7 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--head-revision", metavar="REV", help="branch, tag or commit of a --head from the hub")
     add("--draft-model", metavar="NAME|DIR|HUB-ID", help="for the draft method `model`")
     add("--draft-model-revision", metavar="REV", help="likewise, of a --draft-model from the hub")
-    add("--drafter-methods", metavar="A,B", help="eagle3, eagle, ngram, model; or none")
+    add(
+        "--drafter-methods",
+        metavar="A,B",
+        help="draft methods on offer: eagle3, eagle, ngram, model; or none. A request that names "
+        "none gets eagle3, or else the first",
+    )
     add("--verifiers", type=integer_at_least(1), metavar="N", default=1, help="default: 1")
     add("--drafters", type=integer_at_least(1), metavar="N", default=1, help="default: 1")
     add(

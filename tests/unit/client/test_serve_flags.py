@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from outrider_drafter.__main__ import parse_args as drafter_config
+from outrider_router.__main__ import parse_args as router_config
 from outrider_verifier.__main__ import parse_args as verifier_config
 
 from outrider.client.commands import main, serve
@@ -44,6 +45,19 @@ def test_look_ahead_is_a_default_of_the_routers(parsed: Parsed) -> None:
     assert "look-ahead" not in router and "fan-out" not in router
     ray = flags_of(serve.ray_args(parsed("--look-ahead", "1")))
     assert ray["look-ahead"] == "1" and "fan-out" not in ray
+
+
+@pytest.mark.parametrize(
+    ("methods", "default"), [("ngram", "ngram"), ("ngram,eagle3", None), ("none", None)]
+)
+def test_requests_that_name_no_method_get_one_that_is_offered(
+    parsed: Parsed, methods: str, default: str | None
+) -> None:
+    args = router_args(parsed("--drafter-methods", methods), ["v"], ["d"])
+    assert flags_of(args).get("draft-method") == default
+    assert router_config(["--model", "m", "--verifier", "v", *args]).speculation.method == (
+        default or "eagle3"
+    )
 
 
 def test_hooks_reach_the_processes_of_their_kind(parsed: Parsed) -> None:

@@ -26,11 +26,11 @@ class RoundLimits:
     decode_tokens: int
     """Roots and nodes of all sessions in one round; one row always fits."""
     batch_wait_s: float
-    """How long the first ready row waits for rows whose proposals may still come,"""
+    """Time that the first ready row waits for rows whose proposals may still come, s."""
     batch_wait_rounds: float = 0.0
-    """and that is so many rounds at least, if the drafter usually answers within them. Where it
-    computes on the target's cores, a round that goes at once makes both slower, and those that
-    wait miss it all the same."""
+    """The same in rounds, as a minimum, if the drafter usually answers within them. Where the
+    drafter computes on the target's cores, a round that starts at once makes both slower, and the
+    rows that wait miss it all the same."""
     yield_s: float = 0.05
     """How long a ready row stays out of rounds with prompts of a higher priority, which are the
     shorter for it."""

@@ -46,13 +46,13 @@ class ChainLevelDrafter:
         dtype, device = weights.lm_head.dtype, weights.lm_head.device
         size = (len(tokens), weights.config.hidden_size)
         self._features = torch.zeros(size, dtype=dtype, device=device)
-        """[X, H]: what the head made of the newest row of each session,"""
+        """[X, H]: hidden state of the head for the newest row of each session."""
         if dtype is torch.float16:
             dtype = torch.float32
         self._logits = torch.zeros(
             (len(tokens), len(weights.target_ids)), dtype=dtype, device=device
         )
-        """[X, Vd]: and what it thinks of the token behind it."""
+        """[X, Vd]: logits of the head for the token behind that row."""
 
     def run_rows(self, rows: NewRows) -> None:
         """Run the head over new rows, for what may follow the last of each session."""

@@ -45,9 +45,9 @@ class GrammarDraftBuffer:
         device = in_process_drafter.tokens.device
         self._downloads = Downloader(device)
         self._slots_drafted: Sequence[int] = ()
-        """Slots of the newest pass over chains, row by row,"""
+        """Slots of the newest pass over chains, row by row."""
         self._drafted: PendingDownload | None = None
-        """and what it drafted, int32 [B]."""
+        """Tokens that this pass drafted, int32 [B]."""
         rows = buckets_up_to(ROW_BUCKETS, max_sessions)[-1]
         self._given = int32_zeros(rows * (1 + self.length), device)
         """Slots [B], and the chains that their next round verifies [B, n]."""

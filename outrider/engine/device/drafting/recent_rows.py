@@ -22,9 +22,9 @@ class RecentRows:
         tables = slots.sequence.tables
         size = (tables.shape[0], max_rows, hidden_size)
         self._features = torch.zeros(size, dtype=dtype, device=tables.device)
-        """[X, R, H];"""
+        """[X, R, H]: features of the kept rows."""
         self._words = torch.zeros((size[0], 2 + max_rows), dtype=torch.int32, device=tables.device)
-        """how many rows they are, where they begin, and their tokens, int32 [X, 2 + R]."""
+        """Number of kept rows, their first position, and their tokens, int32 [X, 2 + R]."""
 
     def store_rows(self, rows: NewRows) -> None:
         """Keep these of each session, in place of what was kept."""

@@ -45,7 +45,7 @@ class LaunchResults(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """N"""
+        """N, nodes of a row, the root included."""
         return int(self.words.shape[1]) // 2 - 1
 
     def tokens(self) -> NDArray[np.int32]:

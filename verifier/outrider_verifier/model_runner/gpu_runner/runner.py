@@ -34,7 +34,7 @@ from outrider.engine.device.round_launcher import LaunchedRound, RoundLauncher
 from outrider.engine.device.slots.logits_slots import check_initial_bans
 from outrider.engine.device.slots.session_slots import DeviceSessionSlots
 from outrider.engine.device.transfer.pinned_memory import pin_memory
-from outrider.engine.device.warm_up import warm_up_shapes
+from outrider.engine.device.warm_up import compile_shapes, warm_up_shapes
 from outrider.engine.heads import DraftHead, FeatureProjection
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.logprobs import PathLogprobs
@@ -216,6 +216,11 @@ class GpuModelRunner:
             feature_dtype=config.feature_dtype,
             throttle=throttle,
         )
+
+    def compile_kernels(self, check: Callable[[], None] | None = None) -> None:
+        """Compile the kernels of all rounds, in parallel; reads no weights, which may be copied
+        meanwhile. `check` is called now and then and raises to give up."""
+        compile_shapes(self.rounds, self._device, check)
 
     def warm_up(self) -> None:
         """Compile the kernels, capture the graph of every shape of the family and time it: no
