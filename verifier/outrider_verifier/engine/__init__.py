@@ -12,8 +12,10 @@ early_proposals.py         Prefetched-proposal path: plans the next round before
 failure_handler.py         Ends sessions after a failed round or a lost device; engine thread only.
 in_flight_round.py         InFlightRound: a submitted, unfinished round; and helpers that make its
                            rows.
-loop.py                    The engine thread: takes commands, runs rounds, hands effects to the
-                           asyncio thread.
+loop.py                    The engine thread: takes commands, runs rounds, and has the outbox
+                           flushed.
+outbox.py                  Outbox: effects that the engine thread has posted and not yet handed
+                           over; engine thread only.
 proposal_intake.py         Takes drafters' messages into the proposal inbox and their health
                            statistics.
 round_executor.py          Plans, submits and finishes rounds over the core's sessions; engine

@@ -88,14 +88,9 @@ class RoundExecutor:
         """The same on the clock of `plan`."""
         self._forward_s = 0.0
         """What a round takes of late; 0: not known."""
-        self.flush: Callable[[], bool] = lambda: False
-        """Called when the verdicts of a round are posted, before anything that can follow them;
-        whether another thread has them now."""
-        self.holds_back = False
-        """Whether what the last round emitted is handed over once the next one was submitted."""
+        self._outbox = core.outbox
         self.failing = FailureHandler(core, engine)
         self._keeping = RoundStorage(core, self._accounts, self.failing)
-        core.block_manager.failed = self.failing.fail_session
 
     @property
     def has_round_in_flight(self) -> bool:
@@ -112,11 +107,11 @@ class RoundExecutor:
         self._keeping.fail_unstored_rounds()
         in_flight, block_manager = self._in_flight, self._core.block_manager
         under_way = () if in_flight is None else in_flight.plan
-        if not self._core.draft_recovery.recover_drafts(
+        is_ready = self._core.draft_recovery.recover_drafts(
             now, in_flight=under_way, round_s=self._forward_s
-        ):
-            return RoundPlan()
-        if not block_manager.prepare_round(now, touched=self._core.touched, in_flight=under_way):
+        ) and block_manager.prepare_round(now, touched=self._core.touched, in_flight=under_way)
+        self._handle_admissions()
+        if not is_ready:
             return RoundPlan()
         apply_speculation_changes(
             self._core, now, in_flight=None if in_flight is None else in_flight.plan
@@ -138,6 +133,20 @@ class RoundExecutor:
         if (spare_s := self._spare_s(in_flight)) > 0.0:
             return RoundPlan(wait_until=now + spare_s)
         return self._plans.plan_next_in_flight(in_flight.plan)
+
+    def _handle_admissions(self) -> None:
+        """Fail the sessions that could not be admitted, and let drafting follow the others."""
+        for admission in self._core.block_manager.take_admissions():
+            session = admission.session
+            if session.phase is ENDED:
+                continue
+            if admission.error is not None:
+                self.failing.fail_session(session, admission.error)
+                continue
+            if admission.has_prefix:
+                self._core.drafters.queue_prefix(session)
+            if admission.is_swapped_in:
+                self._core.draft_recovery.add_session(session)
 
     def _spare_s(self, in_flight: InFlightRound) -> float:
         """How long the round behind this one need not be submitted; 0 where that is not known."""
@@ -186,8 +195,8 @@ class RoundExecutor:
         taking commands and planning cost; it counts as part of the round.
         """
         in_flight, failure = self._attempt(plan, time.perf_counter() - spent_s, waited_s)
-        if self.holds_back:
-            self.flush()
+        if self._outbox.is_held:
+            self._outbox.flush()
         self._core.drafters.send_queued_prefixes()
         # What the round in flight emitted counts even where its sessions cannot go on.
         self.finish_round(alone=in_flight is None)
@@ -252,12 +261,16 @@ class RoundExecutor:
             followed = self._core.verdict_builder.advance_prefixes(told)
             self._core.drafters.send_verdicts(self._core.verdict_builder.build_verdicts(followed))
         # A prompt's features take long to copy: who decodes does not wait for them.
-        handed = self.flush()
+        handed = self._outbox.flush()
         self._core.drafters.send_queued_prefixes()
         prompts = commit_prompts(in_flight.prefill, outcome.prefill, self._idle_since)
         if prompts:
             self._core.drafters.send_round(prompt_verdicts(prompts))
-        if (self.flush() or handed) and self._in_flight is None and must_await_drafts(in_flight):
+        if (
+            (self._outbox.flush() or handed)
+            and self._in_flight is None
+            and must_await_drafts(in_flight)
+        ):
             time.sleep(YIELD_INTERVAL_S)
         if decoded is None:
             decoded = commit_rows(in_flight.verify, outcome.decoded, self._idle_since)
@@ -267,10 +280,10 @@ class RoundExecutor:
         # the next round goes first: threads that hand out what this one emitted would hold this
         # thread up meanwhile.
         first = alone and self._in_flight is None and not (prompts or len(told))
-        self.holds_back = self._engine.can_run_ahead and first
+        self._outbox.is_held = self._engine.can_run_ahead and first
         # Copying takes long: what clients wait for goes first.
-        if not self.holds_back:
-            self.flush()
+        if not self._outbox.is_held:
+            self._outbox.flush()
         if len(told):
             # While drafters draft.
             self._grow_ahead(in_flight, 0)

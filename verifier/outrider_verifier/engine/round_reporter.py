@@ -119,7 +119,7 @@ class RoundReporter:
         if any(rows.draft_nodes):
             drafted[:] = rows.draft_nodes
             np.subtract(counts, 1, out=accepted, where=drafted > 0)
-        self._core.pending_events().add_events(events, rows.tokens)
+        self._core.outbox.pending_events().add_events(events, rows.tokens)
         _RoundSums(
             rounds=len(rows),
             tokens=len(rows.tokens),
@@ -196,7 +196,7 @@ class RoundReporter:
         self._core.counters["emitted_tokens"] += emitted
         prefill_tokens = sum(row.num_tokens for row in in_flight.prefill)
         self._core.counters["prefill_tokens"] += prefill_tokens
-        self._core.post_effect(
+        self._core.outbox.post_effect(
             RoundReport(
                 total_s=total_s,
                 forward_s=outcome.forward_s,
