@@ -1,11 +1,20 @@
-"""Hook of a drafter or a verifier: which files its calls enter, and which objects they hand over.
+"""Hook of a drafter or a verifier: files that a round enters, and kinds of object it hands over.
 
-    --hook outrider_bench.hooks.call_census:switch=FILE,out=FILE.json
+    --hook outrider_bench.hooks.call_census:switch=FILE,out=FILE.json,round=MODULE/FUNCTION
 
-While the file `switch` exists, all calls of all threads are looked at; once it is gone, `out` has
-`files`, the modules of this project in which a function ran, and `kinds`, the classes of this
-project of which an instance passed from one of its modules to another, as an argument, a result, or
-the first element of such. Generated modules do not count. The process is several times slower.
+While the file `switch` exists, the calls of all threads are recorded round by round; a round
+begins with a call of the function `round`. Once the switch is gone, `out` has `rounds`, the number
+of whole rounds, and of at least half of them:
+
+* `files`: the modules of this project in which a function ran;
+* `kinds`: the classes of this project of which an instance passed from one of its modules to
+  another, as an argument, a result, or the first element of such.
+
+Calls that send or receive a heartbeat, or that answer a health poll, are no part of a round: they
+come by the clock, several times in a slow round. What happens in fewer than half of the rounds (a
+scrape of metrics, a K/V block every few tokens) is no part of a steady one. Generated code does not
+count as a function of a file: protocol buffers, and the methods that `dataclass` makes. What such
+methods are given does count as a kind. The process is several times slower meanwhile.
 """
 
 from __future__ import annotations
@@ -15,37 +24,76 @@ import json
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
 
 PACKAGES: Final = ("outrider", "outrider_verifier", "outrider_drafter", "outrider_router")
+TIMED_KINDS: Final = frozenset(
+    {
+        "outrider.wire.messages.Heartbeat",
+        "outrider.wire.server_info.VerifierInfo",
+        "outrider.wire.server_info.DrafterInfo",
+    }
+)
+"""What heartbeats and answers to health polls are."""
+MAX_LOOKS: Final = 16
+"""Calls of a function by a module, in a round, whose values are looked at: each look takes time."""
+_EVENTS: Final = frozenset({"call", "return"})
 _LOOK_S: Final = 0.01
 
 
-def install(hooks: object, *, switch: str, out: str) -> None:
-    """Look at calls while the file `switch` exists, and write `out` then."""
+def install(hooks: object, *, switch: str, out: str, round: str) -> None:
+    """Record calls while the file `switch` exists, and write `out` then."""
     del hooks
-    census = CallCensus(Path(switch), Path(out))
+    module, _, function = round.partition("/")
+    census = CallCensus(Path(switch), Path(out), module, function)
     threading.setprofile(census.profile)
     sys.setprofile(census.profile)
     threading.Thread(target=census.watch, name="census", daemon=True).start()
 
 
+@cache
 def is_counted(module: str) -> bool:
     """Whether a module is one of this project's, and not generated."""
     return module.partition(".")[0] in PACKAGES and not module.endswith(("_pb2", "_pb2_grpc"))
 
 
-class CallCensus:
-    """What the profile function of all threads sees."""
+class _Run(threading.local):
+    """What one thread does from a call by none of the counted modules until that returns: a
+    callback of an event loop, or a step of a loop that was there before."""
 
-    def __init__(self, switch: Path, out: Path) -> None:
+    def __init__(self) -> None:
+        self.depth = 0
+        self.files: set[str] = set()
+        self.kinds: set[str] = set()
+
+
+class CallCensus:
+    """Counts in how many rounds a file or a kind occurred; the profile function of all threads."""
+
+    def __init__(self, switch: Path, out: Path, module: str, function: str) -> None:
+        """A round begins with a call of this function of this module."""
         self._switch, self._out = switch, out
+        self._module, self._function = module, function
         self._is_on = False
-        self._files: set[str] = set()
-        self._kinds: set[str] = set()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._run = _Run()
+        self._has_begun = False
+        """Whether a round has begun."""
+        self._rounds = 0
+        """Whole rounds so far."""
+        self._files: Counter[str] = Counter()
+        self._kinds: Counter[str] = Counter()
+        self._round_files: set[str] = set()
+        self._round_kinds: set[str] = set()
+        self._looks: Counter[tuple[CodeType, str, str]] = Counter()
+        """How often the values of a call were looked at in this round."""
 
     def watch(self) -> None:
         """Follow the switch, for as long as the process runs."""
@@ -54,27 +102,67 @@ class CallCensus:
             is_on = self._switch.exists()
             if self._is_on and not is_on:
                 self._is_on = False
-                found = {"files": sorted(self._files), "kinds": sorted(self._kinds)}
                 temporary = self._out.with_suffix(".part")
-                temporary.write_text(json.dumps(found))
+                temporary.write_text(json.dumps(self._found()))
                 temporary.rename(self._out)
-                self._files, self._kinds = set(), set()
+                self._reset()
             self._is_on = is_on
+
+    def _found(self) -> dict[str, Any]:
+        rounds = self._rounds
+        found: dict[str, Any] = {"rounds": rounds}
+        for name, counts in (("files", self._files), ("kinds", self._kinds)):
+            found[name] = sorted(each for each, count in counts.items() if 2 * count >= rounds)
+        return found
 
     def profile(self, frame: FrameType, event: str, result: Any) -> None:
         """See `sys.setprofile`."""
-        if not self._is_on or event not in ("call", "return"):
+        if not self._is_on or event not in _EVENTS:
             return
-        module = str(frame.f_globals.get("__name__", ""))
+        module, code = _module_of(frame), frame.f_code
         if not is_counted(module):
             return
-        self._files.add(module)
-        caller = frame.f_back
-        above = "" if caller is None else str(caller.f_globals.get("__name__", ""))
-        if not is_counted(above) or above == module:
+        if event == "call" and code.co_name == self._function and module == self._module:
+            self._end_round()
+        run = self._run
+        run.depth = max(0, run.depth + (1 if event == "call" else -1))
+        if not code.co_filename.startswith("<"):
+            run.files.add(module)
+        above = "" if frame.f_back is None else _module_of(frame.f_back)
+        if above != module and is_counted(above):
+            self._look_at_values(frame, event, result, above)
+        if not run.depth:
+            self._end_run()
+
+    def _look_at_values(self, frame: FrameType, event: str, result: Any, above: str) -> None:
+        place = (frame.f_code, above, event)
+        looks = self._looks[place]
+        if looks == MAX_LOOKS:
             return
+        self._looks[place] = looks + 1
         values = [result] if event == "return" else _arguments(frame.f_code, frame.f_locals)
-        self._kinds.update(kind for value in values if (kind := kind_of(value)) is not None)
+        self._run.kinds.update(kind for value in values if (kind := kind_of(value)) is not None)
+
+    def _end_run(self) -> None:
+        run = self._run
+        if not run.kinds & TIMED_KINDS:
+            self._round_files |= run.files
+            self._round_kinds |= run.kinds
+        run.files, run.kinds = set(), set()
+
+    def _end_round(self) -> None:
+        files, self._round_files = self._round_files, set()
+        kinds, self._round_kinds = self._round_kinds, set()
+        if self._has_begun:
+            self._files.update(files)
+            self._kinds.update(kinds)
+            self._rounds += 1
+        self._has_begun = True
+        self._looks.clear()
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _arguments(code: CodeType, values: Mapping[str, Any]) -> list[Any]:
