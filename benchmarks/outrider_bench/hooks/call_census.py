@@ -62,7 +62,7 @@ def is_counted(module: str) -> bool:
     return module.partition(".")[0] in PACKAGES and not module.endswith(("_pb2", "_pb2_grpc"))
 
 
-class _Run(threading.local):
+class _ThreadRun(threading.local):
     """What one thread does from a call by none of the counted modules until that returns: a
     callback of an event loop, or a step of a loop that was there before."""
 
@@ -83,7 +83,7 @@ class CallCensus:
         self._reset()
 
     def _reset(self) -> None:
-        self._run = _Run()
+        self._run = _ThreadRun()
         self._has_begun = False
         """Whether a round has begun."""
         self._rounds = 0
