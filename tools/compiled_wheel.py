@@ -31,10 +31,7 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
     "drafter/outrider_drafter/proposers": (
         # Sources without a device.
         "eagle_batch",
-        "eagle_forest",
-        "eagle_kv",
         "forest",
-        "growth_driver",
         "ngram",
         "outcome_drafting",
         "small_model",

@@ -63,8 +63,7 @@ from outrider_verifier.state.effects import (
     DrafterChanged,
     FailSession,
 )
-from outrider_verifier.state.handles import SessionHandles
-from outrider_verifier.state.session import Session, check_plan, check_spec
+from outrider_verifier.state.session import Session, SessionHandles, check_plan, check_spec
 from outrider_verifier.state.session_phase import ENDED
 
 logger = logging.getLogger(__name__)
