@@ -10,11 +10,13 @@ of whole rounds, and of at least half of them:
 * `kinds`: the classes of this project of which an instance passed from one of its modules to
   another, as an argument, a result, or the first element of such.
 
-Calls that send or receive a heartbeat, or that answer a health poll, are no part of a round: they
-come by the clock, several times in a slow round. What happens in fewer than half of the rounds (a
-scrape of metrics, a K/V block every few tokens) is no part of a steady one. Generated code does not
-count as a function of a file: protocol buffers, and the methods that `dataclass` makes. What such
-methods are given does count as a kind. The process is several times slower meanwhile.
+Callbacks that send or receive a heartbeat, or that answer a health poll, are no part of a round:
+they come by the clock, several times in a slow round. So are those that begin in the gRPC
+transport, which carries nothing else between processes of one host: verdicts, proposals and events
+of sessions cross by shared memory. What happens in fewer than half of the rounds (a scrape of
+metrics, a K/V block every few tokens) is no part of a steady one. Generated code does not count as
+a function of a file: protocol buffers, and the methods that `dataclass` makes. What such methods
+are given does count as a kind. The process is several times slower meanwhile.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ TIMED_KINDS: Final = frozenset(
     }
 )
 """What heartbeats and answers to health polls are."""
+TIMED_MODULES: Final = ("outrider.transport.grpc.", "outrider.transport.heartbeat")
+"""Where callbacks begin that are about these alone."""
 MAX_LOOKS: Final = 16
 """Calls of a function by a module, in a round, whose values are looked at: each look takes time."""
 _EVENTS: Final = frozenset({"call", "return"})
@@ -68,6 +72,8 @@ class _ThreadRun(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
+        self.is_timed = False
+        """Whether it began in one of `TIMED_MODULES`."""
         self.files: set[str] = set()
         self.kinds: set[str] = set()
 
@@ -125,6 +131,8 @@ class CallCensus:
         if event == "call" and code.co_name == self._function and module == self._module:
             self._end_round()
         run = self._run
+        if not run.depth and event == "call":
+            run.is_timed = module.startswith(TIMED_MODULES)
         run.depth = max(0, run.depth + (1 if event == "call" else -1))
         if not code.co_filename.startswith("<"):
             run.files.add(module)
@@ -145,10 +153,10 @@ class CallCensus:
 
     def _end_run(self) -> None:
         run = self._run
-        if not run.kinds & TIMED_KINDS:
+        if not (run.is_timed or run.kinds & TIMED_KINDS):
             self._round_files |= run.files
             self._round_kinds |= run.kinds
-        run.files, run.kinds = set(), set()
+        run.files, run.kinds, run.is_timed = set(), set(), False
 
     def _end_round(self) -> None:
         files, self._round_files = self._round_files, set()

@@ -257,8 +257,7 @@ class RoundExecutor:
                 self._in_flight, failure = self._attempt(plan, self._ended_at, 0.0)
         told = None if verdict_inputs is None else verdict_inputs.make_batch(outcome.decoded)
         if told is not None:
-            followed = self._core.verdict_builder.advance_prefixes(told)
-            self._core.drafters.send_verdicts(self._core.verdict_builder.build_verdicts(followed))
+            self._core.drafters.send_round(told)
         # A prompt's features take long to copy: who decodes does not wait for them.
         handed = self._outbox.flush()
         self._core.drafters.send_queued_prefixes()
