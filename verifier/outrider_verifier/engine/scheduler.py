@@ -216,7 +216,7 @@ class Scheduler:
 
     def _held_nodes(self, sessions: Sequence[Session]) -> list[int]:
         """Nodes of the proposal of each, -1 if there is none."""
-        if not any([session.wants_outside_drafts for session in sessions]):
+        if not any(session.wants_outside_drafts for session in sessions):
             return [-1] * len(sessions)
         return self._core.inbox.num_nodes([session.handle for session in sessions])
 
