@@ -60,6 +60,7 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
         "process_tuning",
         "signals",
         "spans",
+        "start_times",
         "watchdog",
     ),
     "outrider/engine": (
@@ -80,10 +81,13 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
         "swap_paths",
         "target",
         "truncation",
+        # Before the first round.
+        "weight_copies",
     ),
     "outrider/engine/device": (
         # Before the first round.
         "current_device",
+        "trial_capture",
         "warm_up",
         # What torch captures once.
         "target_program",
@@ -104,6 +108,7 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
         # A class of ctypes'; and what `outrider bench host` puts canned things in place of.
         "graph_cache",
         # Before the first round.
+        "kernel_compilation",
         "shape_family",
     ),
     "outrider/engine/device/inputs": (),

@@ -23,9 +23,11 @@ PAGES = {
     "proto/README.md": "processes/wire.md",
     "benchmarks/results/README.md": "results/index.md",
     "benchmarks/results/chaos.md": "results/chaos.md",
+    "benchmarks/results/design-choices.md": "results/design-choices.md",
     "benchmarks/results/gpu/README.md": "results/gpu/index.md",
     "heads/smollm2-135m-eagle3/README.md": "processes/head.md",
     "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
 }
 """Files of the repository that are pages, and where."""
 _SOURCES = {uri: path for path, uri in PAGES.items()}

@@ -1,9 +1,10 @@
-"""`outrider bench round-census`: how many files and kinds of object take part in a steady round.
+"""`outrider bench round-census`: how many files and kinds of object take part in a round.
 
 A local fleet of a router, a verifier and a drafter serves long greedy streams, with drafts and then
 without. Amid them all calls of the verifier and of the drafter are looked at for some rounds (see
 `outrider_bench.hooks.call_census`): the fewer files and classes of this project take part in most
-of them, the less somebody new has to know.
+of them, the less somebody new has to know. The same is counted of a request in the router, from its
+arrival to its first text (see `outrider_bench.request_census`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from outrider_bench.faults.repair import poll_until, wait_idle
 from outrider_bench.models import add_model_arguments, describe_placement, local_config
 from outrider_bench.prompts import load_prompts
 from outrider_bench.report import format_table, print_progress, print_result
+from outrider_bench.request_census import count_requests
 
 MODES: Final = {"drafted": "eagle3", "plain": "none"}
 """Drafters that streams ask for, by kind of round."""
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     """Count, and print the table. Raises UnavailableError where streams ended too early."""
     with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
         census = _Census(args, Path(directory))
-        found = {mode: census.count(mode) for mode in MODES}
+        found = {mode: census.count(mode) for mode in MODES} | census.requests
     config = census.config
     result: dict[str, Any] = {"benchmark": "round-census", **describe()}
     result |= {"model": config.model_name, **describe_placement(config), "streams": args.streams}
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
         for mode, processes in found.items()
         for process, lists in processes.items()
     ]
-    headers = ("process", "rounds", "files", "of its own package", "kinds of object")
+    headers = ("process", "of", "files", "of its own package", "kinds of object")
     print(format_table(headers, rows))
     if args.list:
         for mode, processes in found.items():
@@ -93,6 +95,8 @@ class _Census:
 
     def __init__(self, args: argparse.Namespace, directory: Path) -> None:
         self._args, self._directory = args, directory
+        self.requests: dict[str, dict[str, dict[str, list[str]]]] = {}
+        """The same of drafted requests in the router up to their first text, by API."""
         self.config = replace(
             local_config(args, max_sessions=2 * args.streams),
             verifier_hooks=(self._hook("verifier"),),
@@ -110,6 +114,10 @@ class _Census:
             begun = [threading.Event() for _ in range(self._args.streams)]
             ended = threading.Event()
             prompts = load_prompts(self._args.prompts, self._args.limit)
+            if mode == "drafted":
+                self.requests = count_requests(
+                    fleet, self.config, text=prompts[0].text, drafter=MODES[mode]
+                )
             threads = [
                 threading.Thread(
                     target=self._follow,

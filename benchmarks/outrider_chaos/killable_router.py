@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from outrider_router.api.inference_grpc import inference_service
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.config import OverloadConfig, RouterConfig, SpeculationDefaults
-from outrider_router.requests.resumable_answers import EventWriter
+from outrider_router.requests.resumption.resumable_answers import EventWriter
 from outrider_router.requests.service import RouterService
 
 from outrider.chaos.network import ChaosNetwork

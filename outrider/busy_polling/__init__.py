@@ -2,7 +2,7 @@
 
 A round over gRPC passes some ten sleeping threads. On a core that has gone idle each of them costs
 the time in which the hardware, or the hypervisor, brings the core back: 5 us where idle cores
-poll, up to 200 us in a virtual machine. See docs/decisions/0012-awake-cores.md.
+poll, up to 200 us in a virtual machine. See docs/decisions/0012-busy-polling-cores.md.
 
 core_selection.py          Selection of the CPU cores that a process keeps busy-polling.
 cores.py                   Busy-polling cores: claims CPU cores, keeps them awake and pins threads

@@ -279,6 +279,9 @@ class ChaosDialer:
         """A control client of the drafter at `address`."""
         return _Control(self, address)
 
+    async def close_channel(self, address: str) -> None:
+        """Nothing to close: connections belong to their holders."""
+
     async def close(self) -> None:
         """Nothing to close: connections belong to their holders."""
 

@@ -1,9 +1,11 @@
 """Model loader: builds a target or a small draft model with fused, packed weights.
 
 Tensors are read, fused and packed one layer at a time, so that the peak of memory is the packed
-model and one layer. A packed projection keeps its plain weight only where single rows are faster
-over it and the machine has memory for such copies. The embedding stays plain, because its rows are
-looked up; when the output projection is tied to it, that is a second, packed copy.
+model and one layer. Plain weights may also be copied by threads in the background (`WeightCopies`),
+into memory that is allocated before: kernels compile meanwhile. A packed projection keeps its plain
+weight only where single rows are faster over it and the machine has memory for such copies. The
+embedding stays plain, because its rows are looked up; when the output projection is tied to it,
+that is a second, packed copy.
 
 The rows of the query and key projections are permuted to the interleaved RoPE layout
 (`interleave_pairs`). The weights of `q_norm` and `k_norm` are permuted likewise, and expanded to
@@ -12,9 +14,10 @@ one row for each head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +27,10 @@ from outrider.checkpoints.model_tensors import EMBEDDING, FINAL_NORM_WEIGHT, LM_
 from outrider.engine.checkpoint import TensorSource, load_model_config, open_checkpoint
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.layers import LayerWeights, interleave_pairs
-from outrider.engine.linear import Linear, make_linear
+from outrider.engine.linear import Linear, can_pack, make_linear
 from outrider.engine.matmul_tuning import has_memory_for_copies
 from outrider.engine.target import ModelWeights, TargetModel
+from outrider.engine.weight_copies import WeightCopies
 from outrider.errors import InvalidRequestError
 
 
@@ -38,17 +42,20 @@ def load_target(
     kv_tokens: int | Callable[[ModelConfig], int] = 8192,
     block_tokens: int = 16,
     packed: bool = True,
+    copies: WeightCopies | None = None,
 ) -> TargetModel:
     """Load a model from a safetensors directory or a `.gguf` file.
 
     `kv_tokens` is the size of the KV pool in tokens, or a function of the model configuration that
-    returns it and is called after the weights are loaded. The size is rounded up to blocks of
-    `block_tokens`. `packed=False` keeps plain weights. Raises NotFoundError and
-    InvalidRequestError.
+    returns it and is called after the memory of the weights is allocated. The size is rounded up to
+    blocks of `block_tokens`. `packed=False` keeps plain weights. `copies`: threads that fill the
+    weights, which hold anything until `copies.wait` has returned; None: they are filled when this
+    returns. Raises NotFoundError and InvalidRequestError; with `copies`, a tensor that is missing,
+    damaged or of another shape is found by them.
     """
     source = open_checkpoint(path)
     config = load_model_config(path)
-    weights = WeightLoader(source, config, dtype, torch.device(device), packed).load()
+    weights = WeightLoader(source, config, dtype, torch.device(device), packed, copies).load()
     tokens = kv_tokens(config) if callable(kv_tokens) else kv_tokens
     pool = KVPool(
         num_layers=config.num_layers,
@@ -59,7 +66,11 @@ def load_target(
         dtype=dtype,
         device=device,
     )
-    return TargetModel(config, weights, pool)
+    target = TargetModel(config, weights, pool)
+    if copies is not None:
+        # Not before: the size of the pool may follow from the memory that is free.
+        copies.start()
+    return target
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -100,6 +111,18 @@ def _lm_head(source: TensorSource, config: ModelConfig) -> Tensor:
     return source.get(EMBEDDING if config.tie_word_embeddings else LM_HEAD)
 
 
+class _Part(NamedTuple):
+    """Rows of a fused tensor: a tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    """In the checkpoint."""
+    out_shape: tuple[int, ...]
+    """In the fused tensor."""
+    arrange: Callable[[Tensor], Tensor] | None = None
+    """Makes those rows of the stored tensor; None: they are the tensor."""
+
+
 class WeightLoader:
     """Loads the weights of a model from any source of tensors: fuses, permutes and packs them."""
 
@@ -110,11 +133,17 @@ class WeightLoader:
         dtype: torch.dtype,
         device: torch.device,
         packed: bool,
+        copies: WeightCopies | None = None,
     ) -> None:
+        """`copies`: threads that are given every copy in place of doing it at once; for plain
+        weights only."""
+        if copies is not None and packed and can_pack(dtype, device):
+            raise ValueError("weights are packed from what they hold: copy them at once")
         self._source = source
         self._config = config
         self._dtype = dtype
         self._device = device
+        self._copies = copies
         size = _weight_bytes(config, dtype) if packed else 0
         self._make = partial(make_linear, packed=packed, keep_plain=has_memory_for_copies(size))
 
@@ -125,14 +154,14 @@ class WeightLoader:
         head = _lm_head(self._source, config)
         self._expect(LM_HEAD, head, (config.vocab_size, config.hidden_size))
         # A damaged or foreign checkpoint should fail on its small tensors, before the large ones.
-        final_norm = self._vector(FINAL_NORM_WEIGHT, config.hidden_size)
+        final_norm = self._tensor(FINAL_NORM_WEIGHT, config.hidden_size)
         layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
-        embedding = self._matrix(EMBEDDING, config.vocab_size, config.hidden_size)
+        embedding = self._tensor(EMBEDDING, config.vocab_size, config.hidden_size)
         return ModelWeights(
             embedding=embedding,
             layers=layers,
             final_norm=final_norm,
-            lm_head=self._make(self._convert(head), None),
+            lm_head=self._make(self._converted(head), None),
         )
 
     def _layer(self, prefix: str) -> LayerWeights:
@@ -140,11 +169,11 @@ class WeightLoader:
         hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
         return LayerWeights(
-            input_norm=self._vector(prefix + "input_layernorm.weight", hidden),
+            input_norm=self._tensor(prefix + "input_layernorm.weight", hidden),
             qkv=self._qkv(attention, q_size, kv_size),
             qk_norms=self._qk_norms(attention) if config.qk_norm else None,
             o_proj=self._linear([(attention + "o_proj", hidden)], q_size, config.o_bias),
-            post_norm=self._vector(prefix + "post_attention_layernorm.weight", hidden),
+            post_norm=self._tensor(prefix + "post_attention_layernorm.weight", hidden),
             gate_up=self._linear(
                 [(mlp + "gate_proj", inner), (mlp + "up_proj", inner)], hidden, config.mlp_bias
             ),
@@ -154,49 +183,80 @@ class WeightLoader:
     def _qkv(self, prefix: str, q_size: int, kv_size: int) -> Linear:
         sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         dim, hidden = self._config.head_dim, self._config.hidden_size
-        weights: list[Tensor] = []
-        biases: list[Tensor] = []
-        for name, size in sizes.items():
-            parts = [self._matrix(f"{prefix}{name}.weight", size, hidden)]
-            if self._config.qkv_bias:
-                parts.append(self._vector(f"{prefix}{name}.bias", size))
-            if name != "v_proj":
-                parts = [interleave_pairs(part, dim) for part in parts]
-            weights.append(parts[0])
-            biases.extend(parts[1:])
-        bias = torch.cat(biases) if biases else None
-        return self._make(torch.cat(weights), bias)
+        interleave = partial(interleave_pairs, head_dim=dim)
+        arrange = {"q_proj": interleave, "k_proj": interleave, "v_proj": None}
+        weight = self._fused(
+            _Part(f"{prefix}{name}.weight", (size, hidden), (size, hidden), arrange[name])
+            for name, size in sizes.items()
+        )
+        bias = None
+        if self._config.qkv_bias:
+            bias = self._fused(
+                _Part(f"{prefix}{name}.bias", (size,), (size,), arrange[name])
+                for name, size in sizes.items()
+            )
+        return self._make(weight, bias)
 
     def _qk_norms(self, prefix: str) -> Tensor:
         config = self._config
+        dim = config.head_dim
         heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
-        rows = [
-            interleave_pairs(
-                self._vector(f"{prefix}{name}.weight", config.head_dim), config.head_dim
-            ).expand(count, -1)
+        return self._fused(
+            _Part(f"{prefix}{name}.weight", (dim,), (count, dim), partial(_repeat_norm, count, dim))
             for name, count in heads.items()
-        ]
-        return torch.cat(rows)
+        )
 
-    def _linear(self, parts: list[tuple[str, int]], width: int, has_bias: bool) -> Linear:
-        weight = torch.cat([self._matrix(f"{name}.weight", size, width) for name, size in parts])
+    def _linear(self, parts: Sequence[tuple[str, int]], width: int, has_bias: bool) -> Linear:
+        weight = self._fused(
+            _Part(f"{name}.weight", (size, width), (size, width)) for name, size in parts
+        )
         bias = None
         if has_bias:
-            bias = torch.cat([self._vector(f"{name}.bias", size) for name, size in parts])
+            bias = self._fused(_Part(f"{name}.bias", (size,), (size,)) for name, size in parts)
         return self._make(weight, bias)
 
-    def _matrix(self, name: str, rows: int, width: int) -> Tensor:
-        tensor = self._source.get(name)
-        self._expect(name, tensor, (rows, width))
-        return self._convert(tensor)
+    def _tensor(self, name: str, *shape: int) -> Tensor:
+        """A tensor of the checkpoint as it is; on a CPU it stays in the file's mapping if it has
+        the element type."""
+        if self._copies is None:
+            return self._converted(self._read(name, shape))
+        return self._fused([_Part(name, shape, shape)])
 
-    def _vector(self, name: str, size: int) -> Tensor:
-        tensor = self._source.get(name)
-        self._expect(name, tensor, (size,))
-        return self._convert(tensor)
+    def _converted(self, tensor: Tensor) -> Tensor:
+        if self._copies is None:
+            return tensor.to(device=self._device, dtype=self._dtype)
+        out = self._empty(tensor.shape)
+        self._copies.add(partial(out.copy_, tensor))
+        return out
 
-    def _convert(self, tensor: Tensor) -> Tensor:
-        return tensor.to(device=self._device, dtype=self._dtype)
+    def _fused(self, parts: Iterable[_Part]) -> Tensor:
+        """The rows of all parts, one behind the other."""
+        parts = list(parts)
+        rows = sum(part.out_shape[0] for part in parts)
+        out = self._empty((rows, *parts[0].out_shape[1:]))
+        first = 0
+        for part in parts:
+            end = first + part.out_shape[0]
+            copy = partial(self._copy, part, out[first:end])
+            first = end
+            if self._copies is None:
+                copy()
+            else:
+                self._copies.add(copy)
+        return out
+
+    def _empty(self, shape: Sequence[int]) -> Tensor:
+        return torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
+
+    def _copy(self, part: _Part, out: Tensor) -> None:
+        # Arranged on the host: on a device that would take memory which is planned for otherwise.
+        tensor = self._read(part.name, part.shape)
+        out.copy_(tensor if part.arrange is None else part.arrange(tensor))
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._source.get(name)
+        self._expect(name, tensor, shape)
+        return tensor
 
     @staticmethod
     def _expect(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -205,3 +265,8 @@ class WeightLoader:
                 f"{name} must have shape {shape}, not {tuple(tensor.shape)}: "
                 "config and weights do not belong together"
             )
+
+
+def _repeat_norm(count: int, head_dim: int, weight: Tensor) -> Tensor:
+    """[count, d]: the interleaved norm weight [d] for each of `count` heads."""
+    return interleave_pairs(weight, head_dim).expand(count, -1)

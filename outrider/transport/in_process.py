@@ -11,12 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from outrider.errors import (
-    AlreadyExistsError,
-    ConnectionLostError,
-    OutriderError,
-    UnavailableError,
-)
+from outrider.errors import AlreadyExistsError, ConnectionLostError, OutriderError, UnavailableError
 from outrider.ids import SessionId
 from outrider.spec.plan import SpeculationPlan
 from outrider.transport.bounded_queue import BoundedQueue
@@ -338,6 +333,9 @@ class InprocDialer:
     async def drafter(self, address: str) -> InprocDrafter:
         """A control client of the drafter at `address`."""
         return InprocDrafter(self._network, address)
+
+    async def close_channel(self, address: str) -> None:
+        """Nothing to close: connections belong to their holders."""
 
     async def close(self) -> None:
         """Nothing to close: connections belong to their holders."""

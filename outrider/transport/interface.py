@@ -169,6 +169,10 @@ class Dialer(Protocol):
         """A control client of the drafter at `address`."""
         ...
 
+    async def close_channel(self, address: str) -> None:
+        """Close the channel to an address whose process is gone, if there is one."""
+        ...
+
     async def close(self) -> None:
         """Close every channel."""
         ...

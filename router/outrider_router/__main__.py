@@ -174,8 +174,6 @@ async def serve(config: RouterConfig) -> None:
     register_fleet_metrics(service)
     server, pool = make_client_server(service), make_pool_server(service)
     http = _http_server(config, service)
-    service.on_readiness = server.set_serving
-    service.discovery.on_forgotten = dialer.close_channel
     stop, again = _stop_events()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.access_control.reload_keys)
     try:
@@ -184,7 +182,7 @@ async def serve(config: RouterConfig) -> None:
             # The system gives it connections as soon as it listens, others being ready or not.
             await service.start()
             await _until_ready(service, stop)
-        address = await server.start(serving=service.is_ready)
+        address = await server.start(serving=service.readiness.is_ready)
         ready = {"event": "ready", "address": address}
         if config.metrics_port >= 0:
             ready["metrics"] = serve_router_metrics(service)
@@ -215,7 +213,7 @@ async def serve(config: RouterConfig) -> None:
 
 async def _until_ready(service: RouterService, stop: asyncio.Event) -> None:
     """Wait until requests can be served, or the process is told to stop."""
-    while not (service.is_ready or stop.is_set()):
+    while not (service.readiness.is_ready or stop.is_set()):
         await asyncio.sleep(_LOOK_S)
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from outrider_router.requests.log_records import EMITTED, HEADER, RECORD_MARK
+from outrider_router.requests.resumption.log_records import EMITTED, HEADER, RECORD_MARK
 
 from outrider.client import InternalError, user
 from tests.integration.gap_meter import GapMeter, measure_calm

@@ -40,6 +40,9 @@ class FakeDialer:
     async def drafter(self, address: str) -> DrafterControl:
         return self._drafters[address]
 
+    async def close_channel(self, address: str) -> None:
+        pass
+
     async def close(self) -> None:
         pass
 

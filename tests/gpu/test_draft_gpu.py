@@ -254,6 +254,8 @@ def test_the_device_source_proposes_what_the_host_source_on_a_cpu_does(
 ) -> None:
     device = on_device(checkpoint, graphs=graphs)
     if graphs:
+        device.compile_kernels()
+        assert len(device.graphs) == 0
         device.warm_up()
         device.graphs.sealed = False
         assert len(device.graphs) > 0

@@ -62,12 +62,27 @@ BEGIN = ReplicaSessionBegin(
     slot=0, blocks=(1,), sampling=SamplingParams().for_drafter(), num_rows=0
 )
 ROUND = ReplicaRoundLaunched(rows=1, chunks=0, is_sampled=False)
-SLEEP_CYCLES = 20_000_000_000
-"""More than 10 s of any clock."""
+SLEEP_CYCLES = 40_000_000_000
+"""More than 20 s of any clock."""
+
+
+@pytest.fixture(scope="module")
+def verifier_kernels(device: torch.device) -> None:
+    """The kernels of a verifier's side are compiled: a first round that compiled them could outlast
+    the drafter's wait."""
+    side = ExchangeSide(SHAPE, device, timeout_us=1)
+    side.attach(
+        verdicts=allocate_on_device(SHAPE.verdict_layout().num_bytes, device),
+        drafts=allocate_on_device(SHAPE.draft_layout().num_bytes, device),
+    )
+    put_round(side)
+    torch.cuda.synchronize()
 
 
 @pytest.fixture
-def replicas(device: torch.device, tiny_target: Path, tiny_head: Path) -> Iterator[Replicas]:
+def replicas(
+    device: torch.device, tiny_target: Path, tiny_head: Path, verifier_kernels: None
+) -> Iterator[Replicas]:
     init_launching_thread(str(device))
     target = load_target(tiny_target, kv_tokens=64, packed=False, device=str(device))
     head = load_head(
@@ -88,6 +103,15 @@ def replicas(device: torch.device, tiny_target: Path, tiny_head: Path) -> Iterat
     with torch.inference_mode():
         yield replicas
     torch.cuda.synchronize()
+
+
+def put_round(side: ExchangeSide) -> bool:
+    """A round of one session, whose outcome nobody has drafted for; whether drafts came."""
+    publish_number(side.verdicts, side.state, step=1)
+    slots = torch.zeros(1, dtype=torch.int32, device="cuda")
+    outcomes = torch.full((2,), -1, dtype=torch.int32, device="cuda")
+    wait_drafts(side.drafts, side.state, slots, outcomes, padding=1)
+    return bool(side.state.words[3])
 
 
 class Verifier:
@@ -113,7 +137,6 @@ class Verifier:
             self.side = ExchangeSide(SHAPE, device, timeout_us=2_000_000)
             self.side.attach(verdicts=peer, drafts=own)
         replicas.handle_command(connection, BEGIN)
-        # The first round compiles kernels of this side.
         self.announce()
         assert self.is_answered()
 
@@ -123,12 +146,7 @@ class Verifier:
     def is_answered(self) -> bool:
         """Put a round; whether the drafter answers."""
         with torch.cuda.stream(self._stream):
-            publish_number(self.side.verdicts, self.side.state, step=1)
-            # One session, whose outcome nobody has drafted for.
-            slots = torch.zeros(1, dtype=torch.int32, device="cuda")
-            outcomes = torch.full((2,), -1, dtype=torch.int32, device="cuda")
-            wait_drafts(self.side.drafts, self.side.state, slots, outcomes, padding=1)
-            return bool(self.side.state.words[3])
+            return put_round(self.side)
 
     def leave(self) -> None:
         with torch.cuda.stream(self._stream):
@@ -169,14 +187,16 @@ def test_nothing_of_a_join_waits_for_the_device(replicas: Replicas, device: torc
         torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ended.record()
+    began = time.monotonic()
     late = Verifier(replicas, 3, device)
     late.announce()
     assert late.is_answered()
     first.announce()
     assert first.is_answered()
     late.leave()
+    took_s = time.monotonic() - began
     assert not ended.query(), (  # type: ignore[no-untyped-call]
-        "something has waited for the whole device"
+        f"something has waited for the whole device, or all this took too long: {took_s:.1f} s"
     )
     # Kernels are compiled by then: a step captures one graph.
     assert late.longest_step_s < 0.03

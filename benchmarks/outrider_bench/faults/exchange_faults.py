@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from outrider.client import Client, GenerateResult, OutriderError, RetryPolicy, user
 from outrider.client.flags import integer_at_least
@@ -81,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="fixed",
         help="fixed: all sessions draft throughout; default: fixed",
     )
+    add("--trace-dir", type=Path, help="where verifier and drafter leave their timelines")
     add("--max-seconds", type=float, default=0.0, help="ends the faults early; default: 0, never")
     add("--seed", type=int, default=0, help="seed of the order and the times of faults")
 
@@ -106,6 +107,7 @@ def run(args: argparse.Namespace) -> None:
             device_exchange=ON,
             drafter_hooks=hooks,
             log_dir=Path(directory) / "logs",
+            trace_dir=args.trace_dir,
         )
         with LocalCluster(config, progress=print_progress) as fleet:
             wait_idle(fleet)
@@ -128,6 +130,16 @@ def run(args: argparse.Namespace) -> None:
         raise InternalError("the exchange did not withstand all faults", reason="FAULTS")
 
 
+class _Gap(NamedTuple):
+    """A time between two messages of a request, s."""
+
+    gap_s: float
+    after_fault_s: float
+    """From the last fault to its end."""
+    tokens: int
+    """That the request had before."""
+
+
 @dataclass(slots=True, eq=False)
 class _Stream:
     """What one client has heard over all its requests; its thread writes it."""
@@ -138,7 +150,7 @@ class _Stream:
     """When its running request began."""
     cancel: threading.Event = field(default_factory=threading.Event)
     """Ends the running request."""
-    longest_gap_s: dict[str, float] = field(default_factory=dict)
+    longest_gaps: dict[str, _Gap] = field(default_factory=dict)
     """Longest time between two messages of a request, by the fault before the second one."""
     first_message_s: float = 0.0
     """Longest time to the first message of a request."""
@@ -163,8 +175,8 @@ class _FaultRun:
         (verifier,) = fleet.members[CertificateRole.VERIFIER]
         self._log = logs / f"{verifier.name}.log"
         self._random = random.Random(args.seed)
-        self._fault = "none"
-        """What has happened last."""
+        self._fault, self._fault_at = "none", time.monotonic()
+        """What has happened last, and when."""
         self._is_over = threading.Event()
         self._not_reopened = 0
         self._reopened_s: list[float] = []
@@ -187,7 +199,7 @@ class _FaultRun:
                 passed = time.monotonic() - began
                 if 0.0 < self._args.max_seconds < passed:
                     break
-                self._fault = self._choose(kinds, number)
+                self._fault, self._fault_at = self._choose(kinds, number), time.monotonic()
                 print_progress(f"{number + 1}: {self._fault} at {passed:.1f} s")
                 self._inject(self._fault)
                 done[self._fault] += 1
@@ -198,8 +210,11 @@ class _FaultRun:
                 thread.join(START_TIMEOUT_S)
         wait_idle(self._fleet)
         streams, opened = self._streams, self._count(_OPENED)
-        gaps = [pair for stream in streams for pair in stream.longest_gap_s.items()]
-        longest = {kind: round(gap, 4) for kind, gap in sorted(gaps, key=itemgetter(1))}
+        gaps = [pair for stream in streams for pair in stream.longest_gaps.items()]
+        longest: dict[str, list[dict[str, float]]] = {}
+        for kind, gap in sorted(gaps, key=itemgetter(1), reverse=True):
+            facts = {name: round(value, 4) for name, value in gap._asdict().items()}
+            longest.setdefault(kind, []).append(facts)
         return {
             "faults": dict(sorted(done.items())),
             "seconds": round(time.monotonic() - began, 1),
@@ -208,8 +223,8 @@ class _FaultRun:
             "cancelled": sum(stream.cancelled for stream in streams),
             "failed": [code for stream in streams for code in stream.failed],
             "gaps": [gap for stream in streams for gap in stream.gaps],
-            "longest_gap_s": max(longest.values()),
-            "longest_gap_s_by_fault": longest,
+            "longest_gap_s": max(gaps_of[0]["gap_s"] for gaps_of in longest.values()),
+            "longest_gaps_by_fault": longest,
             "longest_first_message_s": round(max(each.first_message_s for each in streams), 4),
             "exchanges_opened": opened,
             "exchanges_lost": self._count(_LOST),
@@ -262,8 +277,9 @@ class _FaultRun:
             for delta in answer:
                 now = time.monotonic()
                 if ids:
-                    known = stream.longest_gap_s.get(self._fault, 0.0)
-                    stream.longest_gap_s[self._fault] = max(known, now - last)
+                    gap = _Gap(now - last, now - self._fault_at, len(ids))
+                    known = stream.longest_gaps.get(self._fault, gap)
+                    stream.longest_gaps[self._fault] = max(known, gap)
                 else:
                     stream.first_message_s = max(stream.first_message_s, now - last)
                 last = now

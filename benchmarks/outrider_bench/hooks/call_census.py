@@ -54,10 +54,11 @@ def install(hooks: object, *, switch: str, out: str, round: str) -> None:
     """Record calls while the file `switch` exists, and write `out` then."""
     del hooks
     module, _, function = round.partition("/")
-    census = CallCensus(Path(switch), Path(out), module, function)
+    census = CallCensus((module, function))
     threading.setprofile(census.profile)
     sys.setprofile(census.profile)
-    threading.Thread(target=census.watch, name="census", daemon=True).start()
+    files = Path(switch), Path(out)
+    threading.Thread(target=_watch, args=(census, *files), name="census", daemon=True).start()
 
 
 @cache
@@ -79,12 +80,12 @@ class _ThreadRun(threading.local):
 
 
 class CallCensus:
-    """Counts in how many rounds a file or a kind occurred; the profile function of all threads."""
+    """What a profile function sees of the calls of its threads while it is asked to look."""
 
-    def __init__(self, switch: Path, out: Path, module: str, function: str) -> None:
-        """A round begins with a call of this function of this module."""
-        self._switch, self._out = switch, out
-        self._module, self._function = module, function
+    def __init__(self, round_begin: tuple[str, str] | None = None) -> None:
+        """`round_begin`: module and name of the function with whose call a round begins; None: all
+        calls are looked at together."""
+        self._round_begin = round_begin
         self._is_on = False
         self._reset()
 
@@ -101,24 +102,25 @@ class CallCensus:
         self._looks: Counter[tuple[CodeType, str, str]] = Counter()
         """How often the values of a call were looked at in this round."""
 
-    def watch(self) -> None:
-        """Follow the switch, for as long as the process runs."""
-        while True:
-            time.sleep(_LOOK_S)
-            is_on = self._switch.exists()
-            if self._is_on and not is_on:
-                self._is_on = False
-                temporary = self._out.with_suffix(".part")
-                temporary.write_text(json.dumps(self._found()))
-                temporary.rename(self._out)
-                self._reset()
-            self._is_on = is_on
+    def begin(self) -> None:
+        """Look from now on."""
+        self._is_on = True
 
-    def _found(self) -> dict[str, Any]:
-        rounds = self._rounds
-        found: dict[str, Any] = {"rounds": rounds}
-        for name, counts in (("files", self._files), ("kinds", self._kinds)):
-            found[name] = sorted(each for each, count in counts.items() if 2 * count >= rounds)
+    def end(self) -> dict[str, Any]:
+        """Look no more; the `files` and `kinds` since `begin`, sorted, and where rounds are told
+        apart the number of whole `rounds`: then files and kinds are those of at least half of
+        them."""
+        self._is_on = False
+        found: dict[str, Any] = {}
+        if self._round_begin is None:
+            found |= {"files": sorted(self._round_files), "kinds": sorted(self._round_kinds)}
+        else:
+            found["rounds"] = self._rounds
+            for name, counts in (("files", self._files), ("kinds", self._kinds)):
+                found[name] = sorted(
+                    each for each, count in counts.items() if 2 * count >= self._rounds
+                )
+        self._reset()
         return found
 
     def profile(self, frame: FrameType, event: str, result: Any) -> None:
@@ -128,7 +130,7 @@ class CallCensus:
         module, code = _module_of(frame), frame.f_code
         if not is_counted(module):
             return
-        if event == "call" and code.co_name == self._function and module == self._module:
+        if event == "call" and (module, code.co_name) == self._round_begin:
             self._end_round()
         run = self._run
         if not run.depth and event == "call":
@@ -139,13 +141,13 @@ class CallCensus:
         above = "" if frame.f_back is None else _module_of(frame.f_back)
         if above != module and is_counted(above):
             self._look_at_values(frame, event, result, above)
-        if not run.depth:
+        if not run.depth or self._round_begin is None:
             self._end_run()
 
     def _look_at_values(self, frame: FrameType, event: str, result: Any, above: str) -> None:
         place = (frame.f_code, above, event)
         looks = self._looks[place]
-        if looks == MAX_LOOKS:
+        if looks == MAX_LOOKS and self._round_begin is not None:
             return
         self._looks[place] = looks + 1
         values = [result] if event == "return" else _arguments(frame.f_code, frame.f_locals)
@@ -153,7 +155,8 @@ class CallCensus:
 
     def _end_run(self) -> None:
         run = self._run
-        if not (run.is_timed or run.kinds & TIMED_KINDS):
+        is_timed = run.is_timed or bool(run.kinds & TIMED_KINDS)
+        if not is_timed or self._round_begin is None:
             self._round_files |= run.files
             self._round_kinds |= run.kinds
         run.files, run.kinds, run.is_timed = set(), set(), False
@@ -167,6 +170,21 @@ class CallCensus:
             self._rounds += 1
         self._has_begun = True
         self._looks.clear()
+
+
+def _watch(census: CallCensus, switch: Path, out: Path) -> None:
+    """Follow the switch, for as long as the process runs."""
+    was_on = False
+    while True:
+        time.sleep(_LOOK_S)
+        is_on = switch.exists()
+        if is_on and not was_on:
+            census.begin()
+        elif was_on and not is_on:
+            temporary = out.with_suffix(".part")
+            temporary.write_text(json.dumps(census.end()))
+            temporary.rename(out)
+        was_on = is_on
 
 
 def _module_of(frame: FrameType) -> str:

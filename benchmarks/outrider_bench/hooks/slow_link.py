@@ -18,12 +18,7 @@ from typing import Final
 from outrider_drafter.hooks import DrafterHooks, VerifierAccess
 
 from outrider.errors import InvalidMessageError, InvalidRequestError, UnavailableError
-from outrider.transport.interface import (
-    Dialer,
-    DrafterConnection,
-    DrafterControl,
-    VerifierControl,
-)
+from outrider.transport.interface import Dialer, DrafterConnection, DrafterControl, VerifierControl
 from outrider.transport.shm import ShmChannel
 from outrider.wire.messages import ShmOffer
 
@@ -93,6 +88,10 @@ class SlowDialer:
     async def drafter(self, address: str) -> DrafterControl:
         """A control client of the drafter at `address`."""
         return await self._dialer.drafter(address)
+
+    async def close_channel(self, address: str) -> None:
+        """Close the channel to an address whose process is gone, if there is one."""
+        await self._dialer.close_channel(address)
 
     async def close(self) -> None:
         """Close every channel and end the relay; idempotent."""

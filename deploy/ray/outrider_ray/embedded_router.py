@@ -54,7 +54,6 @@ async def serve_front(config: RayFleetConfig) -> AsyncGenerator[EmbeddedRouter]:
     register_fleet_metrics(service)
     server = make_client_server(service)
     http = HttpServer(router.http, service) if router.http else None
-    service.on_readiness = server.set_serving
     try:
         service.restore_journal()
         address = await server.start(serving=False)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from outrider import timeline
 from outrider.engine.device.drafting.draft_row_state import DraftSampling
+from outrider.engine.device.graphs.kernel_compilation import compile_kernels
 from outrider.engine.device.graphs.shapes import bucket_for
 from outrider.engine.device.transfer.buffers import DownloadBuffer
 from outrider.spec.plan import DraftMethod
@@ -148,10 +149,22 @@ class GpuProposer(GpuProposerBase):
         return keys.flatten(0, 1), values.flatten(0, 1)
 
     @torch.inference_mode()
+    def compile_kernels(self) -> None:
+        """Compile the kernels of the whole family, in parallel."""
+        compile_kernels(self.graphs, self._device, lambda _: self._run_family())
+
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile the kernels and capture the graphs of the whole family, so that no session waits
-        for it; what is not in it runs launch by launch from here on."""
+        """Capture the graphs of the whole family, so that no session waits for it; what is not in
+        it runs launch by launch from here on."""
         began = time.monotonic()
+        self._run_family()
+        self.graphs.sealed = True
+        seconds = round(time.monotonic() - began, 1)
+        logger.info("drafts captured", extra={"graphs": len(self.graphs), "seconds": seconds})
+
+    def _run_family(self) -> None:
+        """Run every graph of the family once, with nothing but padding."""
         self._writer.warm_up()
         for shape, general in draft_shapes(self._buckets.chains):
             sizes = batch_sizes(shape, self._buckets.sessions)
@@ -165,9 +178,6 @@ class GpuProposer(GpuProposerBase):
                 self._ahead.warm_up_scores(
                     nodes, self._batch, self._buckets.score_rows, warps=warps
                 )
-        self.graphs.sealed = True
-        seconds = round(time.monotonic() - began, 1)
-        logger.info("drafts captured", extra={"graphs": len(self.graphs), "seconds": seconds})
 
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[FollowedSession]) -> None:

@@ -39,6 +39,7 @@ from outrider.engine.device.exchange.memory import (
 )
 from outrider.engine.device.exchange.round_history import READ_EVERY_S, RoundHistory
 from outrider.engine.device.exchange.round_spans import DRAFTER_STEPS, RoundSpans
+from outrider.engine.device.graphs.kernel_compilation import compile_kernels
 from outrider.engine.device.graphs.shapes import CHUNK_TOKENS
 from outrider.engine.device.transfer.cuda_driver import StreamEvent, driver_for
 from outrider.engine.heads import DraftHead
@@ -189,8 +190,7 @@ class Replicas:
         )
         stream = self._take_stream()
         with torch.cuda.stream(stream):
-            for _ in self._new_replica(shape, _USUAL_SLOTS).capture_steps():
-                pass
+            _capture_all(self._new_replica(shape, _USUAL_SLOTS), self._device)
             torch.cuda.synchronize(self._device)
         self._give_stream(stream)
         # Exchange buffers are allocated past torch, which is to keep nothing from them.
@@ -482,6 +482,17 @@ def _shape_of(offer: ReplicaOffer) -> ExchangeShape:
         fan_out=offer.fan_out,
         ahead_rows=offer.ahead_rows,
     )
+
+
+def _capture_all(replica: DraftReplica, device: torch.device) -> None:
+    """Compile the kernels of a replica, in parallel, and capture its graphs."""
+
+    def run() -> None:
+        for _ in replica.capture_steps():
+            pass
+
+    compile_kernels(replica.graphs, device, lambda _: run())
+    run()
 
 
 def _torch_dtype(dtype: TensorDtype) -> torch.dtype:

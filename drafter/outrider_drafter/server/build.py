@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -31,6 +31,7 @@ from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.grammar.grammar_cache import GrammarCache
 from outrider.models import resolve_model
 from outrider.spec.plan import DraftMethod
+from outrider.start_times import StartStage, StartTimes
 from outrider.text.tokenizer import tokenizer_file, tokenizer_hash
 from outrider_drafter.config import DrafterConfig
 from outrider_drafter.hooks import DrafterHooks, VerifierAccess
@@ -40,6 +41,9 @@ from outrider_drafter.proposers.ngram import NgramProposer
 from outrider_drafter.proposers.small_model import SmallModelProposer
 from outrider_drafter.server.service import DrafterService, TargetIdentity
 from outrider_drafter.server.shm_channels import ReplicaTable
+
+if TYPE_CHECKING:
+    from outrider_drafter.gpu.proposer import GpuProposer
 
 _HOST_KV_TOKENS: Final = 16384
 _MAX_KV_TOKENS: Final = 131072
@@ -60,6 +64,7 @@ def build_service(
     Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
     together.
     """
+    times = StartTimes()
     if config.exchanges_on_device:
         # Read when CUDA starts. Replicas wait on streams of their own, and streams that share one
         # of these connections wait for each other; by default there are 8.
@@ -70,7 +75,7 @@ def build_service(
     config = resolve_model_paths(config)
     identity = load_identity(config)
     hooks = hooks or DrafterHooks()
-    loaded = [_load_source(method, config, identity) for method in config.methods]
+    loaded = [_load_source(method, config, identity, times) for method in config.methods]
     proposers = [hooks.wrap_proposer(proposer) for proposer in loaded]
     grammars = GrammarCache.from_tokenizer_file(
         tokenizer_file(config.model),
@@ -78,7 +83,7 @@ def build_service(
         limits=config.grammar_compile,
         masks=config.grammar_masks,
     )
-    return DrafterService(
+    service = DrafterService(
         config,
         proposers,
         access.dialer,
@@ -87,12 +92,17 @@ def build_service(
         join=access.join,
         grammars=grammars,
         handicap=hooks.handicap,
-        replicas=_make_replicas(loaded, config, identity),
+        replicas=_make_replicas(loaded, config, identity, times),
     )
+    times.log()
+    return service
 
 
 def _make_replicas(
-    proposers: Sequence[Proposer], config: DrafterConfig, identity: TargetIdentity
+    proposers: Sequence[Proposer],
+    config: DrafterConfig,
+    identity: TargetIdentity,
+    times: StartTimes,
 ) -> ReplicaTable | None:
     """What exchanges between devices; None without an EAGLE-3 head, or where that is off."""
     heads = [p.head for p in proposers if isinstance(p, EagleProposer)]
@@ -114,7 +124,8 @@ def _make_replicas(
         max_sessions=config.max_sessions,
         max_kv_rows=config.exchange_kv_rows,
     )
-    replicas.warm_up()
+    with times.measure(StartStage.KERNELS):
+        replicas.warm_up()
     return replicas
 
 
@@ -134,26 +145,32 @@ def load_identity(config: DrafterConfig) -> TargetIdentity:
     )
 
 
-def _load_source(method: DraftMethod, config: DrafterConfig, identity: TargetIdentity) -> Proposer:
+def _load_source(
+    method: DraftMethod, config: DrafterConfig, identity: TargetIdentity, times: StartTimes
+) -> Proposer:
     if method is DraftMethod.NGRAM:
         ngram = config.ngram
         return NgramProposer(max_match=ngram.max_match, min_match=ngram.min_match)
     if method is DraftMethod.MODEL:
-        return _load_small_model(config, identity)
-    return _load_head(method, config)
+        return _load_small_model(config, identity, times)
+    return _load_head(method, config, times)
 
 
-def _load_head(method: DraftMethod, config: DrafterConfig) -> Proposer:
+def _load_head(method: DraftMethod, config: DrafterConfig, times: StartTimes) -> Proposer:
     dtype = getattr(torch, config.dtype)
     target = load_model_config(config.model)
     # Before anything is loaded: every mismatch that files can tell.
     read_head(Path(config.head), target, kind=method)
-    return build_head_proposer(_load_weights(config, target, dtype), config, dtype)
+    with times.measure(StartStage.WEIGHTS):
+        head = _load_weights(config, target, dtype)
+    return build_head_proposer(head, config, dtype, times)
 
 
-def build_head_proposer(head: DraftHead, config: DrafterConfig, dtype: torch.dtype) -> Proposer:
+def build_head_proposer(
+    head: DraftHead, config: DrafterConfig, dtype: torch.dtype, times: StartTimes | None = None
+) -> Proposer:
     """What drafts with a loaded head: on a GPU captured graphs, elsewhere and for heads that these
-    do not cover the host."""
+    do not cover the host. `times`: where the stages are added."""
     if torch.device(config.device).type != "cuda" or not can_extract(head):
         return EagleProposer(
             head,
@@ -182,8 +199,15 @@ def build_head_proposer(head: DraftHead, config: DrafterConfig, dtype: torch.dty
         look_ahead=not exchanges,
     )
     if config.cuda_graphs:
-        source.warm_up()
+        _warm_up(source, times or StartTimes())
     return source
+
+
+def _warm_up(source: GpuProposer, times: StartTimes) -> None:
+    with times.measure(StartStage.KERNELS):
+        source.compile_kernels()
+    with times.measure(StartStage.CAPTURE):
+        source.warm_up()
 
 
 def _load_weights(config: DrafterConfig, target: ModelConfig, dtype: torch.dtype) -> DraftHead:
@@ -202,20 +226,23 @@ def _load_weights(config: DrafterConfig, target: ModelConfig, dtype: torch.dtype
     )
 
 
-def _load_small_model(config: DrafterConfig, identity: TargetIdentity) -> Proposer:
+def _load_small_model(
+    config: DrafterConfig, identity: TargetIdentity, times: StartTimes
+) -> Proposer:
     own = tokenizer_hash(Path(config.draft_model))
     if own and identity.tokenizer_hash and own != identity.tokenizer_hash:
         raise FailedPreconditionError(
             f"{config.draft_model} has another tokenizer than {config.model}",
             reason="TOKENIZER_MISMATCH",
         )
-    model = load_target(
-        config.draft_model,
-        dtype=getattr(torch, config.dtype),
-        device=config.device,
-        kv_tokens=partial(pool_tokens, config, identity.vocab_size),
-    )
-    return _model_source(model, config, identity.vocab_size)
+    with times.measure(StartStage.WEIGHTS):
+        model = load_target(
+            config.draft_model,
+            dtype=getattr(torch, config.dtype),
+            device=config.device,
+            kv_tokens=partial(pool_tokens, config, identity.vocab_size),
+        )
+    return _model_source(model, config, identity.vocab_size, times)
 
 
 def pool_tokens(config: DrafterConfig, vocab_size: int, model: ModelConfig) -> int:
@@ -235,7 +262,9 @@ def _is_covered(model: ModelConfig, vocab_size: int) -> bool:
     return model.vocab_size >= vocab_size and model.sliding_window is None
 
 
-def _model_source(model: TargetModel, config: DrafterConfig, vocab_size: int) -> Proposer:
+def _model_source(
+    model: TargetModel, config: DrafterConfig, vocab_size: int, times: StartTimes
+) -> Proposer:
     covered = _is_covered(model.config, vocab_size) and model.has_plain_weights
     if model.device.type != "cuda" or not covered:
         return SmallModelProposer(model, vocab_size=vocab_size)
@@ -255,5 +284,5 @@ def _model_source(model: TargetModel, config: DrafterConfig, vocab_size: int) ->
         bounded=config.cuda_graphs,
     )
     if config.cuda_graphs:
-        source.warm_up()
+        _warm_up(source, times)
     return source

@@ -1,18 +1,20 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Warm-up: captures and times every shape of a `ShapeFamily` before the first request."""
+"""Warm-up: compiles, captures and times every shape of a `ShapeFamily` before the first request."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import groupby, pairwise
 
 import numpy as np
 import torch
 
-from outrider.engine.device.graphs.shapes import RoundShape
+from outrider.engine.device.graphs.kernel_compilation import compile_kernels
+from outrider.engine.device.graphs.shapes import RoundShape, bucket_for
 from outrider.engine.device.round_launcher import RoundLauncher
+from outrider.engine.kernels.linear.fused import SKINNY_ROWS, SPLIT_NORM_ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +24,49 @@ _LONG_ROWS = 1024
 """Token rows from which a round is timed once: it lasts so long that little can hold it up, and the
 start would be longer by seconds."""
 _PROGRESS_S = 5.0
+
+
+_ROW_TILES = (16, SPLIT_NORM_ROWS, SKINNY_ROWS)
+"""Token rows up to which the products of a round have the same kernels."""
+
+
+def compile_shapes(
+    rounds: RoundLauncher, device: torch.device, check: Callable[[], None] | None = None
+) -> None:
+    """Compile the kernels of all shapes; reads no weights. `check` is called between shapes and
+    raises to give up.
+
+    Shapes that have most of their kernels in common are represented by one of them; what only the
+    others need is compiled by `warm_up_shapes`.
+    """
+
+    def run(wait_cached: Callable[[], bool]) -> None:
+        is_cached = True
+        for group in representative_shapes(rounds.family.all_shapes()):
+            for shape in group:
+                if check is not None:
+                    check()
+                rounds.warm_up(shape)
+                # Once a kernel was missing nothing waits any more: the threads are busy.
+                is_cached = is_cached and wait_cached()
+                if is_cached:
+                    # A start before has compiled the kernels of this kind of round.
+                    break
+        if rounds.form_drafts is not None:
+            rounds.form_drafts.warm_up()
+
+    compile_kernels(rounds.graphs, device, run)
+
+
+def representative_shapes(shapes: Iterable[RoundShape]) -> list[list[RoundShape]]:
+    """The largest shape of each group whose kernels differ at most in constants of few kernels, by
+    kind of round."""
+    kinds: dict[Hashable, dict[Hashable, RoundShape]] = {}
+    for shape in sorted(shapes, key=lambda s: s.token_rows):
+        tile = bucket_for(min(shape.token_rows, SKINNY_ROWS + 1), _ROW_TILES)
+        group = shape.nodes, shape.rows > 0, shape.chunks > 0, tile
+        kinds.setdefault(_kind(shape), {})[group] = shape
+    return [list(groups.values()) for groups in kinds.values()]
 
 
 def warm_up_shapes(rounds: RoundLauncher, device: torch.device) -> dict[RoundShape, float]:

@@ -6,6 +6,8 @@ reference that says what is computed. CI compares the two under TRITON_INTERPRET
 `linear`, `attention`, `acceptance`, `logits_processor` and `drafts` are the parts of a round; what
 they share (keys of the noise, the sessions' state, norms, sampling) is here.
 
+compile_ahead.py           Parallel compilation of the Triton kernels that are launched while
+                           nothing runs.
 embedding.py               Embedding lookup for a few tokens, faster than torch's, with the RMSNorm
                            of the result.
 finite.py                  Detection of rows of logits without a finite value, before the logits are

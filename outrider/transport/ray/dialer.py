@@ -128,6 +128,10 @@ class RayDialer:
         """A control client of the drafter at `address`."""
         return RayDrafter(address, self._config)
 
+    async def close_channel(self, address: str) -> None:
+        """Close the channel of the actor `address`, if streams to it have one."""
+        await self._streams.close_channel(address)
+
     async def close(self) -> None:
         """Close every channel; connections by actor calls belong to their holders."""
         await self._streams.close()

@@ -34,6 +34,12 @@ class GrpcStreams:
         await self._moved(name, listening)
         return await (await self._dialer.verifier(listening)).sessions()
 
+    async def close_channel(self, name: str) -> None:
+        """Close the channel to the actor `name`, if there is one."""
+        listening = self._listening.pop(name, None)
+        if listening is not None:
+            await self._dialer.close_channel(listening)
+
     async def close(self) -> None:
         """Close every channel."""
         await self._dialer.close()

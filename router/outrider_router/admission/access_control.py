@@ -17,16 +17,15 @@ from outrider.errors import (
 )
 from outrider.ids import TenantId
 from outrider.wire.inference import GenerateRequest
-from outrider_router.base.api_keys import (
-    ANONYMOUS,
-    ApiKey,
-    Caller,
-    check_operator,
-    find_key,
-    read_keys,
-)
+from outrider_router.base.api_keys import ApiKey, check_operator, find_key, read_keys
 from outrider_router.base.metrics import RouterMetrics
-from outrider_router.base.tenants import AUTHORIZATION_KEY, TokenBucket, tenant_of
+from outrider_router.base.tenants import (
+    ANONYMOUS,
+    AUTHORIZATION_KEY,
+    Caller,
+    TokenBucket,
+    tenant_of,
+)
 from outrider_router.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -95,6 +94,10 @@ class AccessControl:
         name, key = self._find(header)
         return Caller(tenant=TenantId(key.tenant or name), key_name=name)
 
+    def authorize_call(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
+        """Like `authorize`, by the metadata of a call (keys in lower case)."""
+        return self.authorize(authorization_of(metadata))
+
     def authorize_operator(self, header: str | None) -> None:
         """Like `authorize`; also PermissionDeniedError for a key that is not an operator's."""
         if self.requires_keys:
@@ -110,7 +113,7 @@ class AccessControl:
         asked for, else by what `overload.tenant_from` says. Raises UnauthenticatedError,
         InvalidRequestError."""
         if self.requires_keys:
-            return self.authorize(authorization_of(metadata))
+            return self.authorize_call(metadata)
         return Caller(tenant=tenant_of(self._config.overload.tenant_from, metadata))
 
     def count_refusal(self, reason: str) -> None:

@@ -1,22 +1,28 @@
-"""Admission queue of one router: its requests while they wait for a verifier or run on one.
+"""Queues of one router: one in which requests arrive, and one in which they wait for a verifier.
 
-It performs the actions that `admission.policy.plan_admission` decides.
+`ArrivalQueue` spreads a burst of requests over turns of the event loop. `AdmissionQueue` holds the
+requests while they wait for a verifier or run on one; it performs the actions that
+`admission.policy.plan_admission` decides.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.errors import DeadlineExceededError, OutriderError, ResourceExhaustedError
 from outrider.ids import RequestId, VerifierId
 from outrider.wire.messages import VerifierInfo
-from outrider_router.admission.capacity_ledger import CapacityLedger, CapacityReservation
-from outrider_router.admission.length_estimate import OutputLengthEstimator
+from outrider_router.admission.capacity_ledger import (
+    CapacityLedger,
+    CapacityReservation,
+    OutputLengthEstimator,
+)
 from outrider_router.admission.policy import (
     AdmissionAction,
+    AdmissionRequest,
     AdmissionState,
     AdmitRequest,
     ExpireRequest,
@@ -24,13 +30,51 @@ from outrider_router.admission.policy import (
     next_change_at,
     no_verifier_error,
     plan_admission,
+    request_to_displace,
 )
 from outrider_router.admission.request_group import RequestGroup
-from outrider_router.admission.wait_order import AdmissionRequest, request_to_displace
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.base.retry_hints import REFUSALS, HeldQueuePositions
 from outrider_router.base.tenants import Tenant, TenantRegistry
 from outrider_router.config import RouterConfig
+
+
+class ArrivalQueue:
+    """Admits one request per turn of the event loop, first come, first served.
+
+    Reading, checking and refusing a request take a millisecond or more. Two thousand that arrive
+    together would hold up running streams and health for seconds; so they wait here, and the event
+    loop serves everybody else between two of them. Use from one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_free = True
+        """Whether nobody has entered in this turn."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def wait_turn(self) -> None:
+        """Wait for a turn; returns at once where nobody else is about to enter."""
+        loop = asyncio.get_running_loop()
+        if self._is_free:
+            self._is_free = False
+            loop.call_soon(self._pass_on)
+            return
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            # One whose client has left is cancelled.
+            if not turn.done():
+                turn.set_result(None)
+                asyncio.get_running_loop().call_soon(self._pass_on)
+                return
+        self._is_free = True
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from outrider.errors import CancelledRequestError, OutriderError
-from outrider_router.admission.wait_order import AdmissionRequest
+from outrider_router.admission.policy import AdmissionRequest
 
 
 class RequestGroup:

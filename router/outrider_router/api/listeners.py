@@ -30,7 +30,7 @@ MAX_POOL_BYTES = 64 << 10
 
 
 def make_client_server(service: RouterService) -> GrpcServer:
-    """The client API."""
+    """The client API. Its health service follows the readiness of the router."""
     access_control, metrics, tls = (
         service.access_control,
         service.metrics,
@@ -41,11 +41,11 @@ def make_client_server(service: RouterService) -> GrpcServer:
     access = AccessRules(
         tls=tls,
         require_client=tls.client_auth,
-        check=lambda metadata: access_control.authorize(authorization_of(metadata)),
+        check=access_control.authorize_call,
         on_refused=access_control.count_refusal,
         on_handshake=metrics.tls_handshakes.inc,
     )
-    return GrpcServer(
+    server = GrpcServer(
         service.config.listen,
         [inference_service(service)],
         config=GrpcConfig(
@@ -56,6 +56,8 @@ def make_client_server(service: RouterService) -> GrpcServer:
         access=access,
         health_address=service.config.health_listen,
     )
+    service.readiness.subscribe(server.set_serving)
+    return server
 
 
 def _max_connections() -> int:

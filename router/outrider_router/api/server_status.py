@@ -12,7 +12,8 @@ from outrider.wire.inference import (
     VerifierSummary,
 )
 from outrider.wire.messages import PROTOCOL_VERSION, AttachedDrafter, DrafterInfo, SpecStats
-from outrider_router.fleet.compatibility import PeerState, is_attached
+from outrider_router.fleet.compatibility import PeerState
+from outrider_router.fleet.drafter_assignment import is_attached
 from outrider_router.fleet.peers import DrafterPeer, VerifierPeer
 from outrider_router.requests.request import max_session_len, served_model_name
 from outrider_router.requests.service import RouterService

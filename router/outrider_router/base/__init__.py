@@ -1,11 +1,11 @@
-"""Parts that everything else uses: tenants, API keys, metrics, DNS names.
+"""Parts that everything else uses: tenants, API keys, metrics, readiness, DNS names.
 
 api_keys.py                API keys: the keys file, and the caller that a credential identifies.
 dns_names.py               DNS names among the peer addresses, and the addresses that they have
                            resolved to.
-histogram.py               Prometheus histogram with batched updates: one call per round instead of
-                           one per value.
 metrics.py                 Prometheus metrics of the router.
+readiness.py               Readiness of a router: whether it can serve requests, and who is told of
+                           a change.
 reasons.py                 Reasons of failovers, session moves and drafter quarantines: label values
                            of metrics.
 retry_hints.py             Retry-after hints for refused clients, each for a queue position of its

@@ -18,9 +18,8 @@ from typing import Final
 
 from outrider.config import load_config
 from outrider.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
-from outrider.ids import TenantId
 from outrider.wire.limits import MAX_PRIORITY
-from outrider_router.base.tenants import MAX_TENANT_CHARS, SHARED_TENANT
+from outrider_router.base.tenants import MAX_TENANT_CHARS
 
 MAX_KEYS: Final = 4096
 MAX_HEADER_CHARS: Final = 1024
@@ -91,19 +90,6 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
         raise InvalidRequestError(
             f"file of API keys {path}: {error.message}", reason=error.reason
         ) from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
-    """Identity of a caller: its tenant and API key."""
-
-    tenant: TenantId = SHARED_TENANT
-    key_name: str = ""
-    """Name of the API key; "" where none are asked for."""
-
-
-ANONYMOUS: Final = Caller()
-"""Whoever asks where nobody is asked who they are."""
 
 
 def find_key(keys: Mapping[str, ApiKey], header: str | None) -> str:

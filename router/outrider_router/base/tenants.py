@@ -68,6 +68,19 @@ class TenantLimits:
             raise ValueError(f"max_running must be >= 0, got {self.max_running}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Identity of a caller: its tenant and API key."""
+
+    tenant: TenantId = SHARED_TENANT
+    key_name: str = ""
+    """Name of the API key; "" where none are asked for."""
+
+
+ANONYMOUS: Final = Caller()
+"""Whoever asks where nobody is asked who they are."""
+
+
 class TokenBucket:
     """A rate with bursts. What costs more than a burst is let through when the bucket is full."""
 

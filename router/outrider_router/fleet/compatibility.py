@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from outrider.errors import FailedPreconditionError
-from outrider.wire.messages import (
-    PROTOCOL_VERSION,
-    DrafterInfo,
-    FeatureLayout,
-    VerifierInfo,
-)
+from outrider.wire.messages import PROTOCOL_VERSION, DrafterInfo, FeatureLayout, VerifierInfo
 
 
 class PeerState(StrEnum):
@@ -96,20 +90,3 @@ def can_serve(drafter: DrafterInfo, verifier: VerifierInfo) -> bool:
     if drafter.feature_layout is FeatureLayout.NONE:
         return True
     return drafter.feature_fingerprint == verifier.feature_fingerprint
-
-
-def is_attached(drafter: DrafterInfo, verifier: VerifierInfo) -> bool:
-    """Whether the verifier holds a connection of this very start of the drafter."""
-    return any(
-        attached.drafter_id == drafter.drafter_id and attached.incarnation == drafter.incarnation
-        for attached in verifier.drafters
-    )
-
-
-def missing_attachments(drafter: DrafterInfo, verifiers: Mapping[str, VerifierInfo]) -> list[str]:
-    """Addresses of the healthy verifiers that this drafter should be told to connect to."""
-    return [
-        address
-        for address, verifier in verifiers.items()
-        if can_serve(drafter, verifier) and not is_attached(drafter, verifier)
-    ]

@@ -53,10 +53,13 @@ class PeerDiscovery:
         config: RouterConfig,
         registry: PeerRegistry,
         *,
+        close_channel: Callable[[str], Awaitable[None]],
         resolve: Resolve = resolve,
     ) -> None:
-        """Parse the configured addresses. Raises InvalidRequestError for an invalid one."""
+        """Parse the configured addresses. `close_channel` is called with each address whose peer
+        was removed from the registry. Raises InvalidRequestError for an invalid address."""
         self._registry = registry
+        self._close_channel = close_channel
         self._interval_s = config.discovery_interval_s
         self._resolve = resolve
         self._names = [
@@ -64,8 +67,6 @@ class PeerDiscovery:
             *((*name, self._update_drafters) for name in split_addresses(config.drafters)[1]),
         ]
         self._tasks: list[asyncio.Task[None]] = []
-        self.on_forgotten: Callable[[str], Awaitable[None]] = _nothing
-        """Called with each address whose peer was removed from the registry."""
 
     def start(self) -> None:
         """Start polling DNS."""
@@ -125,7 +126,7 @@ class PeerDiscovery:
                 continue
             if peer is not None:
                 await forget(peer)
-                await self.on_forgotten(address)
+                await self._close_channel(address)
             resolved.removed_addresses.discard(address)
 
 
@@ -139,7 +140,3 @@ def _add(resolved: ResolvedName, joined: frozenset[str], add: Callable[[str], No
             )
             # The next poll tries again.
             resolved.addresses -= {address}
-
-
-async def _nothing(_address: str) -> None:
-    """Do nothing."""

@@ -1,4 +1,4 @@
-"""Assignment of drafters to sessions, over all verifiers. Pure.
+"""Assignment of drafters to verifiers and to sessions. Pure.
 
 A session takes one slot of a drafter. The benefit depends on how soon the drafter answers its
 verifier, which is measured there and includes the link, the drafting and the load of others.
@@ -15,7 +15,7 @@ from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.spec.plan import DraftMethod
 from outrider.wire.messages import AttachedDrafter, DrafterInfo, VerifierInfo
 from outrider_router.base.reasons import MoveReason
-from outrider_router.fleet.compatibility import is_attached
+from outrider_router.fleet.compatibility import can_serve
 
 MIN_GAP = 2.0
 """An imbalance of fewer sessions is let be."""
@@ -132,6 +132,23 @@ class DrafterLoads:
             default=None,
         )
         return chosen.drafter_id if chosen is not None else None
+
+
+def is_attached(drafter: DrafterInfo, verifier: VerifierInfo) -> bool:
+    """Whether the verifier holds a connection of this very start of the drafter."""
+    return any(
+        attached.drafter_id == drafter.drafter_id and attached.incarnation == drafter.incarnation
+        for attached in verifier.drafters
+    )
+
+
+def missing_attachments(drafter: DrafterInfo, verifiers: Mapping[str, VerifierInfo]) -> list[str]:
+    """Addresses of the healthy verifiers that this drafter should be told to connect to."""
+    return [
+        address
+        for address, verifier in verifiers.items()
+        if can_serve(drafter, verifier) and not is_attached(drafter, verifier)
+    ]
 
 
 def drafter_candidates(

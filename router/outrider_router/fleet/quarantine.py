@@ -1,13 +1,17 @@
-"""Circuit breakers that quarantine slow, silent or faulty drafters. Pure.
+"""Circuit breakers that quarantine slow, silent or faulty drafters.
 
 Each pair of verifier and drafter has a circuit breaker: after a fault the drafter gets no sessions
 for a back-off, then one session as a probe; if that goes well the breaker closes, and if not the
 next back-off is twice as long. The evidence comes from the verifier, which waits for proposals and
-validates them. Times are seconds of one clock.
+validates them. Times are seconds of one clock. `Quarantine`
+decides and is pure; `QuarantineManager` feeds it with the reports of verifiers, and logs and counts
+what it decides.
 """
 
 from __future__ import annotations
 
+import logging
+import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,7 +19,10 @@ from typing import Final, NamedTuple
 
 from outrider.ids import DrafterId, VerifierId
 from outrider.wire.messages import AttachedDrafter, VerifierInfo
+from outrider_router.base.metrics import RouterMetrics
 from outrider_router.base.reasons import QuarantineReason
+
+logger = logging.getLogger(__name__)
 
 MIN_BACKOFF_S: Final = 1.0
 """The first back-off."""
@@ -218,3 +225,63 @@ def make_evidence(link: AttachedDrafter, links: Iterable[AttachedDrafter]) -> Dr
         answer_ms=link.answer_ms,
         soonest_ms=min(others, default=0.0),
     )
+
+
+class QuarantineManager:
+    """The quarantine of a router's drafters; event loop only."""
+
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        *,
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        """`on_change` hears that sessions should be moved now; `chance` draws from [0, 1)."""
+        self._metrics = metrics
+        self._clock = clock
+        self._on_change = on_change
+        self._quarantine = Quarantine(chance)
+
+    def update(self, info: VerifierInfo, known: Collection[DrafterId]) -> None:
+        """Put `known` drafters in quarantine that a verifier has something to say against, and let
+        out those whose time has come."""
+        changed = False
+        for drafter_id, reason in self._quarantine.update(info, known, self._clock()):
+            changed = True
+            facts = {"drafter_id": drafter_id, "verifier_id": info.verifier_id}
+            if reason is None:
+                logger.info("drafter is probed or well again", extra=facts)
+                continue
+            self._metrics.drafter_quarantines.labels(reason).inc()
+            logger.warning(
+                "drafter in quarantine: its sessions go to others, or decode plainly",
+                extra=facts | {"reason": reason.value},
+            )
+        if changed:
+            self._on_change()
+
+    def forget_drafter(self, drafter_id: DrafterId) -> None:
+        """The drafter is gone, or another process has its name now."""
+        self._quarantine.forget_drafter(drafter_id)
+
+    def session_limits(self, info: VerifierInfo) -> dict[DrafterId, int]:
+        """How many of a verifier's sessions its drafters in quarantine may have."""
+        names = [drafter.drafter_id for drafter in info.drafters]
+        breakers = {name: self._quarantine.get_breaker(info.verifier_id, name) for name in names}
+        return {
+            n: b.max_sessions
+            for n, b in breakers.items()
+            if b is not None and b.max_sessions is not None
+        }
+
+    def quarantine_status(
+        self, verifier_id: VerifierId, drafter_id: DrafterId
+    ) -> tuple[str, float]:
+        """Why a drafter gets no sessions of a verifier, and in how many seconds one, to see; ""
+        where it gets them."""
+        breaker = self._quarantine.get_breaker(verifier_id, drafter_id)
+        if breaker is None or breaker.reason is None:
+            return "", 0.0
+        return breaker.reason.value, max(0.0, breaker.until - self._clock())

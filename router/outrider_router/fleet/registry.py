@@ -29,11 +29,14 @@ from outrider_router.fleet.compatibility import (
     can_serve,
     check_drafter_fits,
     check_verifier_fits,
-    is_attached,
-    missing_attachments,
     state_after_failure,
 )
-from outrider_router.fleet.drafter_assignment import DrafterCandidate, drafter_candidates
+from outrider_router.fleet.drafter_assignment import (
+    DrafterCandidate,
+    drafter_candidates,
+    is_attached,
+    missing_attachments,
+)
 from outrider_router.fleet.peers import (
     DrafterPeer,
     PeerStatus,
@@ -42,7 +45,7 @@ from outrider_router.fleet.peers import (
     poll_peer,
     wait_next_poll,
 )
-from outrider_router.fleet.quarantine_manager import QuarantineManager
+from outrider_router.fleet.quarantine import QuarantineManager
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from outrider_router.fleet.drafter_assignment import (
 )
 from outrider_router.fleet.peers import DrafterPeer, VerifierPeer
 from outrider_router.fleet.registry import PeerRegistry
-from outrider_router.requests.request_session import RequestSession
-from outrider_router.requests.running_requests import RequestEntry, RunningRequests
+from outrider_router.requests.running_requests import RequestEntry, RequestSession, RunningRequests
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +47,18 @@ class DrafterRebalancer:
         registry: PeerRegistry,
         metrics: RouterMetrics,
         *,
+        wakeup: asyncio.Event,
         clock: Callable[[], float],
     ) -> None:
-        """`clock` is monotonic, in seconds."""
+        """`wakeup` is set by whoever knows that sessions may have to move; the rebalancer clears
+        it. `clock` is monotonic, in seconds."""
         self._running_requests = running_requests
         self._registry = registry
         self._metrics = metrics
         self._clock = clock
         self._interval_s = config.poll_interval_s
         """Between looks at nothing special."""
-        self._woken = asyncio.Event()
+        self._wakeup = wakeup
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -72,7 +73,7 @@ class DrafterRebalancer:
 
     def wake_up(self) -> None:
         """A drafter was lost or is to leave: look soon."""
-        self._woken.set()
+        self._wakeup.set()
 
     def choose_drafter(self, peer: VerifierPeer, method: DraftMethod) -> DrafterId | None:
         """The drafter of a session that is about to be opened on this verifier, or None for plain
@@ -168,10 +169,10 @@ class DrafterRebalancer:
             await asyncio.sleep(MIN_CHECK_INTERVAL_S)
             try:
                 async with asyncio.timeout(self._interval_s):
-                    await self._woken.wait()
+                    await self._wakeup.wait()
             except TimeoutError:
                 pass
-            self._woken.clear()
+            self._wakeup.clear()
 
 
 def _drafter_of(entry: RequestEntry) -> DrafterId | None:

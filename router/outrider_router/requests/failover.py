@@ -45,42 +45,6 @@ class RequestHistory:
     """Whether the time that a failover may take is not over."""
 
 
-@dataclass(slots=True, kw_only=True)
-class FailoverRecord:
-    """Sessions that one request has had, and how they ended."""
-
-    cause: FailoverCause | None = None
-    """Why the request needs another session; None: it has lost none."""
-    epoch: int = 0
-    """Epoch of the newest session; a session that replaces a lost one has a higher epoch."""
-    stuck_since: float | None = None
-    """Clock time since which the request has lost sessions and emitted nothing, in seconds."""
-    losses: int = 0
-    """Sessions that were lost or failed."""
-    refusals: int = 0
-    """Sessions that found no room."""
-    emitted_before: int = 0
-    """Tokens that were emitted when the newest session was opened."""
-
-    def record_session(self, num_emitted: int) -> None:
-        """Note that a session is opened behind `num_emitted` tokens."""
-        self.emitted_before = num_emitted
-        if self.cause is not None:
-            self.epoch += 1
-
-    def record_error(self, cause: FailoverCause | None, num_emitted: int, since: float) -> None:
-        """Note that a session ended with an error; the client has heard nothing since `since`,
-        clock time in seconds, if the session emitted tokens or is the first one to be lost."""
-        self.refusals += cause is FailoverCause.REFUSED
-        self.losses += cause in (FailoverCause.VERIFIER_LOST, FailoverCause.FAILED)
-        if self.stuck_since is None or num_emitted > self.emitted_before:
-            self.stuck_since = since
-
-    def record_failover(self, cause: FailoverCause) -> None:
-        """Note that the request goes on in another session."""
-        self.cause = cause
-
-
 def failover_cause(error: OutriderError) -> FailoverCause | None:
     """Why a session with this error is opened again; None: it would meet the same error."""
     if isinstance(error, ResourceExhaustedError):

@@ -43,7 +43,7 @@ class GrammarChecker:
         if self._compiler is not None:
             self._compiler.close()
 
-    async def check_grammar(self, structured: StructuredOutput | None, *, tenant: str) -> None:
+    async def check_grammar(self, structured: StructuredOutput, *, tenant: str) -> None:
         """Refuse a form that no verifier could serve. Tenants take turns.
 
         Raises InvalidRequestError with the reason for a schema, expression or grammar that cannot
@@ -51,8 +51,6 @@ class GrammarChecker:
         FailedPreconditionError where there is no structured output at all; UnavailableError where
         no compile process can be started.
         """
-        if structured is None:
-            return
         verdict = None if self._compiler is None else self._compiler.find_verdict(structured)
         if verdict is None:
             await self._queue.compile(structured, tenant=tenant)

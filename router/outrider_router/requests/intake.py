@@ -13,7 +13,7 @@ from outrider_router.admission.access_control import AccessControl, AccessGrant
 from outrider_router.admission.policy import no_verifier_error
 from outrider_router.admission.queue import AdmissionQueue
 from outrider_router.admission.request_group import RequestGroup
-from outrider_router.base.api_keys import Caller
+from outrider_router.base.tenants import Caller
 from outrider_router.config import RouterConfig
 from outrider_router.fleet.registry import PeerRegistry
 from outrider_router.requests.grammar_check import GrammarChecker
@@ -108,7 +108,8 @@ class RequestIntake:
         info = self._registry.any_verifier_info()
         if info is None:
             raise no_verifier_error()
-        await self._forms.check_grammar(request.structured_output, tenant=caller.tenant)
+        if request.structured_output is not None:
+            await self._forms.check_grammar(request.structured_output, tenant=caller.tenant)
         job = validate_request(
             request,
             await tokenize_prompt(

@@ -2,15 +2,18 @@
 
 A session that is lost, refused or drained is followed by another one, which begins with all tokens
 that the request has emitted, in the next epoch and with the same seed, so that the text continues
-unchanged.
+unchanged. `RequestRunner` runs all requests of a router, and moves their sessions off verifiers
+that are about to stop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
+import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -22,21 +25,20 @@ from outrider.spans import RequestSpan
 from outrider.spec.plan import SpeculationPlan
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.session_stream import OpenedSession
-from outrider.wire.inference import StreamEvent
+from outrider.wire.inference import Delta, FinishInfo, StreamEvent
 from outrider.wire.messages import FinishReason, SessionSpec, VerifierInfo
 from outrider_router.admission.capacity_ledger import CapacityReservation
-from outrider_router.admission.policy import NO_VERIFIER
+from outrider_router.admission.policy import NO_VERIFIER, AdmissionRequest
 from outrider_router.admission.queue import AdmissionQueue
-from outrider_router.admission.wait_order import AdmissionRequest
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.base.reasons import FailoverCause
+from outrider_router.config import RouterConfig
 from outrider_router.fleet.peers import VerifierPeer
 from outrider_router.fleet.registry import PeerRegistry
 from outrider_router.requests.drafter_rebalancer import DrafterRebalancer
 from outrider_router.requests.failover import (
     DRAINING,
     FINAL_REASONS,
-    FailoverRecord,
     RequestHistory,
     failover_cause,
     implied_finish,
@@ -44,21 +46,22 @@ from outrider_router.requests.failover import (
     pause_s,
     should_retry,
 )
-from outrider_router.requests.request import ValidatedRequest
-from outrider_router.requests.request_lifecycle import RequestPhase
-from outrider_router.requests.request_options import needs_no_drafter, plan_for_verifier
-from outrider_router.requests.request_output import OutputLimits
-from outrider_router.requests.request_session import DrafterAttachment, RequestSession
+from outrider_router.requests.request import ValidatedRequest, needs_no_drafter, plan_for_verifier
+from outrider_router.requests.request_output import ClientReply, OutputLimits, StopChecker
 from outrider_router.requests.request_spans import queue_span, start_session_span
-from outrider_router.requests.running_requests import RequestEntry
+from outrider_router.requests.resumption.log_records import EmittedRow
+from outrider_router.requests.running_requests import (
+    DrafterAttachment,
+    RequestEntry,
+    RequestPhase,
+    RequestSession,
+)
 from outrider_router.requests.session_output import (
-    ClientReply,
     SessionFeed,
+    VerifierStreams,
     session_messages,
     verifier_lost_error,
 )
-from outrider_router.requests.stop_checker import StopChecker
-from outrider_router.requests.verifier_streams import VerifierStreams
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,42 @@ class RunContext:
     """Monotonic, in seconds."""
     failover_timeout_s: float
     max_failovers: int
+
+
+@dataclass(slots=True, kw_only=True)
+class FailoverRecord:
+    """Sessions that one request has had, and how they ended."""
+
+    cause: FailoverCause | None = None
+    """Why the request needs another session; None: it has lost none."""
+    epoch: int = 0
+    """Epoch of the newest session; a session that replaces a lost one has a higher epoch."""
+    stuck_since: float | None = None
+    """Clock time since which the request has lost sessions and emitted nothing, in seconds."""
+    losses: int = 0
+    """Sessions that were lost or failed."""
+    refusals: int = 0
+    """Sessions that found no room."""
+    emitted_before: int = 0
+    """Tokens that were emitted when the newest session was opened."""
+
+    def record_session(self, num_emitted: int) -> None:
+        """Note that a session is opened behind `num_emitted` tokens."""
+        self.emitted_before = num_emitted
+        if self.cause is not None:
+            self.epoch += 1
+
+    def record_error(self, cause: FailoverCause | None, num_emitted: int, since: float) -> None:
+        """Note that a session ended with an error; the client has heard nothing since `since`,
+        clock time in seconds, if the session emitted tokens or is the first one to be lost."""
+        self.refusals += cause is FailoverCause.REFUSED
+        self.losses += cause in (FailoverCause.VERIFIER_LOST, FailoverCause.FAILED)
+        if self.stuck_since is None or num_emitted > self.emitted_before:
+            self.stuck_since = since
+
+    def record_failover(self, cause: FailoverCause) -> None:
+        """Note that the request goes on in another session."""
+        self.cause = cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -448,3 +487,83 @@ def _doubt_verifier(registry: PeerRegistry, peer: VerifierPeer, error: OutriderE
         registry.mark_verifier_draining(peer)
     elif error.reason in FINAL_REASONS:
         registry.mark_verifier_lost(peer, error.message)
+
+
+class RequestRunner:
+    """Runs requests on the sessions that they need; one for each router."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        metrics: RouterMetrics,
+        *,
+        admission: AdmissionQueue,
+        registry: PeerRegistry,
+        rebalancer: DrafterRebalancer,
+        clock: Callable[[], float],
+        on_emitted: Callable[[list[EmittedRow]], None],
+    ) -> None:
+        """`on_emitted` logs ids of entries with a number, before anybody is told of them."""
+        self._registry = registry
+        self._metrics = metrics
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._incarnation = secrets.token_hex(6)
+        self.streams = VerifierStreams(
+            metrics,
+            registry=registry,
+            rebalancer=rebalancer,
+            clock=clock,
+            on_emitted=on_emitted,
+            on_draining=self._on_draining,
+        )
+        self._context = RunContext(
+            admission=admission,
+            registry=registry,
+            rebalancer=rebalancer,
+            streams=self.streams,
+            tokenizer=tokenizer,
+            metrics=metrics,
+            clock=clock,
+            failover_timeout_s=config.failover_timeout_s,
+            max_failovers=config.max_failovers,
+        )
+        self._runs: set[RequestRun] = set()
+
+    async def run_request(
+        self, entry: RequestEntry, job: ValidatedRequest
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """What the client of a request hears; closing it frees all that the request holds.
+
+        An entry that has emitted tokens or was restored (its router ended) goes on behind them: the
+        client hears of all of them first, from PromptInfo on.
+        """
+        number = next(self._numbers)
+        session_id = SessionId(f"{self._incarnation}-{number}")
+        run = RequestRun(self._context, entry, job, sequence=number, session_id=session_id)
+        self._runs.add(run)
+        finish: FinishInfo | None = None
+        try:
+            async with aclosing(run.stream_messages()) as messages:
+                async for message in messages:
+                    if isinstance(message, FinishInfo):
+                        finish = message
+                    else:
+                        if isinstance(message, Delta):
+                            self._metrics.generation_tokens.inc(len(message.token_ids))
+                        yield message
+        finally:
+            self._runs.discard(run)
+            run.free()
+        assert finish is not None, "a request that ends without an error ends with a finish"
+        # Last, so that whoever hears of the end finds everything freed.
+        yield finish
+
+    def _on_draining(self, peer: VerifierPeer, seconds: float) -> None:
+        """A verifier stops in so many seconds: its sessions leave it as others have capacity."""
+        logger.info("verifier drains", extra={"address": peer.address, "seconds": seconds})
+        self._registry.mark_verifier_draining(peer)
+        until = self._clock() + max(0.0, seconds)
+        for run in self._runs:
+            run.relocate(peer, until)

@@ -1,27 +1,212 @@
-"""Registry of the running requests and their emitted tokens, from which a failover resumes.
+"""Running requests: their lifecycle, sessions and emitted tokens, from which a failover resumes.
 
-It is in memory; the durable log of `--journal` is `durable_log`.
+They are in memory; the durable log of `--journal` is `resumption.durable_log`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from enum import Enum
+from typing import Final, TypeVar
 
 from outrider.errors import AlreadyExistsError, OutriderError
-from outrider.ids import DrafterId, RequestId
+from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
 from outrider.spans import NO_SPAN, RequestSpan
+from outrider.spec.plan import DraftMethod
+from outrider.transport.session_stream import OpenedSession
 from outrider_router.admission.request_group import RequestGroup
-from outrider_router.base.api_keys import ANONYMOUS, Caller
-from outrider_router.requests.request_lifecycle import (
-    Interrupt,
-    RequestLifecycle,
-    RequestPhase,
-)
+from outrider_router.base.tenants import ANONYMOUS, Caller
 from outrider_router.requests.request_output import RequestOutput
-from outrider_router.requests.request_session import DrafterAttachment, RequestSession
+
+Interrupt = Callable[[OutriderError], None]
+"""Ends a wait of the request at once, because the request fails with this error."""
+
+
+class RequestPhase(Enum):
+    """Phase of a request."""
+
+    ACCEPTED = "accepted"
+    """Its task has not begun."""
+    VALIDATING = "validating"
+    """Its prompt is tokenized, its grammar compiled, and its options are checked."""
+    PENDING = "pending"
+    """It has no session and waits for none: it is between two steps."""
+    BACKING_OFF = "backing off"
+    """It has lost sessions and waits for a moment before it is queued again."""
+    QUEUED = "queued"
+    """It waits for capacity of a verifier."""
+    STREAMING = "streaming"
+    """A session on a verifier serves it."""
+    RELOCATING = "relocating"
+    """A session serves it on a verifier that is about to stop, while it waits for capacity of
+    another one."""
+    FAILING = "failing"
+    """It must end with an error, and its task has not ended yet."""
+    ENDED = "ended"
+    """It is over."""
+
+
+_P = RequestPhase
+ALLOWED_TRANSITIONS: Final[Mapping[RequestPhase, frozenset[RequestPhase]]] = {
+    _P.ACCEPTED: frozenset({_P.VALIDATING, _P.FAILING, _P.ENDED}),
+    _P.VALIDATING: frozenset({_P.PENDING, _P.FAILING}),
+    _P.PENDING: frozenset({_P.BACKING_OFF, _P.QUEUED, _P.STREAMING, _P.FAILING, _P.ENDED}),
+    _P.BACKING_OFF: frozenset({_P.PENDING, _P.FAILING}),
+    _P.QUEUED: frozenset({_P.PENDING, _P.FAILING}),
+    _P.STREAMING: frozenset({_P.RELOCATING, _P.PENDING, _P.FAILING}),
+    _P.RELOCATING: frozenset({_P.PENDING, _P.FAILING}),
+    _P.FAILING: frozenset({_P.ENDED}),
+    _P.ENDED: frozenset(),
+}
+"""Phases that may follow each phase."""
+INTERRUPTIBLE_PHASES: Final = frozenset(
+    {_P.VALIDATING, _P.BACKING_OFF, _P.QUEUED, _P.STREAMING, _P.RELOCATING}
+)
+"""Phases in which the request's task waits for something that a failure must end."""
+SESSION_PHASES: Final = frozenset({_P.STREAMING, _P.RELOCATING})
+"""Phases in which a session on a verifier serves the request."""
+
+
+class PhaseTransitionError(RuntimeError):
+    """A transition that the lifecycle of a request does not have: a bug of the router."""
+
+
+class RequestLifecycle:
+    """Phase of one request. Use from one event loop."""
+
+    __slots__ = ("_interrupt", "error", "phase")
+
+    def __init__(self) -> None:
+        self.phase = RequestPhase.ACCEPTED
+        """Changed by the methods alone."""
+        self.error: OutriderError | None = None
+        """Error with which the request must end; None: it does not fail."""
+        self._interrupt: Interrupt | None = None
+
+    @property
+    def has_session(self) -> bool:
+        """Whether a session on a verifier serves the request."""
+        return self.phase in SESSION_PHASES
+
+    def enter(self, phase: RequestPhase, interrupt: Interrupt | None = None) -> None:
+        """Make the transition to `phase`. A failure calls `interrupt` for as long as this phase
+        lasts; the phases of `INTERRUPTIBLE_PHASES` need one, the others have none.
+
+        Raises PhaseTransitionError for a transition that is not allowed.
+        """
+        if phase not in ALLOWED_TRANSITIONS[self.phase]:
+            raise PhaseTransitionError(
+                f"a request that is {self.phase.value} cannot become {phase.value}"
+            )
+        if (interrupt is not None) is not (phase in INTERRUPTIBLE_PHASES):
+            needs = "no" if interrupt is not None else "an"
+            raise PhaseTransitionError(f"a request that is {phase.value} has {needs} interrupt")
+        self.phase, self._interrupt = phase, interrupt
+
+    def begin_phase(self, phase: RequestPhase, interrupt: Interrupt) -> None:
+        """Enter a phase from ACCEPTED or PENDING. Raises the request's error if it fails."""
+        self.raise_error()
+        self.enter(phase, interrupt)
+
+    def end_phase(self) -> None:
+        """Return to PENDING; a request that fails stays FAILING."""
+        if self.phase is not RequestPhase.FAILING:
+            self.enter(RequestPhase.PENDING)
+
+    @contextmanager
+    def during(self, phase: RequestPhase, interrupt: Interrupt) -> Iterator[None]:
+        """Be in a phase for the length of a block. Raises the request's error if it fails."""
+        self.begin_phase(phase, interrupt)
+        try:
+            yield
+        finally:
+            self.end_phase()
+
+    def raise_error(self) -> None:
+        """Raise the request's error if it fails."""
+        if self.error is not None:
+            raise self.error
+
+    def relocate(self) -> None:
+        """Note that the session's verifier is about to stop; the session goes on meanwhile."""
+        self.enter(RequestPhase.RELOCATING, self._interrupt)
+
+    def fail(self, error: OutriderError) -> bool:
+        """Enter FAILING and interrupt what the request waits for; return whether this call did it.
+
+        A request that fails already or has ended stays as it is.
+        """
+        if self.phase is RequestPhase.FAILING or self.phase is RequestPhase.ENDED:
+            return False
+        interrupt = self._interrupt
+        self.enter(RequestPhase.FAILING)
+        self.error = error
+        if interrupt is not None:
+            interrupt(error)
+        return True
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DrafterAttachment:
+    """Drafter of one session, and the moves to other drafters that were requested."""
+
+    method: DraftMethod | None = None
+    """Draft method of the drafter; None: the session needs no drafter."""
+    drafter_id: DrafterId | None = None
+    """Drafter chosen for the session, or the one that the verifier last reported; None: none."""
+    is_attached: bool = False
+    """Whether a drafter is attached, by the session's newest event."""
+    moving_to: DrafterId | None = None
+    """Drafter of a requested move that the verifier has not answered yet."""
+    last_move_at: float = -math.inf
+    """Clock time of the request's last requested move, in this session or before, in seconds."""
+    refused_moves: int = 0
+    """Number of requested moves that the verifier did not carry out."""
+
+    @property
+    def next_drafter_id(self) -> DrafterId | None:
+        """Return the drafter of the session once a requested move is done; None: none."""
+        return self.moving_to or self.drafter_id
+
+    def record_requested_move(self, drafter_id: DrafterId | None, now: float) -> None:
+        """Note that the verifier was asked to move the session to another drafter, or to none."""
+        self.moving_to, self.last_move_at = drafter_id, now
+        if drafter_id is None:
+            # A verifier never refuses that.
+            self.drafter_id = None
+
+    def record_drafter(self, drafter_id: DrafterId | None) -> None:
+        """Note the drafter that the verifier reports: the answer to a requested move, if any."""
+        if self.moving_to not in (None, drafter_id):
+            self.refused_moves += 1
+        self.drafter_id, self.moving_to = drafter_id, None
+
+    def record_attached(self, is_attached: bool) -> None:
+        """Note whether a drafter is attached, by an event of the session."""
+        self.is_attached = is_attached
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RequestSession:
+    """One session of a request."""
+
+    session_id: SessionId
+    verifier_id: VerifierId
+    prompt_tokens: int
+    """Number of tokens of the request's prompt."""
+    drafter: DrafterAttachment
+    opened: OpenedSession
+    """The session on the verifier's stream."""
+
+    def move_to_drafter(self, drafter_id: DrafterId | None, now: float) -> None:
+        """Ask the verifier to move the session to another drafter, or to none."""
+        self.drafter.record_requested_move(drafter_id, now)
+        self.opened.request_drafter(drafter_id)
+
 
 MadeT = TypeVar("MadeT")
 

@@ -33,11 +33,11 @@ from outrider.wire.inference import (
 )
 from outrider.wire.messages import VerifierInfo
 from outrider_router.admission.access_control import AccessControl, AccessGrant
-from outrider_router.admission.arrival_queue import ArrivalQueue
-from outrider_router.admission.queue import AdmissionQueue
+from outrider_router.admission.queue import AdmissionQueue, ArrivalQueue
 from outrider_router.admission.request_group import RequestGroup
-from outrider_router.base.api_keys import ANONYMOUS, Caller
 from outrider_router.base.metrics import RouterMetrics
+from outrider_router.base.readiness import Readiness
+from outrider_router.base.tenants import ANONYMOUS, Caller
 from outrider_router.config import RouterConfig
 from outrider_router.fleet.compatibility import TokenizerIdentity
 from outrider_router.fleet.discovery import PeerDiscovery
@@ -45,10 +45,10 @@ from outrider_router.fleet.registry import PeerRegistry
 from outrider_router.requests.drafter_rebalancer import DrafterRebalancer
 from outrider_router.requests.intake import RequestIntake
 from outrider_router.requests.request_accounting import log_request_end
-from outrider_router.requests.request_runner import RequestRunner
+from outrider_router.requests.request_run import RequestRunner
 from outrider_router.requests.request_spans import describe_request
-from outrider_router.requests.resumable_answers import EventWriter
-from outrider_router.requests.resumable_requests import RequestFactory, ResumableRequests
+from outrider_router.requests.resumption.resumable_answers import EventWriter
+from outrider_router.requests.resumption.resumable_requests import RequestFactory, ResumableRequests
 from outrider_router.requests.running_requests import (
     RequestEntry,
     RunningRequests,
@@ -82,6 +82,7 @@ class RouterService:
         self.metrics = metrics
         self.tokenizer = tokenizer
         self._clock = clock
+        self.readiness = Readiness()
         self.access_control = AccessControl(config, metrics, clock=clock)
         self.arrivals = ArrivalQueue()
         """Where both fronts let new requests in, one a turn of the event loop."""
@@ -89,6 +90,7 @@ class RouterService:
         self.admission = AdmissionQueue(
             config, metrics, clock=clock, emitted=self.running_requests.num_emitted
         )
+        drafters_changed = asyncio.Event()
         self.registry = PeerRegistry(
             config,
             TokenizerIdentity(hash=tokenizer.hash, num_ids=tokenizer.num_ids),
@@ -98,11 +100,16 @@ class RouterService:
             placed=self.running_requests.sessions_by_drafter,
             on_verifier_up=self._on_verifier_up,
             on_verifier_lost=self._on_verifier_lost,
-            on_drafters_changed=lambda: self.mover.wake_up(),
+            on_drafters_changed=drafters_changed.set,
         )
-        self.discovery = PeerDiscovery(config, self.registry)
+        self.discovery = PeerDiscovery(config, self.registry, close_channel=dialer.close_channel)
         self.mover = DrafterRebalancer(
-            config, self.running_requests, self.registry, metrics, clock=clock
+            config,
+            self.running_requests,
+            self.registry,
+            metrics,
+            wakeup=drafters_changed,
+            clock=clock,
         )
         self.resumables = ResumableRequests(
             config,
@@ -135,14 +142,6 @@ class RouterService:
         )
         self._restored = False
         self._draining = False
-        self._ready = False
-        self.on_readiness: Callable[[bool], None] = lambda ready: None
-        """Hears whether requests can be served: a verifier is healthy, and no drain began."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether requests can be served: a verifier is healthy, and no drain began."""
-        return self._ready
 
     def restore_journal(self) -> None:
         """Take up what the journal holds: from now on its streams can be resumed. Idempotent.
@@ -323,12 +322,10 @@ class RouterService:
         try:
             job = await run_unless_failed(entry, make)
             describe_request(entry.span, job)
-            self.resumables.log_opened(entry, job)
             async with aclosing(self.serving.run_request(entry, job)) as events:
                 async for event in events:
                     if isinstance(event, FinishInfo):
                         outcome = event.reason.value
-                        self.resumables.log_finished(entry, event)
                     yield event
         except Exception as error:
             outcome = error.code if isinstance(error, OutriderError) else InternalError.code
@@ -354,7 +351,8 @@ class RouterService:
         if self._draining:
             raise _stopping()
         name = request.request_id or own_id
-        self._check_owner(name, caller)
+        if request.resumable:
+            self._check_owner(name, caller)
         entry, allowed = self._intake.open_entry(
             request,
             name,
@@ -367,7 +365,8 @@ class RouterService:
         return entry, partial(self._intake.validate_request, allowed, caller)
 
     def _check_owner(self, name: RequestId | None, caller: Caller) -> None:
-        """Nobody takes the name of somebody else's request that has ended and is kept."""
+        """Raise AlreadyExistsError if a resumable request would replace the answer, kept under its
+        id, of another tenant's request."""
         answer = None if name is None else self.resumables.get_answer(name)
         if answer is not None and answer.entry.caller.tenant != caller.tenant:
             raise AlreadyExistsError(f"request {name!r} is there already", reason="REQUEST_EXISTS")
@@ -389,10 +388,7 @@ class RouterService:
         self._note_readiness()
 
     def _note_readiness(self) -> None:
-        ready = self.registry.any_verifier_info() is not None and not self._draining
-        if ready is not self._ready:
-            self._ready = ready
-            self.on_readiness(ready)
+        self.readiness.update(self.registry.any_verifier_info() is not None and not self._draining)
 
 
 async def _nobody(_event: StreamEvent) -> None:

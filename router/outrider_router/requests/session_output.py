@@ -3,19 +3,26 @@
 The tokens of a round arrive as one message for all sessions. Its rows are appended to the feeds of
 their sessions; a client's stream sends whatever is there by the time it runs, so that rounds which
 arrived meanwhile become one message.
+
+A message to a client costs some tens of microseconds, most of them gRPC's, whatever its size. So
+`WakeupPacer` passes the next round on when most messages of the one before have been sent, and a
+little later, so that what has arrived meanwhile is read first and sent with it: a router that is
+behind does less work for each event instead of falling further behind.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Final
+from functools import partial
+from typing import Final, Protocol
 
 from outrider.errors import OutriderError, UnavailableError
 from outrider.ids import DrafterId, VerifierId
-from outrider.wire.inference import Delta, FinishInfo, TokenLogprobs, Usage
+from outrider.transport.session_stream import SessionStream
+from outrider.wire.inference import Delta, FinishInfo, TokenLogprobs
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     MALFORMED_ROW,
@@ -24,15 +31,83 @@ from outrider.wire.messages import (
     SessionEvents,
 )
 from outrider_router.base.metrics import RouterMetrics
-from outrider_router.requests.log_records import EmittedRow
-from outrider_router.requests.output_assembler import OutputAssembler
-from outrider_router.requests.request_output import OutputLimits, RequestOutput
-from outrider_router.requests.request_session import DrafterAttachment
-from outrider_router.requests.running_requests import RequestEntry
-from outrider_router.requests.stop_checker import StopChecker
-from outrider_router.requests.wakeup_pacer import WakeupPacer
+from outrider_router.fleet.peers import VerifierPeer
+from outrider_router.fleet.registry import PeerRegistry
+from outrider_router.requests.drafter_rebalancer import DrafterRebalancer
+from outrider_router.requests.request_output import ClientReply, OutputLimits, StopChecker
+from outrider_router.requests.resumption.log_records import EmittedRow
+from outrider_router.requests.running_requests import DrafterAttachment, RequestEntry
 
 logger = logging.getLogger(__name__)
+
+MAX_SLOW_SHARE = 8
+"""One reader in so many may take longer without holding up the others."""
+MAX_DELAY_S = 0.02
+"""Nobody waits longer than this for messages of others to leave."""
+MIN_DELAY_S = 0.0005
+"""A pause shorter than this is none: timers are not finer."""
+PAUSE_SHARE = 0.25
+"""Pause after a round of messages, as a share of what it took: then arrivals are read."""
+
+
+class WakeableReader(Protocol):
+    """A reader that waits for output."""
+
+    def wake_reader(self) -> bool:
+        """Look again; whether it was waiting."""
+        ...
+
+
+class WakeupPacer:
+    """Wakes readers; one for all that share an event loop."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` is monotonic, in seconds."""
+        self._clock = clock
+        self._waiting: dict[WakeableReader, None] = {}
+        """Readers for whom something has arrived since the last round was passed on."""
+        self._busy: set[WakeableReader] = set()
+        """Readers that were woken and have not come back for more."""
+        self._slow = 0
+        """So many of them may be left when the next round is passed on."""
+        self._began = 0.0
+        self._next = 0.0
+        """Clock time before which no round is passed on."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def wake_readers(self, readers: Iterable[WakeableReader]) -> None:
+        """Wake these, now or when those that were woken before have come back."""
+        self._waiting.update(dict.fromkeys(readers))
+        self._pass_on()
+
+    def record_reader_return(self, reader: WakeableReader, *, more: bool = False) -> None:
+        """A reader waits, or has left; `more`: something has arrived for it already."""
+        if more:
+            self._waiting[reader] = None
+        if reader in self._busy:
+            self._busy.discard(reader)
+            if len(self._busy) == self._slow:
+                now = self._clock()
+                self._next = min(self._next, now + PAUSE_SHARE * (now - self._began))
+        elif not more:
+            return
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._waiting:
+            return
+        delay_s = self._next - self._clock()
+        if delay_s > MIN_DELAY_S:
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._pass_on)
+            return
+        waiting, self._waiting = self._waiting, {}
+        self._busy = {reader for reader in waiting if reader.wake_reader()}
+        self._slow = len(self._busy) // MAX_SLOW_SHARE
+        self._began = self._clock()
+        self._next = self._began + (MAX_DELAY_S if self._busy else 0.0)
 
 
 class SessionFeed:
@@ -303,58 +378,6 @@ def _cut(events: SessionEvents, cuts: list[tuple[int, int]]) -> SessionEvents:
     return replace(events, counts=counts, accepted=accepted)
 
 
-class ClientReply:
-    """Text stream to the client of one request, continued over all of its sessions."""
-
-    def __init__(
-        self, output: RequestOutput, assembler: OutputAssembler, *, prompt_tokens: int
-    ) -> None:
-        self._output = output
-        self._assembler = assembler
-        self._prompt_tokens = prompt_tokens
-        self.told = 0
-        """Ids of the output that were passed on."""
-        self.ended = False
-        """Whether the client was told of an end."""
-
-    def catch_up(self, reason: FinishReason | None) -> list[Delta | FinishInfo]:
-        """Messages for all ids that were not passed on; `reason` if they are the last ones."""
-        ids = self._output.token_ids[self.told :]
-        logprobs = self._output.logprobs[self.told :]
-        self.told += len(ids)
-        return self._messages(ids, logprobs, reason)
-
-    def _messages(
-        self, ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None
-    ) -> list[Delta | FinishInfo]:
-        assembler, messages = self._assembler, list[Delta | FinishInfo]()
-        text = assembler.push_tokens(
-            ids, last_is_stop=bool(ids) and reason is FinishReason.STOP_TOKEN
-        )
-        if reason is not None:
-            text += assembler.flush()
-        if assembler.stop_string is not None:
-            reason = FinishReason.STOP_STRING
-        if text or ids:
-            messages.append(Delta(text=text, token_ids=tuple(ids), logprobs=tuple(logprobs)))
-        if reason is not None:
-            self.ended = True
-            messages.append(self._finish(reason))
-        return messages
-
-    def _finish(self, reason: FinishReason) -> FinishInfo:
-        stopped = reason is FinishReason.STOP_TOKEN and self.told > 0
-        return FinishInfo(
-            reason=reason,
-            usage=Usage(
-                prompt_tokens=self._prompt_tokens, completion_tokens=self._assembler.num_tokens
-            ),
-            stats=self._output.counters.to_stats(),
-            stop_string=self._assembler.stop_string,
-            stop_token_id=self._output.token_ids[self.told - 1] if stopped else None,
-        )
-
-
 async def session_messages(
     feed: SessionFeed, reply: ClientReply
 ) -> AsyncGenerator[Delta | FinishInfo, None]:
@@ -370,3 +393,73 @@ async def session_messages(
 def verifier_lost_error(verifier_id: VerifierId) -> UnavailableError:
     """The error of the sessions whose verifier died."""
     return UnavailableError(f"verifier {verifier_id} was lost", reason="VERIFIER_LOST")
+
+
+class VerifierStreams:
+    """Session streams of one router; they report the state of peers to registry and rebalancer."""
+
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        *,
+        registry: PeerRegistry,
+        rebalancer: DrafterRebalancer,
+        clock: Callable[[], float],
+        on_emitted: Callable[[list[EmittedRow]], None],
+        on_draining: Callable[[VerifierPeer, float], None],
+    ) -> None:
+        """`on_emitted` logs what was emitted before it is told; `on_draining` hears which verifier
+        stops in how many seconds."""
+        self.pacer = WakeupPacer(clock)
+        """When messages to clients leave, of all streams."""
+        self._metrics = metrics
+        self._registry = registry
+        self._rebalancer = rebalancer
+        self._clock = clock
+        self._on_emitted = on_emitted
+        self._on_draining = on_draining
+        self._streams: dict[VerifierPeer, SessionStream[SessionFeed]] = {}
+        """Not by address: another verifier may come to the address of one that is gone."""
+
+    async def close(self) -> None:
+        """Close all of them."""
+        for stream in self._streams.values():
+            await stream.close()
+
+    def drop_verifier(self, verifier_id: VerifierId) -> None:
+        """A verifier is gone: its sessions are, too."""
+        for peer, stream in self._streams.items():
+            if peer.info is not None and peer.info.verifier_id == verifier_id:
+                stream.close_in_background()
+
+    def get_stream(self, peer: VerifierPeer) -> SessionStream[SessionFeed]:
+        """The stream to a verifier."""
+        stream = self._streams.get(peer)
+        if stream is None:
+            known = self._registry.verifiers
+            for gone in [other for other in self._streams if known.get(other.address) is not other]:
+                # It was lost before it was forgotten: nothing is open there.
+                del self._streams[gone]
+            stream = self._streams[peer] = self._make(peer)
+        return stream
+
+    def _make(self, peer: VerifierPeer) -> SessionStream[SessionFeed]:
+        assert peer.control is not None, peer.address
+        sink = EventDispatcher(
+            self._metrics,
+            self.pacer,
+            self._clock,
+            on_events=lambda: self._registry.record_heartbeat(peer),
+            on_drafter_lost=partial(self._drafter_lost, peer),
+            on_emitted=self._on_emitted,
+        )
+        return SessionStream(
+            peer.control.sessions,
+            sink.deliver_events,
+            on_lost=lambda error: self._registry.mark_verifier_lost(peer, error.message),
+            on_draining=lambda seconds: self._on_draining(peer, seconds),
+        )
+
+    def _drafter_lost(self, peer: VerifierPeer, drafter_id: DrafterId) -> None:
+        self._registry.mark_drafter_detached(peer, drafter_id)
+        self._rebalancer.wake_up()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from outrider_chaos.killable_router import KillableRouter
-from outrider_router.requests.resumable_answers import EventWriter
+from outrider_router.requests.resumption.resumable_answers import EventWriter
 
 from outrider.errors import UnavailableError
 from outrider.wire.inference import Delta

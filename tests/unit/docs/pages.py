@@ -30,8 +30,15 @@ class Excerpt:
 
 
 def pages() -> list[Path]:
-    """README.md, docs/ and the READMEs of processes, deployments and results."""
-    patterns = ("README.md", "docs/**/*.md", "*/README.md", "deploy/**/*.md", "heads/*/README.md")
+    """README.md, CONTRIBUTING.md, docs/ and the READMEs of processes, deployments and results."""
+    patterns = (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/**/*.md",
+        "*/README.md",
+        "deploy/**/*.md",
+        "heads/*/README.md",
+    )
     found = {page for pattern in patterns for page in ROOT.glob(pattern)}
     found |= set(ROOT.glob("benchmarks/results/**/*.md"))
     return sorted(page for page in found if not page.is_relative_to(ROOT / ".venv"))
@@ -52,6 +59,14 @@ def links(page: Path) -> Iterator[str]:
             yield target
 
 
+def code_lines(page: Path) -> list[str]:
+    """Lines of a page's shell code, fenced or indented; continued lines are joined."""
+    text = page.read_text()
+    code = [body for name, body in _FENCE.findall(text) if name in _SHELL]
+    code += _INDENTED.findall(_FENCE.sub("", text))
+    return [line.strip() for body in code for line in re.sub(r"\\\n\s*", "", body).splitlines()]
+
+
 def commands() -> list[Excerpt]:
     """Command lines of our programs: in code, and inline where they have flags.
 
@@ -61,14 +76,9 @@ def commands() -> list[Excerpt]:
     for page in pages():
         if page.is_relative_to(ROOT / "docs" / "decisions"):
             continue
-        text = page.read_text()
-        code = [
-            body for name, body in _FENCE.findall(text) if name in ("", "sh", "bash", "console")
-        ]
-        code += _INDENTED.findall(_FENCE.sub("", text))
-        lines = [line for body in code for line in re.sub(r"\\\n\s*", "", body).splitlines()]
-        inline = [said for said in _INLINE.findall(_FENCE.sub("", text)) if " --" in said]
-        found += [Excerpt(page, line.strip()) for line in lines + inline if words_of(line)]
+        inline = _INLINE.findall(_FENCE.sub("", page.read_text()))
+        lines = code_lines(page) + [said for said in inline if " --" in said]
+        found += [Excerpt(page, line.strip()) for line in lines if words_of(line)]
     return found
 
 

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 from outrider_bench.__main__ import BENCHMARKS
 from outrider_ray.commands import make_command_parser as ray_parser
+from outrider_router.api.http.request_models import ChatCompletionRequest, CompletionRequest
 
 from outrider.client.commands.main import make_parser
 from outrider.config import load_config
 from outrider.config.__main__ import make_parser as config_parser
 from outrider.config.process_registry import PROCESSES
-from tests.unit.docs.pages import ROOT, Excerpt, blocks, commands, links, pages, words_of
+from tests.unit.docs.pages import (
+    ROOT,
+    Excerpt,
+    blocks,
+    code_lines,
+    commands,
+    links,
+    pages,
+    words_of,
+)
 
 COMMANDS = commands()
 TOML = [Excerpt(page, text) for page in pages() for text in blocks(page, "toml")]
+FIRST_PAGES = ("README.md", "docs/gpu-quick-start.md", "docs/deploy-local.md")
+"""What a newcomer reads first; each shows how to install and how to serve."""
+_MAKE = re.compile(r"make ([a-z][a-z-]*)")
+_EXTRAS = re.compile(r"(?:outrider|\.)\[([a-z,]+)\]")
+_CURL = re.compile(r"curl \S+/v1/(chat/completions|completions) .*-d '(\{.*\})'")
 NEEDED = {"router": {"model": "m", "verifiers": ("v:1",)}, "ray": {"model": "m"}}
 
 
@@ -72,6 +89,37 @@ def test_a_command_is_one_that_the_program_takes(
         parser.parse_args(arguments)
     except SystemExit:
         pytest.fail(f"{command}\n{capsys.readouterr().err}")
+
+
+@pytest.mark.parametrize("name", FIRST_PAGES)
+def test_a_first_page_shows_how_to_serve(name: str) -> None:
+    found = [words_of(each.text) for each in COMMANDS if each.page == ROOT / name]
+    assert len(found) >= 5
+    assert any(words[:2] == ["outrider", "serve"] for words in found)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_make_target_is_one_of_the_makefile(page: Path) -> None:
+    targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    shown = {match[1] for line in code_lines(page) if (match := _MAKE.match(line))}
+    assert shown <= set(targets)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_an_extra_is_one_of_the_distribution(page: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    shown = {name for names in _EXTRAS.findall(page.read_text()) for name in names.split(",")}
+    assert shown <= set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_request_by_curl_is_one_that_the_api_takes(page: Path) -> None:
+    for line in code_lines(page):
+        if match := _CURL.match(line):
+            body = json.loads(match[2])
+            model = ChatCompletionRequest if match[1].startswith("chat") else CompletionRequest
+            assert set(body) <= set(model.model_fields), line
+            model.model_validate(body)
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import outrider
 from tests.unit.docs.pages import ROOT
 from tools import decisions, licences
 
@@ -55,6 +56,57 @@ def test_an_expression_is_allowed_if_its_terms_can_be_met(expression: str, allow
 def test_the_list_of_decisions_is_fresh() -> None:
     committed = (ROOT / "docs" / "decisions" / "README.md").read_text()
     assert committed == decisions.page(), "run `make generated`"
+
+
+@pytest.mark.parametrize("record", decisions.records(), ids=lambda record: record.path.name)
+def test_a_decision_record_is_one_page_of_four_parts(record: decisions.Record) -> None:
+    text = record.path.read_text()
+    assert record.path.name.startswith(f"{record.number:04}-")
+    assert len(text.splitlines()) <= 60
+    if record.area is not None:
+        parts = re.findall(r"^## (.+)$", text, re.MULTILINE)
+        assert parts == ["Context", "Decision", "Consequences", "Alternatives"]
+
+
+@pytest.mark.parametrize("record", decisions.records(), ids=lambda record: record.path.name)
+def test_modules_that_a_decision_record_names_exist(record: decisions.Record) -> None:
+    text = record.path.read_text()
+    paths = re.findall(r"`([a-z_]+(?:/[a-z_]+)+\.py)`", text)
+    for name in re.findall(r"`(outrider\w*(?:\.\w+)+)`", text):
+        # The last part of a longer name may be a class or function.
+        module = name.rpartition(".")[0] if name.count(".") > 1 else name
+        paths.append(module.replace(".", "/") + "*")
+    assert [
+        path
+        for path in paths
+        if not any(ROOT.glob(f"*/{path}"))
+        and not any(ROOT.glob(path))
+        and not any(ROOT.glob(f"*/*/{path}"))
+    ] == []
+
+
+def test_decisions_that_the_code_cites_exist() -> None:
+    in_force = {record.number for record in decisions.records() if record.area is not None}
+    folders = ("outrider", "router", "verifier", "drafter", "tests", "tools", "deploy")
+    cited = {
+        (int(number), path.relative_to(ROOT))
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        for number in re.findall(r"\b[Dd]ecision (\d+)", path.read_text())
+    }
+    assert {place for place in cited if place[0] not in in_force} == set()
+
+
+def test_the_changelog_has_one_line_a_change_under_versions() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    versions = [line.split()[1] for line in lines if line.startswith("## ")]
+    assert outrider.__version__ in versions
+    assert versions == sorted(versions, key=lambda version: [*map(int, version.split("."))])[::-1]
+    first = next(index for index, line in enumerate(lines) if line.startswith("### "))
+    assert not [line for line in lines if line.startswith("  ")], "a change has one line"
+    assert {line for line in lines[first:] if line.startswith("### ")} <= {
+        f"### {kind}" for kind in ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+    }
 
 
 @pytest.fixture(scope="module")

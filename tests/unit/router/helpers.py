@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider_router.admission.wait_order import AdmissionRequest
+from outrider_router.admission.policy import AdmissionRequest
 from outrider_router.requests.service import RouterService
 
 from outrider.ids import RequestId

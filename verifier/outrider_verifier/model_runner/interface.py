@@ -166,9 +166,9 @@ class ModelRunner(Protocol):
         ...
 
     def draft_shapes(self, rows: int) -> Sequence[DraftShapeTimes]:
-        """The shapes that in-process drafts of a round of so many sessions may have, and what it
-        takes, the usual one first; none without an in-process drafter, or where nothing was
-        measured."""
+        """The shapes that drafts on the device may have in a round of so many sessions, and the
+        seconds of such a round, the usual shape first. Seconds are nan where they were not
+        measured, as with a drafter on another device. Empty without any such drafter."""
         ...
 
     def set_draft_shape(self, num_nodes: int) -> None:

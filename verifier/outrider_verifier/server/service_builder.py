@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from functools import partial
 from pathlib import Path
 
@@ -26,9 +25,11 @@ from outrider.engine.linear import make_linear
 from outrider.engine.matmul_tuning import measured_choices, set_compute_threads, this_processor
 from outrider.engine.model_loader import kv_bytes_per_token, load_lm_head, load_target
 from outrider.engine.target import TargetModel
+from outrider.engine.weight_copies import WeightCopies
 from outrider.errors import InvalidRequestError
 from outrider.grammar.grammar_cache import GrammarCache
 from outrider.models import resolve_model
+from outrider.start_times import StartStage, StartTimes
 from outrider.text.tokenizer import tokenizer_file, tokenizer_hash
 from outrider_verifier.config import DEFAULT_KV_TOKENS, VerifierConfig
 from outrider_verifier.hooks import RoundThrottle, VerifierHooks
@@ -51,6 +52,7 @@ def build_service(
     Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
     together.
     """
+    times = StartTimes()
     if not config.model:
         raise InvalidRequestError("`model` must be given", reason="INVALID_CONFIG")
     check_device(config.device)
@@ -58,21 +60,21 @@ def build_service(
         check_kernels()
     set_compute_threads(config.threads, config.device)
     set_current_device(config.device)
-    began = time.monotonic()
     path = resolve_model(config.model)
     if config.feature_head:
         # Before the target is loaded, which takes long.
         _check_head(config, load_model_config(path))
-    target = _load_target(config, path)
-    projection: FeatureProjection | None = None
-    if config.feature_head:
-        projection = _load_projection(config, target.config.num_layers)
+    # On a GPU weights are copied while the kernels compile, for which they need not be there.
+    copies = WeightCopies() if torch.device(config.device).type == "cuda" else None
+    with times.measure(StartStage.WEIGHTS):
+        target = _load_target(config, path, copies)
+        projection: FeatureProjection | None = None
+        if config.feature_head:
+            projection = _load_projection(config, target.config.num_layers)
     throttle = None if hooks is None else hooks.round_throttle
-    runner = build_model_runner(config, target, projection, throttle)
-    seconds = round(time.monotonic() - began, 2)
+    runner = build_model_runner(config, target, projection, throttle, copies=copies, times=times)
     kv_tokens = target.pool.total_blocks * target.pool.block_tokens
-    facts = {"model": str(path), "seconds": seconds, "kv_tokens": kv_tokens}
-    logger.info("target loaded", extra=facts)
+    logger.info("target loaded", extra={"model": str(path), "kv_tokens": kv_tokens})
     if products := measured_choices():
         threads = torch.get_num_threads()
         logger.info(
@@ -90,7 +92,7 @@ def build_service(
             "SIMULATED ACCEPTANCE: drafts are accepted by chance, the text is not the model's",
             extra={"rates": config.simulated_rates},
         )
-    return VerifierService(
+    service = VerifierService(
         config,
         target,
         projection,
@@ -107,6 +109,8 @@ def build_service(
         ),
         busy_cores=busy_cores,
     )
+    times.log()
+    return service
 
 
 def build_model_runner(
@@ -114,13 +118,23 @@ def build_model_runner(
     target: TargetModel,
     projection: FeatureProjection | None,
     throttle: RoundThrottle | None = None,
+    *,
+    copies: WeightCopies | None = None,
+    times: StartTimes | None = None,
 ) -> ModelRunner:
     """What runs the rounds: the host's engine on a CPU, the device's wherever it can do more.
-    `throttle` makes the rounds last longer."""
+
+    `throttle` makes the rounds last longer. `copies`: what fills the target's weights, over when
+    this returns; raises the error of a copy that failed. `times`: where the stages are added."""
+    times = times or StartTimes()
     if not uses_gpu_runner(config):
         return CpuModelRunner.build(config, target, projection, throttle=throttle)
-    head = _load_in_process_drafter(config, target) if config.has_in_process_drafter else None
-    from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
+    head = None
+    if config.has_in_process_drafter:
+        with times.measure(StartStage.WEIGHTS):
+            head = _load_in_process_drafter(config, target)
+    with times.measure(StartStage.IMPORTS):
+        from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 
     runner = GpuModelRunner.build(
         config,
@@ -130,7 +144,14 @@ def build_model_runner(
         throttle=throttle,
         exchange_timeout_ms=config.exchange_timeout_ms if config.exchanges_on_device else 0.0,
     )
-    runner.warm_up()
+    with times.measure(StartStage.KERNELS):
+        runner.compile_kernels(None if copies is None else copies.check)
+    if copies is not None:
+        with times.measure(StartStage.WEIGHTS_WAIT):
+            copies.wait()
+        times.add(StartStage.WEIGHTS, copies.seconds)
+    with times.measure(StartStage.CAPTURE):
+        runner.warm_up()
     return runner
 
 
@@ -145,8 +166,9 @@ def uses_gpu_runner(config: VerifierConfig) -> bool:
     )
 
 
-def _load_target(config: VerifierConfig, path: Path) -> TargetModel:
-    """The target and a K/V pool of the size that was asked for, or that the device has room for."""
+def _load_target(config: VerifierConfig, path: Path, copies: WeightCopies | None) -> TargetModel:
+    """The target and a K/V pool of the size that was asked for, or that the device has room for;
+    `copies`: see `load_target`."""
     sized = config.kv_tokens == 0 and torch.device(config.device).type == "cuda"
     return load_target(
         path,
@@ -156,6 +178,7 @@ def _load_target(config: VerifierConfig, path: Path) -> TargetModel:
         block_tokens=config.kv_block_tokens,
         # Kernels read weights as they are; a CPU's packed ones have a layout of their own.
         packed=not uses_gpu_runner(config),
+        copies=copies,
     )
 
 

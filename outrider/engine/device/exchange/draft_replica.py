@@ -28,6 +28,7 @@ from outrider.engine.device.graphs.graph_cache import GraphCache
 from outrider.engine.device.graphs.shapes import bucket_for
 from outrider.engine.device.slots.logits_slots import LogitsSlots
 from outrider.engine.device.transfer.uploads import upload_int32s
+from outrider.engine.device.trial_capture import outside_capture
 from outrider.engine.draft_sampling import DistributionLimits
 from outrider.engine.kernels.drafts.distribution_sampling import with_target_ids
 from outrider.engine.kernels.exchange.buffers import CHUNK_ROWS, DECODE_ROWS
@@ -370,9 +371,10 @@ class DraftReplica:
         taken = known.get(count)
         if taken is None:
             shape = self.exchange_shape
-            taken = known[count] = new_taken_rows(
-                count, width, shape.feature_size, shape.feature_dtype, self._device
-            )
+            with outside_capture(self._device):
+                taken = known[count] = new_taken_rows(
+                    count, width, shape.feature_size, shape.feature_dtype, self._device
+                )
         return taken
 
     def _new_rows(self, taken: TakenRows) -> NewRows:

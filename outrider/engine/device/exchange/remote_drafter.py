@@ -22,6 +22,7 @@ from outrider.engine.device.exchange.memory import SharedMemory
 from outrider.engine.device.exchange.side import ExchangeSide
 from outrider.engine.device.graphs.shapes import RoundShape
 from outrider.engine.device.slots.logits_slots import LogitsSlots
+from outrider.engine.device.trial_capture import outside_capture
 from outrider.engine.kernels.acceptance.matching import UNDRAFTED
 from outrider.engine.kernels.acceptance.randomized import SparseDistribution
 from outrider.engine.kernels.exchange.buffers import CHUNK_ROWS, DECODE_ROWS
@@ -225,7 +226,7 @@ class RemoteDrafter:
         """A tensor int32 that all graphs of as many rows share."""
         found = known.get(shape[0])
         if found is None:
-            with torch.inference_mode(False):
+            with outside_capture(self.device), torch.inference_mode(False):
                 found = torch.zeros(shape, dtype=torch.int32, device=self.device)
             known[shape[0]] = found
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.device.transfer.cuda_driver import driver_for
+from outrider.engine.device.trial_capture import TrialCapture, no_collection
 from outrider.watchdog import unbounded_step
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,21 @@ class GraphCache:
         self._missed: set[Hashable] = set()
         """What was asked for since, and is not captured."""
         self._pool: Any = None
+        self._trial: TrialCapture | None = None
+        """What captures in this cache's place; None: nothing does."""
 
     def __len__(self) -> int:
         return len(self._captured)
+
+    @contextmanager
+    def capture_by(self, trial: TrialCapture) -> Iterator[None]:
+        """Within this context what is not captured is recorded by `trial` and thrown away: nothing
+        runs, and nothing is captured afterwards that was not before."""
+        self._trial = trial
+        try:
+            yield
+        finally:
+            self._trial = None
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._captured
@@ -57,6 +69,8 @@ class GraphCache:
             return fn()
         entry = self._captured.get(key)
         if entry is None:
+            if self._trial is not None:
+                return self._trial.record(fn)
             return self._run_uncaptured(key, fn) if self.sealed else self._first_run(key, fn)
         prepared, static, _ = entry
         self._calls.launch(prepared)
@@ -84,6 +98,9 @@ class GraphCache:
         graphs are off or the key is captured."""
         if not self.enabled or key in self._captured:
             return
+        if self._trial is not None:
+            self._trial.record(fn)
+            return
         # In inference mode, because what a function returns may have been made in it.
         with torch.inference_mode(), unbounded_step():
             eager = fn()
@@ -98,16 +115,9 @@ class GraphCache:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads (a drafter's, a server's) may use the device meanwhile. The collector must
-        # not: memory that it gave back in this thread would void the capture.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            with _capturing(graph, self._pool):
-                static = fn()
-        finally:
-            if collects:
-                gc.enable()
+        # Other threads (a drafter's, a server's) may use the device meanwhile.
+        with no_collection(), _capturing(graph, self._pool):
+            static = fn()
         return graph, static
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.transfer.buffers import Uploader
+from outrider.engine.device.trial_capture import outside_capture
 from outrider.engine.draft_sampling import MAX_DISTRIBUTION_ENTRIES
 from outrider.engine.kernels.acceptance.randomized import SparseDistribution
 from outrider.spec.draft_distribution import DraftDistribution
@@ -90,7 +91,8 @@ class DistributionInputs:
     def _offsets_of(self, rows: int, nodes: int) -> _Offsets:
         found = self._offsets.get((rows, nodes))
         if found is None:
-            found = self._offsets[rows, nodes] = _Offsets(rows, nodes, self._device)
+            with outside_capture(self._device):
+                found = self._offsets[rows, nodes] = _Offsets(rows, nodes, self._device)
         return found
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.transfer.cuda_driver import DriverInterface, StreamEvent, driver_for
+from outrider.engine.device.trial_capture import outside_capture
 
 NUM_STAGING_BUFFERS = 4
 """Buffers of a ring: more than the rounds that can be in flight, so that none is overwritten."""
@@ -101,7 +102,7 @@ class DownloadBuffer:
         place = self._places.get(key)
         if place is None:
             pinned = self._device.type == "cuda"
-            with torch.inference_mode(False):
+            with outside_capture(self._device), torch.inference_mode(False):
                 place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._places[key] = place
         self._calls.copy_tensor(place, tensor)

@@ -3,7 +3,7 @@
 Torch releases the GIL during every device call, if only for microseconds. The launching thread
 makes about six such calls a round; each of them lets a busy event loop take the GIL, which it
 releases only when it has nothing left to do. Of a round of 2.7 ms the launching thread waited for
-more than 1 ms (decision 44). The calls of a round (graph launch, copies to and from pinned memory,
+more than 1 ms (decision 9). The calls of a round (graph launch, copies to and from pinned memory,
 events) are therefore made here with the GIL held; only waiting for the device releases it.
 
 Without a usable driver, or on a CPU, torch makes the same calls.

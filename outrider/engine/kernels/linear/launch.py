@@ -81,7 +81,9 @@ def launch_skinny(
     # Arguments that a variant does not read still need a tensor.
     workspace, counters = out, out
     if config.split_k > 1:
-        workspace, counters = _workspace(out.device, config, tiles, gated)
+        if config.workspace_floats(tiles, gated) > WORKSPACE_FLOATS or tiles > MAX_TILES:
+            raise InternalError(f"{config} over {tiles} tiles needs more workspace than there is")
+        workspace, counters = product_workspace(out.device)
     parts = 1 if norm_in is None else norm_in.squares.shape[0]
     kernel: Any = skinny_kernel
     kernel[(tiles, config.split_k)](
@@ -130,15 +132,12 @@ def launch_skinny(
     )
 
 
-def _workspace(
-    device: torch.device, config: LinearConfig, tiles: int, gated: bool
-) -> tuple[Tensor, Tensor]:
+def product_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
     """Partial results and zeroed arrival counters: one pair a device, never moved or freed.
 
-    Captured graphs keep their addresses, so the size is fixed.
+    Captured graphs keep their addresses, so the size is fixed. Raises InternalError where it would
+    be made under graph capture.
     """
-    if config.workspace_floats(tiles, gated) > WORKSPACE_FLOATS or tiles > MAX_TILES:
-        raise InternalError(f"{config} over {tiles} tiles needs more workspace than there is")
     pair = _workspaces.get(device)
     if pair is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Callable
 from typing import Final
 
-from outrider_router.admission.arrival_queue import ArrivalQueue
+from outrider_router.admission.queue import ArrivalQueue
 from outrider_router.api.http.connection_slots import ConnectionSlots, SlotHolder
 
 REFUSAL_TIMEOUT_S: Final = 1.0
@@ -32,7 +32,7 @@ class AcceptedConnection:
     def __init__(self, sock: socket.socket, places: ConnectionSlots) -> None:
         self._sock = sock
         self._places = places
-        self.connection: SlotHolder | None = None
+        self._connection: SlotHolder | None = None
         """What serves it; None before and during the handshake."""
         self.is_cut = False
         self.is_refused = False
@@ -45,12 +45,21 @@ class AcceptedConnection:
         self.is_refused = self._places.record_refusal()
         return self.is_refused
 
+    @property
+    def is_served(self) -> bool:
+        """Whether its handshake is done, so that a protocol serves it."""
+        return self._connection is not None
+
+    def begin_serving(self, connection: SlotHolder) -> None:
+        """Pass what is asked of the slot's holder on to the protocol that serves it from now on."""
+        self._connection = connection
+
     def release_slot(self) -> None:
         """It is closed. Idempotent."""
         self._places.release_slot(self)
         if self.is_refused:
             self.is_refused = False
-            self._places.refused -= 1
+            self._places.forget_refusal()
 
     def mark_busy(self) -> None:
         """It has asked for something."""
@@ -63,13 +72,13 @@ class AcceptedConnection:
     @property
     def is_sent(self) -> bool:
         """Whether everything that was answered has been sent."""
-        return self.connection is None or self.connection.is_sent
+        return self._connection is None or self._connection.is_sent
 
     def close_now(self) -> None:
         """Close it now."""
         self.is_cut = True
-        if self.connection is not None:
-            self.connection.close_now()
+        if self._connection is not None:
+            self._connection.close_now()
         else:
             # Whatever waits for the peer goes on at once, and fails.
             with contextlib.suppress(OSError):
@@ -175,7 +184,7 @@ class Acceptor:
             # The peer left, speaks no TLS, or was too slow.
             pass
         finally:
-            if accepted.connection is None:
+            if not accepted.is_served:
                 accepted.release_slot()
 
 

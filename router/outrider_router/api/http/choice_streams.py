@@ -25,7 +25,7 @@ from outrider_router.admission.request_group import RequestGroup
 from outrider_router.api.http.errors import describe_error
 from outrider_router.api.http.response_writers import ChoiceState, ResponseWriter
 from outrider_router.api.http.usage import usage_body
-from outrider_router.base import api_keys
+from outrider_router.base import tenants
 from outrider_router.base.slow_readers import SLOW_READER, with_write_timeout
 from outrider_router.requests.service import RouterService
 
@@ -47,7 +47,7 @@ class HttpGeneration:
     writer: ResponseWriter
     request_id: RequestId
     """What it is called in logs and in the answer's headers."""
-    caller: api_keys.Caller
+    caller: tenants.Caller
     traceparent: str = ""
     """The client's W3C Trace Context, if it has one."""
     timeout_s: float | None = None

@@ -48,7 +48,7 @@ class ConnectionSlots:
         """Those that have sent nothing yet, in the order in which they came."""
         self._idle: dict[SlotHolder, None] = {}
         """Others that wait for no answer, in the order in which they became idle."""
-        self.refused = 0
+        self._refused = 0
         """Connections without a place that are about to hear so."""
 
     def acquire_slot(self, holder: SlotHolder) -> bool:
@@ -73,10 +73,14 @@ class ConnectionSlots:
     def record_refusal(self) -> bool:
         """Count one that has no place; whether it may be told so."""
         self._on_refused()
-        if self.refused >= MAX_REFUSALS:
+        if self._refused >= MAX_REFUSALS:
             return False
-        self.refused += 1
+        self._refused += 1
         return True
+
+    def forget_refusal(self) -> None:
+        """A refused connection is closed."""
+        self._refused -= 1
 
     def release_slot(self, holder: SlotHolder) -> None:
         """It is closed. Idempotent."""

@@ -8,7 +8,7 @@ never one that waits for an answer. Where none is idle the new one is answered w
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, Final, Literal
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -56,25 +56,23 @@ class _BoundedParser(h11.Connection):
 
 
 class HttpConnection(H11Protocol):
-    """One connection; `make_connection_class` makes the class of a server's."""
+    """One connection."""
 
-    options: ClassVar[HttpConfig]
-    accepted: AcceptedConnection
-    """Its place; set by whoever makes it."""
-    _timer: asyncio.TimerHandle | None = None
-    """Ends it where what `_waits_for` says does not come in time."""
-    _waits_for: Literal["", "head", "body"] = ""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As uvicorn makes it."""
-        super().__init__(*args, **kwargs)
+    def __init__(self, accepted: AcceptedConnection, options: HttpConfig, **kwargs: Any) -> None:
+        """`accepted`: its slot; `kwargs`: what uvicorn gives every protocol."""
+        super().__init__(**kwargs)
+        self.accepted = accepted
+        self.options = options
+        self._timer: asyncio.TimerHandle | None = None
+        """Ends it where what `_waits_for` says does not come in time."""
+        self._waits_for: Literal["", "head", "body"] = ""
         self._parser = _BoundedParser(self.options.max_small_chunks)
         self.conn = self._parser
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request."""
         super().connection_made(transport)
-        self.accepted.connection = self
+        self.accepted.begin_serving(self)
         self._wait_for(
             "head", REFUSAL_TIMEOUT_S if self.accepted.is_refused else self.options.head_s
         )
@@ -162,8 +160,3 @@ class HttpConnection(H11Protocol):
         text = f"HTTP/1.1 {error.status} {_PHRASES[error.status]}\r\n{head}\r\n{error.body}"
         self.transport.write(text.encode())
         self.transport.close()
-
-
-def make_connection_class(options: HttpConfig) -> type[HttpConnection]:
-    """The class of the connections of a server with these options."""
-    return type("HttpConnection", (HttpConnection,), {"options": options})

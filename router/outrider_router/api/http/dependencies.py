@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from outrider_router.api.http.middleware import CALLER
-from outrider_router.base import api_keys
+from outrider_router.base import tenants
 from outrider_router.requests.service import RouterService
 
 
@@ -21,12 +21,12 @@ def get_service(request: Request) -> RouterService:
     return service
 
 
-async def caller(request: Request) -> api_keys.Caller:
+async def caller(request: Request) -> tenants.Caller:
     """The caller that sent a request, identified as over gRPC. Raises InvalidRequestError."""
     access_control = get_service(request).access_control
     if access_control.requires_keys:
         # The middleware has looked the key up.
-        known: api_keys.Caller = request.scope[CALLER]
+        known: tenants.Caller = request.scope[CALLER]
         return known
     return access_control.identify_caller(request.headers.items())
 
@@ -39,6 +39,6 @@ async def operator(request: Request) -> None:
     get_service(request).access_control.authorize_operator(request.headers.get("authorization"))
 
 
-Caller = Annotated[api_keys.Caller, Depends(caller)]
+Caller = Annotated[tenants.Caller, Depends(caller)]
 Operator = Annotated[None, Depends(operator)]
 Service = Annotated[RouterService, Depends(get_service)]

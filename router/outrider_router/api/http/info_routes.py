@@ -40,8 +40,8 @@ from outrider_router.api.http.unsupported_fields import (
     refuse_unsupported,
 )
 from outrider_router.api.server_status import make_model_list
+from outrider_router.requests.request import check_ids
 from outrider_router.requests.request import tokenize_prompt as tokenize_prompt
-from outrider_router.requests.request_options import check_ids
 from outrider_router.requests.service import RouterService
 
 router = APIRouter(route_class=JsonRoute)
@@ -54,8 +54,8 @@ _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
 @router.get("/ping", responses=_UNAVAILABLE, response_model=HealthResponse, tags=["operations"])
 async def health(service: Service) -> Response:
     """Whether requests can be served now."""
-    told = HealthResponse(status="ok" if service.is_ready else "unavailable")
-    return JSONResponse(told.model_dump(), status_code=200 if service.is_ready else 503)
+    told = HealthResponse(status="ok" if service.readiness.is_ready else "unavailable")
+    return JSONResponse(told.model_dump(), status_code=200 if service.readiness.is_ready else 503)
 
 
 @router.get("/version", tags=["operations"])

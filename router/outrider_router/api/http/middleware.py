@@ -15,7 +15,7 @@ from outrider.errors import OutriderError
 from outrider.ids import RequestId
 from outrider.wire.inference import MAX_NAME_BYTES
 from outrider_router.admission.access_control import AccessControl
-from outrider_router.admission.arrival_queue import ArrivalQueue
+from outrider_router.admission.queue import ArrivalQueue
 from outrider_router.api.http.errors import (
     ASKED,
     INVALID,

@@ -20,8 +20,9 @@ from outrider_router.api.http.connection_slots import (
     ConnectionSlots,
     max_connections,
 )
-from outrider_router.api.http.connections import HttpConnection, make_connection_class
+from outrider_router.api.http.connections import HttpConnection
 from outrider_router.api.http.middleware import asks_for_open_path
+from outrider_router.config import HttpConfig
 from outrider_router.requests.service import RouterService
 
 BACKLOG = 2048
@@ -37,10 +38,10 @@ class _HttpUvicornServer(uvicorn.Server):
     """Signals are the router's business, and connections have a place before uvicorn sees them."""
 
     def __init__(
-        self, config: uvicorn.Config, *, kind: type[HttpConnection], places: ConnectionSlots
+        self, config: uvicorn.Config, *, options: HttpConfig, places: ConnectionSlots
     ) -> None:
         super().__init__(config)
-        self._kind, self._places = kind, places
+        self._options, self._places = options, places
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept the connections of one listening socket."""
@@ -52,19 +53,21 @@ class _HttpUvicornServer(uvicorn.Server):
             self._serve_connection,
             places=self._places,
             tls=self.config.ssl,
-            handshake_s=self._kind.options.handshake_s,
-            silence_s=self._kind.options.head_s,
-            is_urgent=partial(asks_for_open_path, root_path=self._kind.options.root_path),
+            handshake_s=self._options.handshake_s,
+            silence_s=self._options.head_s,
+            is_urgent=partial(asks_for_open_path, root_path=self._options.root_path),
         )
         self.servers = [acceptor]  # type: ignore[list-item]
         self.started = True
 
     def _serve_connection(self, accepted: AcceptedConnection) -> HttpConnection:
-        connection = self._kind(
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        return HttpConnection(
+            accepted,
+            self._options,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
         )
-        connection.accepted = accepted
-        return connection
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -94,7 +97,6 @@ class HttpServer:
         host, port = listener.getsockname()[:2]
         tls = config.client_tls
         options = config.http_options
-        kind = make_connection_class(options)
         server = _HttpUvicornServer(
             uvicorn.Config(
                 make_app(self._service),
@@ -105,13 +107,13 @@ class HttpServer:
                 lifespan="off",
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=STOP_GRACE_S,
-                http=kind,
+                http=HttpConnection,
                 # Whoever changes to another protocol would leave its place taken.
                 ws="none",
                 timeout_keep_alive=options.keep_alive_s,
                 **uvicorn_tls(tls),
             ),
-            kind=kind,
+            options=options,
             places=self._make_slots(),
         )
         self._server = server

@@ -1,4 +1,4 @@
-"""Times of shapes that something else on the device made longer."""
+"""Times of shapes that something else on the device made longer; shapes that are compiled first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.engine.device.graphs.shape_family import ShapeFamily
 from outrider.engine.device.graphs.shapes import AcceptanceMode, DraftKind, RoundShape
-from outrider.engine.device.warm_up import smooth_times
+from outrider.engine.device.warm_up import representative_shapes, smooth_times
 
 FAMILY = list(
     ShapeFamily(
@@ -56,3 +56,19 @@ def test_a_shape_takes_no_longer_than_one_that_contains_it() -> None:
         replace(ROUND, acceptance_mode=AcceptanceMode.SAMPLED),
     ):
         assert smooth_times({ROUND: 9.0, other: 5.0})[ROUND] == 9.0
+
+
+def test_few_shapes_represent_all_kinds_of_rounds() -> None:
+    groups = representative_shapes(FAMILY)
+    assert all(len({(s.draft_kind, s.acceptance_mode) for s in group}) == 1 for group in groups)
+    chosen = [shape for group in groups for shape in group]
+    assert len(chosen) < len(FAMILY) / 3
+
+    def kinds(shapes: list[RoundShape]) -> set[tuple[object, ...]]:
+        return {
+            (s.draft_kind, s.acceptance_mode, s.has_features, s.nodes, s.rows > 0, s.chunks > 0)
+            for s in shapes
+        }
+
+    assert kinds(chosen) == kinds(FAMILY)
+    assert set(chosen) <= set(FAMILY)

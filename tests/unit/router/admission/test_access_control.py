@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from outrider_router.admission.access_control import RELOAD_INTERVAL_S, AccessControl, AccessGrant
-from outrider_router.base.api_keys import ANONYMOUS, Caller
 from outrider_router.base.metrics import RouterMetrics
-from outrider_router.base.tenants import TenantSource
+from outrider_router.base.tenants import ANONYMOUS, Caller, TenantSource
 from outrider_router.config import OverloadConfig, RouterConfig
 
 from outrider.errors import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from outrider_router.admission.arrival_queue import ArrivalQueue
+from outrider_router.admission.queue import ArrivalQueue
 
 
 async def test_one_enters_at_once() -> None:

@@ -6,7 +6,7 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_router.admission.length_estimate import WINDOW_REQUESTS, OutputLengthEstimator
+from outrider_router.admission.capacity_ledger import WINDOW_REQUESTS, OutputLengthEstimator
 
 
 def lengths(*answers: tuple[int, int]) -> OutputLengthEstimator:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from outrider_router.admission.policy import (
     MAX_EXCESS_SESSIONS,
+    AdmissionRequest,
     AdmissionState,
     AdmitRequest,
     AssignedLoad,
@@ -15,7 +16,6 @@ from outrider_router.admission.policy import (
     next_change_at,
     plan_admission,
 )
-from outrider_router.admission.wait_order import AdmissionRequest
 
 from outrider.ids import RequestId, TenantId, VerifierId
 from tests.unit.router.helpers import ticket

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from outrider_router.admission.capacity_ledger import CapacityReservation
+from outrider_router.admission.policy import AdmissionRequest
 from outrider_router.admission.queue import AdmissionQueue
-from outrider_router.admission.wait_order import AdmissionRequest
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.base.tenants import TenantLimits
 from outrider_router.config import OverloadConfig, RouterConfig

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 from outrider_router.admission.capacity_ledger import CapacityReservation
+from outrider_router.admission.policy import AdmissionRequest
 from outrider_router.admission.request_group import RequestGroup
-from outrider_router.admission.wait_order import AdmissionRequest
 from outrider_router.base.tenants import TenantLimits
 
 from outrider.errors import CancelledRequestError, InvalidRequestError, OutriderError

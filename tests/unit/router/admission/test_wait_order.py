@@ -7,11 +7,7 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_router.admission.wait_order import (
-    AdmissionRequest,
-    admission_order,
-    request_to_displace,
-)
+from outrider_router.admission.policy import AdmissionRequest, admission_order, request_to_displace
 from outrider_router.base.tenants import TenantLimits, TenantRegistry
 
 from outrider.ids import TenantId

@@ -19,12 +19,7 @@ from outrider.errors import ResourceExhaustedError
 from outrider.ids import RequestId
 from outrider.transport.grpc import GrpcServer
 from outrider.transport.grpc.error_status import to_typed_error
-from outrider.wire.inference import (
-    GenerateRequest,
-    SamplingOptions,
-    StoppingOptions,
-    TextPrompt,
-)
+from outrider.wire.inference import GenerateRequest, SamplingOptions, StoppingOptions, TextPrompt
 from outrider.wire.inference_codec import request_to_pb, stream_request_to_pb
 from tests.fakes.router import grpc_router, running_router, sample
 from tests.fakes.verifier import FakeVerifier
@@ -41,7 +36,7 @@ async def test_readiness_follows_the_verifiers(tmp_path: Path) -> None:
     verifier = FakeVerifier()
     async with running_router(tmp_path, {"v": verifier}) as router:
         server = GrpcServer("127.0.0.1:0", [inference_service(router)])
-        router.on_readiness = server.set_serving
+        router.readiness.subscribe(server.set_serving)
         address = await server.start()
 
         async def status() -> int:

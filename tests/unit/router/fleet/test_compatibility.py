@@ -11,9 +11,9 @@ from outrider_router.fleet.compatibility import (
     can_serve,
     check_drafter_fits,
     check_verifier_fits,
-    missing_attachments,
     state_after_failure,
 )
+from outrider_router.fleet.drafter_assignment import missing_attachments
 
 from outrider.errors import FailedPreconditionError
 from outrider.ids import DrafterId, VerifierId

@@ -116,8 +116,9 @@ async def following(directory: Path, **first: set[str] | None) -> AsyncGenerator
             drafters=("dns:///d:2",),
             discovery_interval_s=0.01,
         )
-        discovery = PeerDiscovery(config, router.registry, resolve=names.resolve)
-        discovery.on_forgotten = names.forget
+        discovery = PeerDiscovery(
+            config, router.registry, close_channel=names.forget, resolve=names.resolve
+        )
         discovery.start()
         try:
             yield names

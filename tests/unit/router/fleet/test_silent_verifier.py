@@ -54,10 +54,10 @@ async def test_without_another_one_the_wait_for_it_counts_as_part_of_the_failove
             await soon(task)
         assert refused.value.reason == "VERIFIER_LOST"
         assert asyncio.get_running_loop().time() - began < STALL_S + 0.8
-        assert not router.is_ready
+        assert not router.readiness.is_ready
         verifier.gate.set()
         verifier.restart()
-        await until(lambda: router.is_ready)
+        await until(lambda: router.readiness.is_ready)
         await assert_all_freed(router, verifier)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from outrider_router.requests.request_options import make_token_limits
+from outrider_router.requests.request import make_token_limits
 from outrider_router.requests.service import RouterService
 
 from outrider.errors import InvalidRequestError

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from outrider_router.config import Fsync
-from outrider_router.requests import durable_log
-from outrider_router.requests.durable_log import DurableLog
-from outrider_router.requests.log_records import (
+from outrider_router.requests.resumption import durable_log
+from outrider_router.requests.resumption.durable_log import DurableLog
+from outrider_router.requests.resumption.log_records import (
     EMITTED,
     HEADER,
     MAX_REQUESTS,
@@ -22,7 +22,7 @@ from outrider_router.requests.log_records import (
     encode_file,
     encode_opened,
 )
-from outrider_router.requests.log_records import OPENED as OPENED_KIND
+from outrider_router.requests.resumption.log_records import OPENED as OPENED_KIND
 
 from outrider.errors import FailedPreconditionError
 from tests.unit.router.requests.test_log_records import FINISH, OPENED

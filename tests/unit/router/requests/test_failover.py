@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from outrider_router.admission.policy import (
+    AdmissionRequest,
     AdmissionState,
     AdmitRequest,
     ExpireRequest,
@@ -12,7 +13,6 @@ from outrider_router.admission.policy import (
     next_change_at,
     plan_admission,
 )
-from outrider_router.admission.wait_order import AdmissionRequest
 from outrider_router.base.reasons import FailoverCause
 from outrider_router.requests.failover import (
     MAX_BACKOFF_S,

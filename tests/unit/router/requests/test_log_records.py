@@ -8,7 +8,8 @@ import zlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider_router.requests.log_records import (
+from outrider_router.requests.request import ValidatedRequest
+from outrider_router.requests.resumption.log_records import (
     HEADER,
     RECORD_MARK,
     EmittedRow,
@@ -21,7 +22,6 @@ from outrider_router.requests.log_records import (
     encode_opened,
     encode_tick,
 )
-from outrider_router.requests.request import ValidatedRequest
 
 from outrider.config import from_plain
 from outrider.errors import InvalidRequestError

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from outrider_router.requests.log_records import (
+from outrider_router.requests.resumption.log_records import (
     EmittedRow,
     decode_log,
     encode_emitted,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_router.base.histogram import BatchHistogram
-from outrider_router.base.metrics import RouterMetrics
-from outrider_router.requests.spec_counters import SpecCounters
+from outrider_router.base.metrics import BatchHistogram, RouterMetrics
+from outrider_router.requests.request_output import SpecCounters
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from outrider.spec.decoding_mode import DecodingModeReason

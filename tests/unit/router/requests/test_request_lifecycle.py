@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from outrider_router.requests.request_lifecycle import (
+from outrider_router.requests.running_requests import (
     ALLOWED_TRANSITIONS,
     INTERRUPTIBLE_PHASES,
     Interrupt,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from outrider_router.config import SpeculationDefaults
-from outrider_router.requests.request_options import (
+from outrider_router.requests.request import (
     make_plan,
     make_sampling,
     needs_no_drafter,

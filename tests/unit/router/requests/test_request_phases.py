@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outrider_router.requests.request_lifecycle import RequestLifecycle, RequestPhase
-from outrider_router.requests.running_requests import RequestEntry, run_unless_failed
+from outrider_router.requests.running_requests import (
+    RequestEntry,
+    RequestLifecycle,
+    RequestPhase,
+    run_unless_failed,
+)
 from outrider_router.requests.service import RouterService
 
 from outrider.errors import CancelledRequestError

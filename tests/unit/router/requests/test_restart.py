@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from outrider_router.requests.log_records import encode_file, encode_opened, encode_tick
+from outrider_router.requests.resumption.log_records import encode_file, encode_opened, encode_tick
 from outrider_router.requests.service import RouterService
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError, UnavailableError

@@ -7,20 +7,22 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+from outrider_router.base.tenants import Caller
 from outrider_router.requests.request_output import RequestOutput
-from outrider_router.requests.resumable_answers import AnswerStore
+from outrider_router.requests.resumption.resumable_answers import AnswerStore
 from outrider_router.requests.running_requests import RequestEntry
 from outrider_router.requests.service import RouterService
 
 from outrider.errors import (
     AbortedError,
+    AlreadyExistsError,
     CancelledRequestError,
     DeadlineExceededError,
     InvalidRequestError,
     NotFoundError,
     OutriderError,
 )
-from outrider.ids import RequestId
+from outrider.ids import RequestId, TenantId
 from outrider.wire.inference import (
     Delta,
     FinishInfo,
@@ -320,3 +322,17 @@ async def test_ended_answers_are_kept_within_bounds() -> None:
     # Three are kept at most, and no more than 100 bytes: 12 ids are 96, and one more is too much.
     assert forgotten == ["a", "b", "c", "d", "e"] and len(answers) == 1
     answers.clear()
+
+
+async def test_the_id_of_a_kept_answer_stays_its_tenants(router: RouterService) -> None:
+    owner, other = Caller(tenant=TenantId("owner")), Caller(tenant=TenantId("other"))
+    name = RequestId("kept")
+    first = text_request("abc", request_id=name, resumable=True)
+    kept = await router.generate(first, caller=owner)
+    with pytest.raises(AlreadyExistsError):
+        await router.generate(text_request("cba", request_id=name, resumable=True), caller=other)
+    # Its answer is not kept, so it replaces none.
+    await router.generate(text_request("cba", request_id=name), caller=other)
+    again = Reader()
+    await router.resume_stream(StreamPosition(request_id=name), again.write, owner)
+    assert "".join(e.text for e in again.events if isinstance(e, Delta)) == kept.text

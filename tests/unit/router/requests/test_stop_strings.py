@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_router.admission.length_estimate import OutputLengthEstimator
-from outrider_router.base.api_keys import Caller
-from outrider_router.base.tenants import TenantLimits
-from outrider_router.requests.log_records import (
+from outrider_router.admission.capacity_ledger import OutputLengthEstimator
+from outrider_router.base.tenants import Caller, TenantLimits
+from outrider_router.requests.request_output import OutputAssembler, StopChecker
+from outrider_router.requests.resumption.log_records import (
     EmittedRow,
     OpenedRequest,
     decode_log,
@@ -25,9 +25,7 @@ from outrider_router.requests.log_records import (
     encode_opened,
     encode_tick,
 )
-from outrider_router.requests.output_assembler import OutputAssembler
 from outrider_router.requests.service import RouterService
-from outrider_router.requests.stop_checker import StopChecker
 
 from outrider.ids import RequestId, TenantId
 from outrider.spec.plan import DraftMethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from outrider_router.requests.wakeup_pacer import MAX_DELAY_S, WakeupPacer
+from outrider_router.requests.session_output import MAX_DELAY_S, WakeupPacer
 
 
 class Client:

@@ -173,6 +173,14 @@ def test_a_drafter_elsewhere_drafts_as_one_in_process(
     assert bool((here[0] >= 0).all()) and not torch.equal(here[0], here[1])
 
 
+def test_the_planner_knows_the_shape_of_drafts_from_elsewhere(
+    tiny_target: Path, tiny_head: Path
+) -> None:
+    runner = exchanging(tiny_target, tiny_head).driver.runner
+    (shape,) = runner.draft_shapes(2)
+    assert shape.num_nodes == 1 + PLAN.draft_tokens and not shape.is_tree
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_rounds_that_run_ahead_change_no_text(
     tiny_target: Path, tiny_head: Path, name: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from outrider_verifier.model_runner.interface import DraftShapeTimes
@@ -25,6 +26,11 @@ def chains(rows: int) -> Sequence[DraftShapeTimes]:
 def chains_and_trees(rows: int) -> Sequence[DraftShapeTimes]:
     found = [DraftShapeTimes(5, False, 0.006), DraftShapeTimes(17, True, 0.0066)]
     return found if rows <= 16 else found[:1]
+
+
+def unmeasured_chains(rows: int) -> Sequence[DraftShapeTimes]:
+    """A drafter on another device: the warm-up has measured no rounds with its drafts."""
+    return [DraftShapeTimes(5, False, math.nan)]
 
 
 def kind(temperature: float) -> WorkloadClass:
@@ -146,3 +152,11 @@ def test_a_round_without_in_process_drafts_tells_nothing() -> None:
     rounds = Rounds(8)
     rounds.planner.observe_rows([], 0, rows=8, seconds=0.004, weight=1.0)
     assert not list(rounds.planner.summaries())
+
+
+def test_drafts_without_measured_times_stay_while_they_win_and_go_where_they_lose() -> None:
+    for tokens, wins in ((3, True), (1, False)):
+        rounds = Rounds(8, unmeasured_chains)
+        rounds.planner.add_session(COLD)
+        assert rounds.run(tokens) == 60 if wins else rounds.run(tokens) < 30
+        assert rounds.planner.is_plain is not wins

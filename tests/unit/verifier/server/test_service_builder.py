@@ -13,8 +13,14 @@ from typing import Any
 import pytest
 from outrider_verifier.config import DEFAULT_KV_TOKENS, VerifierConfig
 from outrider_verifier.model_runner.cpu_runner import CpuModelRunner
-from outrider_verifier.server.service_builder import build_service, uses_gpu_runner
+from outrider_verifier.server.service_builder import (
+    build_model_runner,
+    build_service,
+    uses_gpu_runner,
+)
 
+from outrider.engine.model_loader import load_target
+from outrider.engine.weight_copies import WeightCopies
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod
 
@@ -125,3 +131,28 @@ def test_a_context_that_the_model_cannot_have_is_cut_and_said(
         caplog.clear()
         build_service(config(tiny_target, max_context_len=asked))
         assert ("max_context_len is cut" in caplog.text) is warned
+
+
+def test_weights_that_cannot_be_copied_end_the_start_with_their_error(tiny_target: Path) -> None:
+    def fail() -> None:
+        raise InvalidRequestError("a damaged tensor")
+
+    copies = WeightCopies()
+    copies.add(fail)
+    target = load_target(tiny_target, kv_tokens=1024, packed=False, copies=copies)
+    with pytest.raises(InvalidRequestError, match="a damaged tensor"):
+        build_model_runner(
+            config(tiny_target, simulated_acceptance="2.6"), target, None, copies=copies
+        )
+
+
+def test_a_start_logs_the_seconds_of_its_stages(
+    tiny_target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        build_service(config(tiny_target))
+    (record,) = [each for each in caplog.records if each.message == "start-up finished"]
+    seconds = record.__dict__["seconds"]
+    assert list(seconds) == ["imports", "weights", "total"]
+    assert 0.0 <= seconds["weights"] <= seconds["total"]
+    assert 0.0 < seconds["imports"] <= seconds["total"]

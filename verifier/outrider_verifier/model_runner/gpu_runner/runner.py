@@ -34,7 +34,7 @@ from outrider.engine.device.round_launcher import LaunchedRound, RoundLauncher
 from outrider.engine.device.slots.logits_slots import check_initial_bans
 from outrider.engine.device.slots.session_slots import DeviceSessionSlots
 from outrider.engine.device.transfer.pinned_memory import pin_memory
-from outrider.engine.device.warm_up import warm_up_shapes
+from outrider.engine.device.warm_up import compile_shapes, warm_up_shapes
 from outrider.engine.heads import DraftHead, FeatureProjection
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.logprobs import PathLogprobs
@@ -218,6 +218,11 @@ class GpuModelRunner:
             throttle=throttle,
         )
 
+    def compile_kernels(self, check: Callable[[], None] | None = None) -> None:
+        """Compile the kernels of all rounds, in parallel; reads no weights, which may be copied
+        meanwhile. `check` is called now and then and raises to give up."""
+        compile_shapes(self.rounds, self._device, check)
+
     def warm_up(self) -> None:
         """Compile the kernels, capture the graph of every shape of the family and time it: no
         request meets one for the first time."""
@@ -266,6 +271,10 @@ class GpuModelRunner:
     def draft_shapes(self, rows: int) -> Sequence[DraftShapeTimes]:
         """See `ModelRunner`."""
         drafter, family = self.in_process_drafter, self.rounds.family
+        if self.remote_drafter is not None:
+            # Warm-up measures rounds without a drafter, which wait for nobody's drafts.
+            num_nodes = 1 + self.remote_drafter.exchange_shape.draft_length
+            return (DraftShapeTimes(num_nodes, is_tree=False, seconds=math.nan),)
         if drafter is None:
             return ()
         shapes = list[DraftShapeTimes]()

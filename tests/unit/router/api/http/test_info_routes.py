@@ -30,12 +30,12 @@ async def test_health_follows_the_verifiers(router: RouterService, verifier: Fak
     async with http_client(router) as client:
         assert (await client.get("/health")).json() == {"status": "ok"}
         verifier.lost.set()
-        await until(lambda: not router.is_ready)
+        await until(lambda: not router.readiness.is_ready)
         answer = await client.get("/ping")
         assert (answer.status_code, answer.json()) == (503, {"status": "unavailable"})
         assert (await client.get("/v1/models")).json()["data"] == []
         verifier.restart()
-        await until(lambda: router.is_ready)
+        await until(lambda: router.readiness.is_ready)
         assert (await client.get("/ping")).status_code == 200
 
 
@@ -49,7 +49,7 @@ async def test_a_router_that_drains_ends_what_runs_and_takes_no_more(
         )
         await until(lambda: verifier.live)
         draining = asyncio.create_task(router.drain(60.0))
-        await until(lambda: not router.is_ready)
+        await until(lambda: not router.readiness.is_ready)
         assert (await client.get("/health")).status_code == 503
         refused = await client.post("/v1/completions", json={"prompt": "abc"})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutdown"

@@ -1,0 +1,184 @@
+"""Files and kinds of object that a request enters in a router, up to its first text.
+
+A router runs in a thread of this process, with the verifiers and drafters of a fleet whose own
+router stays out of it. All calls of that thread are looked at from the moment a client sends its
+request until it has the first text. Polls of the fleet are stopped meanwhile: they belong to no
+request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from outrider_router.api.http import HttpServer
+from outrider_router.api.listeners import make_client_server
+from outrider_router.base.metrics import RouterMetrics
+from outrider_router.config import RouterConfig
+from outrider_router.requests.service import RouterService
+
+from outrider.client import Client, user
+from outrider.client.local.cluster import LocalCluster
+from outrider.client.local.config import LocalFleetConfig
+from outrider.errors import UnavailableError
+from outrider.text.tokenizer import Tokenizer
+from outrider.transport.grpc import GrpcConfig, GrpcDialer
+from outrider.transport.tls import CertificateRole
+from outrider_bench.hooks.call_census import CallCensus
+
+READY_TIMEOUT_S: Final = 60.0
+_POLL_S: Final = 0.1
+_MAX_TOKENS: Final = 64
+"""Tokens of an answer, so many that it has not ended when its first text is there."""
+
+
+def count_requests(
+    fleet: LocalCluster, config: LocalFleetConfig, *, text: str, drafter: str
+) -> dict[str, dict[str, dict[str, list[str]]]]:
+    """By API, "grpc_request" and "http_request": by process, which is always "router", the `files`
+    and `kinds` of a request, the second one of its kind.
+
+    `text` is what the user says, `drafter` what drafts. Raises UnavailableError where the router
+    does not become ready.
+    """
+    census = CallCensus()
+    loop = asyncio.new_event_loop()
+    ready: asyncio.Future[_RouterAddresses] = asyncio.Future(loop=loop)
+    started, stopped = threading.Event(), asyncio.Event()
+
+    def serve() -> None:
+        sys.setprofile(census.profile)
+        ready.add_done_callback(lambda _: started.set())
+        loop.run_until_complete(_serve(_router_config(fleet, config), ready, stopped))
+
+    thread = threading.Thread(target=serve, name="router", daemon=True)
+    thread.start()
+    try:
+        if not started.wait(READY_TIMEOUT_S):
+            raise UnavailableError("the router is not ready", reason="CENSUS")
+        router = ready.result()
+        ask: dict[str, Callable[[str, str, Callable[[], None]], None]] = {
+            "grpc_request": router.ask_grpc,
+            "http_request": router.ask_http,
+        }
+        found: dict[str, dict[str, dict[str, list[str]]]] = {}
+        for api, send in ask.items():
+            # What only the first request of a router does is not counted.
+            send(text, drafter, lambda: None)
+            census.begin()
+            send(text, drafter, partial(_end, census, found, api))
+        return found
+    finally:
+        loop.call_soon_threadsafe(stopped.set)
+        thread.join(READY_TIMEOUT_S)
+
+
+def _end(census: CallCensus, found: dict[str, dict[str, dict[str, list[str]]]], api: str) -> None:
+    found[api] = {"router": census.end()}
+
+
+def _router_config(fleet: LocalCluster, config: LocalFleetConfig) -> RouterConfig:
+    addresses = {
+        role: tuple(process.address for process in processes)
+        for role, processes in fleet.members.items()
+    }
+    return RouterConfig(
+        model=config.model,
+        listen="127.0.0.1:0",
+        verifiers=addresses[CertificateRole.VERIFIER],
+        drafters=addresses.get(CertificateRole.DRAFTER, ()),
+        poll_interval_s=_POLL_S,
+    )
+
+
+async def _serve(
+    config: RouterConfig, ready: asyncio.Future[_RouterAddresses], stopped: asyncio.Event
+) -> None:
+    """Be a router from the moment its fleet is ready until `stopped`."""
+    dialer = GrpcDialer(GrpcConfig(shm_channels=config.shared_memory))
+    service = RouterService(
+        config=config,
+        tokenizer=Tokenizer.load(config.model),
+        dialer=dialer,
+        metrics=RouterMetrics(),
+        clock=time.monotonic,
+    )
+    server, web = make_client_server(service), HttpServer("127.0.0.1:0", service)
+    try:
+        await service.start()
+        addresses = await server.start(), await web.start()
+        drafters = service.registry.drafters
+        while not (
+            service.readiness.is_ready and all(peer.is_serving for peer in drafters.values())
+        ):
+            await asyncio.sleep(_POLL_S)
+        await service.mover.stop()
+        await service.registry.stop()
+        ready.set_result(_RouterAddresses(*addresses))
+        await stopped.wait()
+    finally:
+        await service.close()
+        await web.stop()
+        await server.stop(0.0)
+        await dialer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _RouterAddresses:
+    """A router that serves at these addresses, each HOST:PORT."""
+
+    grpc: str
+    http: str
+
+    def ask_grpc(self, text: str, drafter: str, on_text: Callable[[], None]) -> None:
+        """Read an answer over gRPC; `on_text` is called at its first text."""
+        with (
+            Client(self.grpc) as client,
+            client.stream(
+                [user(text)],
+                drafter=drafter,
+                temperature=0.0,
+                max_tokens=_MAX_TOKENS,
+                ignore_eos=True,
+            ) as answer,
+        ):
+            begun = False
+            for delta in answer:
+                if delta.text and not begun:
+                    begun = True
+                    on_text()
+
+    def ask_http(self, text: str, drafter: str, on_text: Callable[[], None]) -> None:
+        """Read an answer over HTTP; `on_text` is called at its first text."""
+        body = {
+            "messages": [{"role": "user", "content": text}],
+            "drafter": drafter,
+            "temperature": 0.0,
+            "max_tokens": _MAX_TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        connection = http.client.HTTPConnection(self.http)
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != http.HTTPStatus.OK:
+            raise UnavailableError(response.read().decode(), reason="CENSUS")
+        begun = False
+        for line in response:
+            if not begun and line.startswith(b"data: {") and _has_text(line[6:]):
+                begun = True
+                on_text()
+        connection.close()
+
+
+def _has_text(event: bytes) -> bool:
+    return any(choice["delta"].get("content") for choice in json.loads(event)["choices"])

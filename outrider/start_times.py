@@ -1,0 +1,74 @@
+"""Durations of the stages of a process's start, for one log event when it is ready."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+logger = logging.getLogger(__name__)
+
+_STAT: Final = Path("/proc/self/stat")
+_START_TIME_FIELD: Final = 19
+"""Index of the start time among the fields behind the name of the process, in clock ticks."""
+
+
+class StartStage(StrEnum):
+    """Stages of a start. Weights may load while kernels compile, so that they add up to more than
+    the whole."""
+
+    IMPORTS = "imports"
+    """From the start of the process until its modules are imported."""
+    WEIGHTS = "weights"
+    """Allocation and reading of the weights of all models."""
+    KERNELS = "kernels"
+    """Compilation of kernels ahead of the captures."""
+    WEIGHTS_WAIT = "weights_wait"
+    """Wait for weights after the kernels were compiled."""
+    CAPTURE = "capture"
+    """Capture of graphs and timing of rounds."""
+
+
+class StartTimes:
+    """Seconds of the stages of this process's start."""
+
+    def __init__(self) -> None:
+        """Begins with the end of the imports: call it when a process builds its service."""
+        self._began = _process_start()
+        self._seconds = {StartStage.IMPORTS: time.monotonic() - self._began}
+
+    @contextmanager
+    def measure(self, stage: StartStage) -> Iterator[None]:
+        """Add the time within the context to a stage."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(stage, time.monotonic() - began)
+
+    def add(self, stage: StartStage, seconds: float) -> None:
+        """Add seconds to a stage."""
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
+
+    def log(self) -> None:
+        """Log the event "start-up finished": seconds of each stage, and of all since the process
+        began (`total`)."""
+        seconds = {str(stage): round(took, 2) for stage, took in self._seconds.items()}
+        seconds["total"] = round(time.monotonic() - self._began, 2)
+        logger.info("start-up finished", extra={"seconds": seconds})
+
+
+def _process_start() -> float:
+    """When this process began, by `time.monotonic`; now, where the system does not say."""
+    now = time.monotonic()
+    try:
+        ticks = int(_STAT.read_text("utf-8").rpartition(")")[2].split()[_START_TIME_FIELD])
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return now
+    return now - max(age_s, 0.0)

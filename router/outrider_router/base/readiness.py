@@ -1,0 +1,29 @@
+"""Readiness of a router: whether it can serve requests, and who is told of a change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class Readiness:
+    """Whether a router can serve requests: a verifier is healthy, and no drain began."""
+
+    def __init__(self) -> None:
+        self._is_ready = False
+        self._listeners: list[Callable[[bool], None]] = []
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be served."""
+        return self._is_ready
+
+    def subscribe(self, listener: Callable[[bool], None]) -> None:
+        """Call `listener` with the new state at each change from now on."""
+        self._listeners.append(listener)
+
+    def update(self, is_ready: bool) -> None:
+        """Set the state, and tell the listeners if it is another one."""
+        if is_ready is not self._is_ready:
+            self._is_ready = is_ready
+            for listener in self._listeners:
+                listener(is_ready)

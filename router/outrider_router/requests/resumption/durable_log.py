@@ -1,0 +1,360 @@
+"""Durable log of resumable requests: the file from which a restarted router resumes them.
+
+The event loop appends to it, one `write` for all sessions of a round, before any client gets the
+tokens: what a client has seen outlives the router's process. `Fsync` decides when the kernel's copy
+goes to the disk. The file is rewritten without finished requests when it has grown too long, and
+after a failure: until that succeeds the router serves on without a log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import math
+import os
+import stat
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.errors import FailedPreconditionError
+from outrider.wire.inference import FinishInfo
+from outrider.wire.logprobs import TokenLogprobs
+from outrider_router.config import Fsync
+from outrider_router.requests.resumption.log_records import (
+    HEADER,
+    MAX_NUMBER,
+    EmittedRow,
+    LogContents,
+    LoggedRequest,
+    OpenedRequest,
+    decode_log,
+    encode_emitted,
+    encode_ended,
+    encode_file,
+    encode_opened,
+    encode_tick,
+)
+
+logger = logging.getLogger(__name__)
+
+CHECK_INTERVAL_S = 1.0
+"""Time between two looks: the disk's copy, the file's length, a failure to mend."""
+MIN_BYTES = 4 << 20
+"""A shorter file is not written anew."""
+MAX_FILE_BYTES = 512 << 20
+"""What is read of a file at the start; one that is written by a router is far shorter."""
+REWRITE_FACTOR = 4
+"""A file is written anew when it is so many times as long as it then was."""
+
+
+@dataclass(slots=True)
+class _LoggedRequest:
+    """A request of which the log is to hold something."""
+
+    opened: bytes
+    emitted: list[int]
+    """The journal's own list, which grows."""
+    logprobs: list[TokenLogprobs]
+    """The same."""
+    ended: bytes = b""
+
+
+class DurableLog:
+    """The log of one router. Use from one event loop."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        fsync: Fsync,
+        wall: Callable[[], float],
+        on_failing: Callable[[bool], None] = lambda failing: None,
+        read_s: float = math.inf,
+    ) -> None:
+        """Lock the file and read it, for at most `read_s` seconds; `begin` starts to write.
+
+        `wall` is wall-clock time in seconds; `on_failing` hears when the log cannot be written and
+        when it can be again. A file that cannot be locked, read or written is a failure like that
+        of a disk later on: the router serves without. Raises FailedPreconditionError, reason
+        JOURNAL_LOCKED, if another router has the file.
+        """
+        self.path = path
+        self._fsync = fsync
+        self._wall = wall
+        self._on_failing = on_failing
+        self._live: dict[int, _LoggedRequest] = {}
+        self._fd = -1
+        self._size = self._size_at_first = 0
+        self._failing = False
+        self._meanwhile: list[bytes] | None = None
+        """What is written while the file is written anew."""
+        self._stop = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._lock = -1
+        self.contents = LogContents()
+        try:
+            self._take_lock()
+        except OSError as error:
+            self._fail(error)
+        try:
+            self.contents = _read_file(path, time.monotonic() + read_s)
+        except OSError as error:
+            self._fail(error)
+        self._last_number = self.contents.last_number
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether what clients are told is not in the log."""
+        return self._failing
+
+    def start_writing(self) -> None:
+        """Write the file anew, with what was adopted alone, and go on from there."""
+        if not self._failing:
+            try:
+                self._start_anew(self._write_new(self._snapshot()), b"")
+            except OSError as error:
+                self._fail(error)
+        self._task = asyncio.create_task(self._run(), name="journal")
+
+    async def close(self) -> None:
+        """Stop; what was written stays. Idempotent."""
+        self._stop.set()
+        if self._task is not None:
+            await self._task
+        if self._fd >= 0:
+            if self._fsync is not Fsync.OFF and not self._failing:
+                with contextlib.suppress(OSError):
+                    os.fdatasync(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def restore_request(self, logged: LoggedRequest) -> None:
+        """Keep a request of `contents`; its list of ids is the one that will grow."""
+        live = _LoggedRequest(
+            encode_opened(logged.number, logged.opened), logged.emitted, logged.logprobs
+        )
+        if logged.finish is not None:
+            live.ended = encode_ended(logged.number, logged.ended_at, logged.finish)
+        self._live[logged.number] = live
+
+    def append_opened(
+        self, opened: OpenedRequest, emitted: list[int], logprobs: list[TokenLogprobs]
+    ) -> int:
+        """A request begins; its number. `emitted` and `logprobs` are the lists that will grow."""
+        self._last_number = self._last_number % MAX_NUMBER + 1
+        while self._last_number in self._live:
+            self._last_number = self._last_number % MAX_NUMBER + 1
+        live = self._live[self._last_number] = _LoggedRequest(
+            encode_opened(self._last_number, opened), emitted, logprobs
+        )
+        self._write(live.opened)
+        return self._last_number
+
+    def append_emitted(self, rows: Sequence[EmittedRow]) -> None:
+        """New ids of requests, before anybody is told of them."""
+        self._write(encode_emitted(rows))
+
+    def append_ended(self, number: int, finish: FinishInfo | None) -> None:
+        """A request is over; with a finish it is kept until it is forgotten."""
+        live = self._live.get(number)
+        if live is None:
+            return
+        live.ended = encode_ended(number, self._wall(), finish)
+        self._write(live.ended)
+        if finish is None:
+            self.forget_request(number)
+
+    def forget_request(self, number: int) -> None:
+        """A request need not be in the next file."""
+        self._live.pop(number, None)
+
+    def _write(self, data: bytes) -> None:
+        if self._meanwhile is not None:
+            self._meanwhile.append(data)
+        if self._failing or self._fd < 0:
+            return
+        try:
+            _write_all(self._fd, data)
+            if self._fsync is Fsync.ALWAYS:
+                os.fdatasync(self._fd)
+        except OSError as error:
+            self._fail(error)
+        self._size += len(data)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failing:
+            logger.error(
+                "the journal cannot be used; serving without",
+                extra={"journal": str(self.path), "why": str(error)},
+            )
+            self._failing = True
+            self._on_failing(True)
+
+    async def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                async with asyncio.timeout(CHECK_INTERVAL_S):
+                    await self._stop.wait()
+            except TimeoutError:
+                await self._tick()
+
+    async def _tick(self) -> None:
+        if self._live:
+            self._write(encode_tick(self._wall()))
+        try:
+            if self._failing or self._size > max(MIN_BYTES, REWRITE_FACTOR * self._size_at_first):
+                await self._renew()
+            elif self._fsync is Fsync.INTERVAL:
+                await asyncio.to_thread(os.fdatasync, self._fd)
+        except (OSError, FailedPreconditionError) as error:
+            self._fail(error)
+
+    async def _renew(self) -> None:
+        """Write the file anew beside the rounds; what these say meanwhile is appended at the end.
+
+        What the new file lacks is what was over, and a failure's gap.
+        """
+        self._take_lock()
+        self._meanwhile = []
+        try:
+            fd = await asyncio.to_thread(self._write_new, self._snapshot())
+            self._start_anew(fd, b"".join(self._meanwhile))
+        finally:
+            self._meanwhile = None
+        if self._failing:
+            logger.warning("the journal is written again", extra={"bytes": self._size})
+            self._failing = False
+            self._on_failing(False)
+
+    def _take_lock(self) -> None:
+        """Lock the file, unless that is done. Raises OSError, and FailedPreconditionError if
+        another router has it."""
+        if self._lock < 0:
+            self._lock = _locked(self.path)
+
+    def _snapshot(self) -> bytes:
+        records = [encode_tick(self._wall())]
+        for number, live in self._live.items():
+            said = encode_emitted([EmittedRow(number, 0, live.emitted, live.logprobs)])
+            records += (live.opened, said, live.ended)
+        return encode_file(records)
+
+    def _write_new(self, data: bytes) -> int:
+        fd = os.open(self._new_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(fd, data)
+            # Else a failing machine could leave the new name without its content.
+            if self._fsync is not Fsync.OFF:
+                os.fdatasync(fd)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def _start_anew(self, fd: int, more: bytes) -> None:
+        try:
+            _write_all(fd, more)
+            if more and self._fsync is Fsync.ALWAYS:
+                os.fdatasync(fd)
+            os.replace(self._new_path, self.path)
+        except OSError:
+            os.close(fd)
+            raise
+        if self._fsync is not Fsync.OFF:
+            _sync_folder(self.path.parent)
+        old, self._fd = self._fd, fd
+        if old >= 0:
+            os.close(old)
+        self._size = self._size_at_first = os.lseek(fd, 0, os.SEEK_CUR)
+
+    @property
+    def _new_path(self) -> Path:
+        return self.path.with_name(self.path.name + ".new")
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    written = os.write(fd, data)
+    while written < len(data):
+        written += os.write(fd, data[written:])
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the lock for as long as it is open. The file itself is replaced now
+    and then, so the lock has a file of its own."""
+    name = path.with_name(path.name + ".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        _check_unlocked(name)
+        raise
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise _locked_error(name) from None
+    return fd
+
+
+def _check_unlocked(name: Path) -> None:
+    """Raise FailedPreconditionError if another router holds this lock, which cannot be written."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _locked_error(name) from None
+    finally:
+        os.close(fd)
+
+
+def _locked_error(name: Path) -> FailedPreconditionError:
+    journal = name.with_name(name.name.removesuffix(".lock"))
+    return FailedPreconditionError(
+        f"the journal {journal} belongs to another router that runs", reason="JOURNAL_LOCKED"
+    )
+
+
+def _read_file(path: Path, until: float) -> LogContents:
+    """What a file says, as far as it can be read until this time of the monotonic clock."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(f"{path} is not a regular file")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES)
+    except FileNotFoundError:
+        return LogContents()
+    if not data.startswith(HEADER):
+        if data:
+            aside = path.with_name(path.name + ".unreadable")
+            os.replace(path, aside)
+            logger.error("the journal is none of this version; put aside", extra={"as": str(aside)})
+        return LogContents()
+    contents = decode_log(data, is_late=lambda: time.monotonic() >= until)
+    if contents.unread_bytes:
+        logger.error(
+            "the journal takes too long to read; the rest is dropped",
+            extra={"unread_bytes": contents.unread_bytes},
+        )
+    if contents.num_damaged:
+        logger.error("parts of the journal are damaged", extra={"skipped": contents.num_damaged})
+    if contents.is_torn:
+        logger.warning("the journal's last record is incomplete, as a crash leaves it")
+    return contents

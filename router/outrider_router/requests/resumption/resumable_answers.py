@@ -1,0 +1,338 @@
+"""Resumable answers: output that a client can resume reading after a broken connection.
+
+The task of a resumable request writes to its client itself, while the client's call does nothing:
+so a message costs no more turns of the event loop than one of a request that ends with its stream,
+and the pacer sees how soon messages leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+
+from outrider.errors import (
+    AbortedError,
+    CancelledRequestError,
+    InternalError,
+    InvalidRequestError,
+    OutriderError,
+)
+from outrider.ids import RequestId
+from outrider.wire.inference import (
+    Delta,
+    FinishInfo,
+    GenerateResult,
+    PromptInfo,
+    StreamEvent,
+    StreamPosition,
+)
+from outrider_router.requests.running_requests import RequestEntry
+
+logger = logging.getLogger(__name__)
+
+EventWriter = Callable[[StreamEvent], Awaitable[None]]
+"""Passes one message on to a client; whatever it raises means that the client is gone."""
+
+POLL_INTERVAL_S = 0.02
+"""Between two looks whether a restarted answer has come to where its client is."""
+MAX_FINISHED_ANSWERS = 4096
+"""Ended answers that are kept for their clients."""
+MAX_FINISHED_BYTES = 64 << 20
+"""Of their texts, ids and log-probabilities, about."""
+_LOGPROB_BYTES = 100
+"""Of one number, its id and what holds the two."""
+
+
+class _AnswerListener:
+    """One call of a client that is told an answer."""
+
+    __slots__ = ("error", "live", "over", "write")
+
+    def __init__(self, write: EventWriter) -> None:
+        self.write = write
+        self.live = False
+        """Whether the request's task writes to it; before that it is told what came earlier."""
+        self.error: OutriderError | None = None
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def end(self, error: OutriderError | None = None) -> None:
+        """Let the call return, or fail."""
+        self.error = self.error or error
+        if not self.over.done():
+            self.over.set_result(None)
+
+
+class ResumableAnswer:
+    """Output of a resumable request so far, and the client call that listens to it."""
+
+    def __init__(self, entry: RequestEntry, *, grace_s: float, may_lag: bool = False) -> None:
+        """`grace_s`: without a listener for this many seconds the request is cancelled."""
+        self.entry = entry
+        self.info: PromptInfo | None = None
+        self.finish: FinishInfo | None = None
+        self.error: OutriderError | None = None
+        self.over = False
+        self.tokens = 0
+        """Ids said; those of the entry, up to here."""
+        self.characters = 0
+        """Characters said."""
+        self.may_lag = may_lag
+        """Whether a client may have heard more than this router knows of, and the same will come
+        again: a log may lack its end, and the text depends on nothing but prompt and seed."""
+        self._text: list[str] = []
+        self._grace_s = grace_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._listener: _AnswerListener | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._telling = False
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        if len(self._text) > 1:
+            self._text = ["".join(self._text)]
+        return self._text[0] if self._text else ""
+
+    @property
+    def size_bytes(self) -> int:
+        """About what it holds."""
+        output = self.entry.output
+        # All tokens have as many log-probabilities.
+        told = len(output.logprobs) * (1 + len(output.logprobs[0].top)) if output.logprobs else 0
+        ids = len(output.token_ids) + (len(self.info.prompt_token_ids) if self.info else 0)
+        return 8 * ids + self.characters + _LOGPROB_BYTES * told
+
+    def result(self) -> GenerateResult:
+        """All of it, once it has finished."""
+        assert self.info is not None and self.finish is not None, "it ended without an error"
+        return GenerateResult(
+            request_id=self.info.request_id,
+            model=self.info.model,
+            text=self.text,
+            token_ids=tuple(self.entry.output.token_ids[: self.tokens]),
+            finish=self.finish,
+            logprobs=tuple(self.entry.output.logprobs[: self.tokens]),
+            prompt_token_ids=self.info.prompt_token_ids,
+        )
+
+    async def add_event(self, event: StreamEvent) -> None:
+        """The request says something: remember it, and pass it on. For the request's own task."""
+        self.store_event(event)
+        listener = self._listener
+        if listener is not None and listener.live:
+            await self._tell(listener, event)
+
+    def store_event(self, event: StreamEvent) -> None:
+        """Something was said, if to nobody."""
+        match event:
+            case Delta():
+                self.tokens += len(event.token_ids)
+                self.characters += len(event.text)
+                self._text.append(event.text)
+            case FinishInfo():
+                self.finish = event
+            case PromptInfo():
+                self.info = event
+
+    def finish_answer(self, error: OutriderError | None) -> None:
+        """The request is over; for its own task."""
+        self.over = True
+        self.error = error
+        # An answer is kept for longer than its task, which holds all that it ran in.
+        self._task = None
+        self.cancel_timer()
+        if self._listener is not None:
+            self._listener.end()
+
+    async def stream_from(self, position: StreamPosition, write: EventWriter) -> None:
+        """Tell a client everything behind a position, up to the end; for the client's call.
+
+        Whoever listened before hears AbortedError, reason TAKEN_OVER. Raises the request's error;
+        InvalidRequestError, reason INVALID_POSITION for a place that was not reached. Cancelling
+        this leaves the request to itself.
+        """
+        self._check(position)
+        listener = _AnswerListener(write)
+        self._replace(listener)
+        try:
+            await self._reach(position)
+            await self._catch_up(listener, position)
+            if not self.over:
+                await listener.over
+            if listener.error is not None:
+                raise listener.error
+            if self.error is not None:
+                raise self.error.copy()
+        finally:
+            self._leave(listener)
+
+    def start_task(self, events: Coroutine[object, None, None]) -> asyncio.Task[None]:
+        """Start the task that takes the events in. Nobody listens yet: the grace time begins."""
+        self._task = asyncio.create_task(events, name="resumable-request")
+        self._wait_for_listener()
+        return self._task
+
+    def cancel_timer(self) -> None:
+        """Wait for nobody any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def interrupt(self, error: OutriderError) -> None:
+        """The request is to end: whoever holds it up hears of it now, the others at the end."""
+        listener = self._listener
+        if self._telling and listener is not None:
+            self._listener = None
+            self._stop_telling()
+            listener.end(error.copy())
+
+    async def _reach(self, position: StreamPosition) -> None:
+        """Wait until everything that the client has was said again, after a restart."""
+        while not self._check(position):
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    def _check(self, position: StreamPosition) -> bool:
+        """Whether a position was reached; InvalidRequestError if it will not be."""
+        if position.tokens <= self.tokens and position.characters <= self.characters:
+            return True
+        known = len(self.entry.output.token_ids)
+        comes = self.tokens < known and position.tokens <= known
+        if self.over or not (comes or self.may_lag):
+            raise InvalidRequestError(
+                f"request {position.request_id!r} has said {self.tokens} tokens and "
+                f"{self.characters} characters, not {position.tokens} and {position.characters}",
+                reason="INVALID_POSITION",
+            )
+        return False
+
+    async def _catch_up(self, listener: _AnswerListener, position: StreamPosition) -> None:
+        tokens, characters = position.tokens, position.characters
+        if self.info is not None and tokens == characters == 0:
+            await listener.write(self.info)
+        while (tokens, characters) != (self.tokens, self.characters) and listener.error is None:
+            delta = Delta(
+                text=self.text[characters:],
+                token_ids=tuple(self.entry.output.token_ids[tokens : self.tokens]),
+                logprobs=tuple(self.entry.output.logprobs[tokens : self.tokens]),
+            )
+            tokens, characters = self.tokens, self.characters
+            await listener.write(delta)
+        # Nothing is awaited from the last look on: not a word is lost or said twice.
+        listener.live = True
+        if self.finish is not None and listener.error is None:
+            await listener.write(self.finish)
+
+    async def _tell(self, listener: _AnswerListener, event: StreamEvent) -> None:
+        self._telling = True
+        try:
+            await listener.write(event)
+        except asyncio.CancelledError:
+            if self._listener is listener or self._task is None:
+                raise
+            # The listener has left, which must not keep the request from going on.
+            self._task.uncancel()
+        except Exception as error:
+            logger.debug("a client is gone", exc_info=error)
+            listener.end(InternalError("the message could not be sent", reason="NOT_SENT"))
+            self._leave(listener)
+        finally:
+            self._telling = False
+
+    def _replace(self, listener: _AnswerListener) -> None:
+        previous, self._listener = self._listener, listener
+        self.cancel_timer()
+        if previous is not None:
+            self._stop_telling()
+            previous.end(
+                AbortedError(
+                    f"the stream of request {self.entry.request_id!r} goes on in another call",
+                    reason="TAKEN_OVER",
+                )
+            )
+
+    def _leave(self, listener: _AnswerListener) -> None:
+        if self._listener is listener:
+            self._listener = None
+            self._stop_telling()
+            self._wait_for_listener()
+
+    def _stop_telling(self) -> None:
+        """Have the request's task go on although a write is not done."""
+        if self._telling and self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+
+    def _wait_for_listener(self) -> None:
+        if not self.over and self._timer is None:
+            error = CancelledRequestError("its client did not come back", reason="ABANDONED")
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._grace_s, self.entry.fail_request, error)
+
+
+class AnswerStore:
+    """The resumable answers of one router: all that run, and for a while those that have ended."""
+
+    def __init__(
+        self,
+        *,
+        grace_s: float,
+        on_forgotten: Callable[[RequestEntry], None],
+        max_kept: int = MAX_FINISHED_ANSWERS,
+        max_kept_bytes: int = MAX_FINISHED_BYTES,
+    ) -> None:
+        """`grace_s`: seconds that an answer waits for its client; 0 keeps none that has ended."""
+        self._grace_s = grace_s
+        self._on_forgotten = on_forgotten
+        self._max_kept = max_kept
+        self._max_kept_bytes = max_kept_bytes
+        self._answers: dict[RequestId, ResumableAnswer] = {}
+        self._kept: dict[ResumableAnswer, asyncio.TimerHandle] = {}
+        self._kept_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def get_answer(self, request_id: RequestId) -> ResumableAnswer | None:
+        """The answer of a request that runs, or has ended of late."""
+        return self._answers.get(request_id)
+
+    def add_answer(self, entry: RequestEntry, *, may_lag: bool = False) -> ResumableAnswer:
+        """Begin an answer; an ended one of the same id is forgotten. `may_lag`: see
+        `ResumableAnswer.may_lag`."""
+        previous = self._answers.get(entry.request_id)
+        if previous is not None:
+            self._forget(previous)
+        answer = ResumableAnswer(entry, grace_s=self._grace_s, may_lag=may_lag)
+        self._answers[entry.request_id] = answer
+        return answer
+
+    def keep_finished(self, answer: ResumableAnswer, for_s: float | None = None) -> None:
+        """An answer is over; keep it for its client, within the bounds."""
+        loop = asyncio.get_running_loop()
+        seconds = self._grace_s if for_s is None else for_s
+        self._kept[answer] = loop.call_later(seconds, self._forget, answer)
+        self._kept_bytes += answer.size_bytes
+        while len(self._kept) > self._max_kept or self._kept_bytes > self._max_kept_bytes:
+            self._forget(next(iter(self._kept)))
+
+    def drop_answer(self, answer: ResumableAnswer) -> None:
+        """An answer is over, and nobody will ask for it."""
+        self._forget(answer)
+
+    def clear(self) -> None:
+        """Forget all, silently."""
+        for timer in self._kept.values():
+            timer.cancel()
+        for answer in self._answers.values():
+            answer.cancel_timer()
+        self._answers.clear()
+        self._kept.clear()
+
+    def _forget(self, answer: ResumableAnswer) -> None:
+        timer = self._kept.pop(answer, None)
+        if timer is not None:
+            timer.cancel()
+            self._kept_bytes -= answer.size_bytes
+        if self._answers.get(answer.entry.request_id) is answer:
+            del self._answers[answer.entry.request_id]
+        self._on_forgotten(answer.entry)

@@ -1,0 +1,275 @@
+"""Resumable requests of one router: tasks of their own, their answers, and the durable log.
+
+A request that is not resumable runs in the call of its client and does not pass here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+
+from outrider.errors import OutriderError
+from outrider.ids import RequestId
+from outrider.spec.sampling import Rule
+from outrider.text.tokenizer import Tokenizer
+from outrider.transport.error_codec import to_typed_error
+from outrider.wire.inference import Delta, FinishInfo, StreamEvent
+from outrider.wire.messages import FinishReason
+from outrider_router.base.metrics import RouterMetrics
+from outrider_router.base.tenants import Caller
+from outrider_router.config import RouterConfig
+from outrider_router.requests.request import ValidatedRequest
+from outrider_router.requests.request_output import RequestOutput
+from outrider_router.requests.resumption.durable_log import DurableLog
+from outrider_router.requests.resumption.log_records import EmittedRow, LoggedRequest, OpenedRequest
+from outrider_router.requests.resumption.resumable_answers import AnswerStore, ResumableAnswer
+from outrider_router.requests.running_requests import RequestEntry, RunningRequests
+
+logger = logging.getLogger(__name__)
+
+RequestFactory = Callable[[], Awaitable[ValidatedRequest]]
+RequestHandler = Callable[[RequestEntry, RequestFactory], AsyncGenerator[StreamEvent, None]]
+"""Everything that a request says; closing it frees what it holds."""
+
+UNWANTED_REASONS = ("ABORTED", "ABANDONED")
+"""Reasons of errors after which nobody asks for an answer any more."""
+REPRODUCIBLE_RULES = (Rule.GREEDY, Rule.COUPLED)
+"""Rules whose text depends on the prompt and the seed alone."""
+
+
+class ResumableRequests:
+    """Runs resumable requests, keeps and logs their answers, and resumes those of a log."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        running_requests: RunningRequests,
+        tokenizer: Tokenizer,
+        metrics: RouterMetrics,
+        *,
+        run: RequestHandler,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        """`clock` is monotonic, `wall` is not; both in seconds."""
+        self._config = config
+        self._running_requests = running_requests
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._run = run
+        self._clock = clock
+        self._wall = wall
+        self._log: DurableLog | None = None
+        self._answers = AnswerStore(grace_s=config.resume_grace_s, on_forgotten=self._forgotten)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    def __len__(self) -> int:
+        """Answers that are held, running and ended."""
+        return len(self._answers)
+
+    def get_answer(self, request_id: RequestId) -> ResumableAnswer | None:
+        """The answer of a request that runs, or has ended of late."""
+        return self._answers.get_answer(request_id)
+
+    def start_request(
+        self, entry: RequestEntry, make: RequestFactory, *, may_lag: bool = False
+    ) -> ResumableAnswer:
+        """Run a request in a task of its own. `may_lag`: see `ResumableAnswer.may_lag`."""
+        answer = self._answers.add_answer(entry, may_lag=may_lag)
+
+        async def make_logged() -> ValidatedRequest:
+            job = await make()
+            self._log_opened(entry, job)
+            return job
+
+        task = answer.start_task(self._follow(answer, make_logged))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return answer
+
+    def interrupt_answer(self, entry: RequestEntry, error: OutriderError) -> None:
+        """Stop the write to a client that holds up a request which fails with `error`. Requests
+        that are not resumable are ignored."""
+        answer = self._answers.get_answer(entry.request_id)
+        if answer is not None and answer.entry is entry:
+            answer.interrupt(error)
+
+    def survives_restart(self, entry: RequestEntry) -> bool:
+        """Whether a request goes on where this router is started again."""
+        return entry.output.log_number != 0 and self._log is not None and not self._log.is_failing
+
+    # ---- the log -------------------------------------------------------------------------------
+
+    def open_log(self) -> None:
+        """Take the log up, if there is to be one, and run what ran when it was left.
+
+        Raises FailedPreconditionError where another router has it.
+        """
+        if self._config.journal is None:
+            return
+        self._log = DurableLog(
+            self._config.journal,
+            fsync=self._config.journal_fsync,
+            wall=self._wall,
+            on_failing=self._metrics.journal_failing.set,
+            read_s=self._config.journal_read_s,
+        )
+        contents = self._log.contents
+        self._metrics.journal_damaged.inc(contents.num_damaged)
+        # Were an end damaged, an id could be there twice: the later request counts.
+        latest = {logged.opened.request_id: logged for logged in contents.requests.values()}
+        for logged in latest.values():
+            try:
+                self._restore(logged, self._log, contents.alive_at)
+            except Exception:
+                # A file that was tampered with must not keep the router from serving.
+                logger.exception("a request of the journal could not be restored")
+                self._metrics.restored_requests.labels("dropped").inc()
+        contents.requests.clear()
+        self._log.start_writing()
+
+    def _log_opened(self, entry: RequestEntry, job: ValidatedRequest) -> None:
+        """A request was accepted. One that came out of the log is in there already."""
+        if self._log is None or entry.output.log_number:
+            return
+        left = None if entry.deadline is None else entry.deadline - self._clock()
+        opened = OpenedRequest(
+            request_id=entry.request_id,
+            job=job,
+            deadline=None if left is None else self._wall() + left,
+            tokenizer_hash=self._tokenizer.hash,
+        )
+        output = entry.output
+        output.record_logged(self._log.append_opened(opened, output.token_ids, output.logprobs))
+
+    def log_emitted(self, rows: Sequence[EmittedRow]) -> None:
+        """Ids that were appended to entries with a number; nobody has been told of them yet."""
+        if self._log is not None:
+            self._log.append_emitted(rows)
+
+    def _log_finished(self, entry: RequestEntry, finish: FinishInfo) -> None:
+        """A request has come to its end, of which nobody has been told yet."""
+        if self._log is not None and entry.output.log_number:
+            self._log.append_ended(entry.output.log_number, finish)
+
+    def prepare_close(self) -> None:
+        """From now on requests that fail stay in the log: whoever starts again goes on with them.
+
+        Before the first of them is failed: some of their tasks are about to run already.
+        """
+        self._closing = True
+
+    async def close(self) -> None:
+        """Stop once all requests have ended."""
+        self.prepare_close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._answers.clear()
+        if self._log is not None:
+            await self._log.close()
+
+    # ---- one request ---------------------------------------------------------------------------
+
+    async def _follow(self, answer: ResumableAnswer, make: RequestFactory) -> None:
+        error: OutriderError | None = None
+        try:
+            async with aclosing(self._run(answer.entry, make)) as events:
+                async for event in events:
+                    if isinstance(event, FinishInfo):
+                        self._log_finished(answer.entry, event)
+                    await answer.add_event(event)
+        except Exception as problem:
+            error = problem if isinstance(problem, OutriderError) else to_typed_error(problem)
+        answer.finish_answer(error)
+        if self._closing:
+            return
+        if error is not None and self._log is not None:
+            self._log.append_ended(answer.entry.output.log_number, None)
+        # An error before anything was said is no answer: its client asks anew.
+        if answer.info is None or (error is not None and error.reason in UNWANTED_REASONS):
+            self._answers.drop_answer(answer)
+        else:
+            self._answers.keep_finished(answer)
+
+    def _forgotten(self, entry: RequestEntry) -> None:
+        if self._log is not None:
+            self._log.forget_request(entry.output.log_number)
+
+    # ---- after a restart -----------------------------------------------------------------------
+
+    def _restore(self, logged: LoggedRequest, log: DurableLog, alive_at: float) -> None:
+        now, opened = self._wall(), logged.opened
+        left_s = self._config.resume_grace_s - (now - (logged.ended_at or alive_at))
+        late = opened.deadline is not None and opened.deadline <= now
+        if left_s <= 0 or late or opened.tokenizer_hash != self._tokenizer.hash:
+            self._metrics.restored_requests.labels("dropped").inc()
+            return
+        log.restore_request(logged)
+        if logged.finish is not None:
+            self._metrics.restored_requests.labels("ended").inc()
+            self._keep_ended(logged, logged.finish, left_s)
+        else:
+            self._metrics.restored_requests.labels("running").inc()
+            left = None if opened.deadline is None else opened.deadline - now
+            self._go_on(logged, left)
+
+    def _go_on(self, logged: LoggedRequest, left_s: float | None) -> None:
+        """Run a restored request behind what it has emitted; `left_s` until its deadline."""
+        job, now = logged.opened.job, self._clock()
+        entry = RequestEntry(
+            request_id=logged.opened.request_id,
+            arrived_at=now,
+            caller=Caller(tenant=job.tenant),
+            deadline=None if left_s is None else now + left_s,
+            is_restored=True,
+            on_failing=self.interrupt_answer,
+            output=_restored_output(logged, now),
+        )
+        self._running_requests.add_entry(entry)
+
+        async def made() -> ValidatedRequest:
+            return job
+
+        may_lag = job.sampling.effective_rule in REPRODUCIBLE_RULES
+        self.start_request(entry, made, may_lag=may_lag)
+
+    def _keep_ended(self, logged: LoggedRequest, finish: FinishInfo, left_s: float) -> None:
+        job = logged.opened.job
+        # Earlier versions logged ids behind a stop string, too.
+        del logged.emitted[finish.usage.completion_tokens :]
+        entry = RequestEntry(
+            request_id=logged.opened.request_id,
+            arrived_at=self._clock(),
+            caller=Caller(tenant=job.tenant),
+            is_restored=True,
+            output=_restored_output(logged, None),
+        )
+        entry.end_request()
+        ids = entry.output.token_ids
+        assembler = job.make_assembler(self._tokenizer)
+        stopped = finish.reason is FinishReason.STOP_TOKEN
+        text = assembler.push_tokens(ids, last_is_stop=stopped) + assembler.flush()
+        answer = self._answers.add_answer(entry)
+        answer.store_event(job.prompt_info(entry.request_id))
+        # Its log-probabilities are the entry's.
+        answer.store_event(Delta(text=text, token_ids=tuple(ids)))
+        answer.store_event(finish)
+        answer.finish_answer(None)
+        self._answers.keep_finished(answer, left_s)
+
+
+def _restored_output(logged: LoggedRequest, now: float | None) -> RequestOutput:
+    """The output of a logged request, in the lists that the log goes on with. `now`: clock time
+    that counts as that of its tokens, seconds; None: they have none."""
+    # A record may lack its end.
+    del logged.logprobs[len(logged.emitted) :]
+    told_at = now if logged.emitted else None
+    return RequestOutput(
+        token_ids=logged.emitted,
+        logprobs=logged.logprobs,
+        first_token_at=told_at,
+        last_token_at=told_at or 0.0,
+        log_number=logged.number,
+    )
