@@ -17,7 +17,7 @@ from outrider.engine.draft_sampling import (
 from outrider.engine.logits_processor import EMPTY_HISTORY, TokenHistory, has_penalties
 from outrider.spec.digest import extend_digest
 from outrider.spec.noise import NoiseStream, prefix_keys
-from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.sampling import SamplingParams
 from outrider_drafter.proposers.tree_growth import (
     CandidateRows,
     ProposedDraft,
@@ -73,9 +73,8 @@ def make_growth_job(
 ) -> GrowthJob | None:
     """The job of a session that wants a draft for its prefix with `suffix` appended; None if there
     is nothing to draft."""
-    has_distribution = session.sampling.effective_rule is Rule.REJECTION
     room = session.draft_levels_left - len(suffix)
-    growth = make_growth(session.plan, room=room, has_distribution=has_distribution)
+    growth = make_growth(session.plan, room=room, has_distribution=session.ships_distributions)
     if growth is None:
         return None
     return GrowthJob(
@@ -101,10 +100,9 @@ def penalty_history(session: FollowedSession, suffix: Sequence[int] = ()) -> Tok
 
 
 def _draft_sampling(session: FollowedSession, suffix: Sequence[int]) -> SamplingParams:
-    """What a draft is drawn with. Under the rejection rule drafts that are thrown away must not
-    condition those that are used: where some are made ahead, each prefix has noise of its own."""
+    """What a draft is drawn with; see `FollowedSession.uses_prefix_noise`."""
     sampling = session.sampling
-    if not session.plan.look_ahead or sampling.effective_rule is not Rule.REJECTION:
+    if not session.uses_prefix_noise:
         return sampling
     digest = extend_digest(session.digest, suffix)
     key = int(prefix_keys(sampling.stream_key(NoiseStream.DRAFT), digest))

@@ -23,7 +23,7 @@ from outrider.spec.draft_distribution import (
     DraftDistribution,
     make_distribution,
 )
-from outrider.spec.plan import SpeculationPlan, default_depth
+from outrider.spec.plan import SpeculationPlan, tree_depth
 from outrider.spec.tree import ROOT, DraftTree
 
 _RANK_PRIOR = 0.62
@@ -96,7 +96,7 @@ def make_growth(plan: SpeculationPlan, *, room: int, has_distribution: bool) -> 
             if has_distribution
             else ChainGrowth(length)
         )
-    depth = min(plan.depth or default_depth(num_nodes), num_nodes, room)
+    depth = min(tree_depth(num_nodes, plan.depth), room)
     if has_distribution:
         return StaticGrowth(static_shape(num_nodes, plan.top_k, depth))
     return BeamGrowth(num_nodes=num_nodes, top_k=plan.top_k, depth=depth)
