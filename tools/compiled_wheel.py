@@ -30,7 +30,6 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
     ),
     "drafter/outrider_drafter/proposers": (
         # Sources without a device.
-        "eagle_batch",
         "eagle_forest",
         "eagle_kv",
         "forest",

@@ -3,10 +3,8 @@ may import `state`.
 
 eagle.py                   EagleProposer: EAGLE head run from the host, batched over sessions, with
                            K/V per session.
-eagle_batch.py             Batched steps of an EAGLE head over sessions: catch-up rows, then one
-                           tree level after another.
-eagle_forest.py            EagleForest: draft rows of an EAGLE head for several trees at once, below
-                           sessions' live rows.
+eagle_forest.py            EagleForest: rows of an EAGLE head for several sessions at once: catch-up
+                           rows, then one tree level after another.
 eagle_kv.py                K/V cache of a one-layer draft head, and attention of few queries over
                            it.
 forest.py                  DraftForest: draft rows of many trees, run through a model on the host
@@ -25,5 +23,4 @@ small_model.py             SmallModelProposer: drafts by a separate small langua
                            target's tokenizer.
 tree_growth.py             Tree growth as state machines for chain, beam and static trees; levels
                            in, frontiers out.
-tree_visibility.py         Attention masks among draft rows of trees that are run level by level.
 """

@@ -1,57 +1,110 @@
-"""EagleForest: draft rows of an EAGLE head for several trees at once, below sessions' live rows.
+"""EagleForest: rows of an EAGLE head, run from the host for several sessions at once.
 
-H hidden, Vd draft vocabulary.
+Draft row i pairs (f_i, t_{i+1}) at draft position i. Rows made from real features are written
+first (catch-up); the last of a session is its live row, the root of its draft rows. With n real
+rows, draft rows of level d sit at position n + d - 1 and take their parent's x as feature. N rows,
+H hidden, L sessions, Vd draft vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.heads import DraftHead
-from outrider_drafter.proposers.eagle_batch import EagleBatch
 from outrider_drafter.proposers.eagle_kv import EagleKV, EagleKVBudget, attend_parts
 from outrider_drafter.proposers.forest import DraftForest, StepRows
 
 _MAX_ROWS: Final = 8192
-"""Draft rows of one session at a time."""
+"""Draft rows of one session at a time, where they have memory of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CatchUpRows:
+    """New rows of one session, made from real features; they follow the stable ones."""
+
+    kv: EagleKV
+    token_ids: Tensor
+    """[m] t_{i+1}, int64."""
+    features: Tensor
+    """[m, H] f_i."""
+
+
+class _WrittenRows(NamedTuple):
+    """Rows after their K/V write: what the rest of the block still needs."""
+
+    inputs: Tensor
+    features: Tensor
+    positions: Tensor
+
+    def select(self, rows: NDArray[np.int64]) -> _WrittenRows:
+        """Some of them, ascending."""
+        if len(rows) == self.positions.shape[0]:
+            return self
+        at = torch.from_numpy(rows).to(self.positions.device)
+        return _WrittenRows(self.inputs[at], self.features[at], self.positions[at])
+
+
+def write_catch_up_rows(head: DraftHead, rows: Sequence[CatchUpRows]) -> _WrittenRows:
+    """Write the K/V of real rows and declare them stable. Nothing else is computed for them."""
+    tokens = _joined([r.token_ids for r in rows])
+    features = _joined([r.features for r in rows])
+    sizes = [r.token_ids.shape[0] for r in rows]
+    starts = np.array([r.kv.stable for r in rows])
+    within = np.arange(sum(sizes)) - np.repeat(np.cumsum([0, *sizes[:-1]]), sizes)
+    positions = torch.from_numpy(np.repeat(starts, sizes) + within).to(tokens.device)
+    inputs = head.inputs(tokens, features)
+    keys, values = head.kv(inputs, features, positions)
+    offset = 0
+    for row, size in zip(rows, sizes, strict=True):
+        row.kv.append_rows(keys[offset : offset + size], values[offset : offset + size])
+        row.kv.mark_stable()
+        offset += size
+    return _WrittenRows(inputs, features, positions)
 
 
 class EagleForest(DraftForest):
-    """A `DraftForest` of an EAGLE head, with draft rows in memory of its own.
-
-    Sessions' rows stay as they are, and so does their share of the K/V budget.
-    """
+    """A `DraftForest` of an EAGLE head below the live rows of some sessions."""
 
     def __init__(
-        self, head: DraftHead, batch: EagleBatch, kvs: Sequence[EagleKV], *, max_context: int
+        self,
+        head: DraftHead,
+        rows: Sequence[CatchUpRows],
+        *,
+        max_context: int,
+        in_own_memory: bool = False,
     ) -> None:
-        """`batch` has just run the live rows of the sessions whose stable rows are `kvs`."""
-        super().__init__([kv.stable for kv in kvs])
+        """Catch up on `rows`; the last row of each session is its live one.
+
+        Draft rows follow the session's rows in its K/V, where room must have been reserved. Those
+        `in_own_memory` do not: the session's rows, and its share of the K/V budget, stay as they
+        are.
+        """
+        self._kvs = [r.kv for r in rows]
+        written = write_catch_up_rows(head, rows)
+        super().__init__([kv.stable for kv in self._kvs])
         self.target_ids = head.target_ids
         self._head = head
-        self._kvs = kvs
         self._max_context = max_context
-        self._x = batch.features
+        self._drafts = [_empty_like(kv) for kv in self._kvs] if in_own_memory else self._kvs
+        """Where the draft rows of each session go."""
+        self._first_drafts = [kv.rows for kv in self._drafts]
+        """How many rows are there before them."""
+        live = written.select(np.cumsum([r.token_ids.shape[0] for r in rows]) - 1)
+        spans = [StepRows(owner, owner, 1, None) for owner in range(len(rows))]
+        self._x = self._finish(live, spans)
         """[rows, H]: what each row hands on to those below it."""
-        self._logits = batch.root_logits()
-        self._drafts = [
-            EagleKV(
-                EagleKVBudget(_MAX_ROWS),
-                num_kv_heads=head.config.num_kv_heads,
-                head_dim=head.config.head_dim,
-                dtype=kv.as_views()[0].dtype,
-                device=kv.as_views()[0].device,
-            )
-            for kv in kvs
-        ]
+        self._root_logits = head.logits(self._x)
 
     def root_logits(self) -> Tensor:
         """Logits [L, Vd] of the live rows."""
-        return self._logits
+        return self._root_logits
 
     def rows_left(self, owner: int) -> int:
         """Far more than a launch has."""
@@ -73,21 +126,48 @@ class EagleForest(DraftForest):
         where = torch.tensor(positions, device=device)
         inputs = head.inputs(torch.tensor(tokens, device=device), features)
         keys, values = head.kv(inputs, features, where)
-        query = head.query(inputs, where)
-        outs = []
-        for owner, first, size, visible in spans:
+        for owner, first, size, _ in spans:
             drafts, rows = self._drafts[owner], slice(first, first + size)
-            drafts.reserve(drafts.rows + size, ceiling=_MAX_ROWS)
+            if drafts is not self._kvs[owner]:
+                drafts.reserve(drafts.rows + size, ceiling=_MAX_ROWS)
             drafts.append_rows(keys[rows], values[rows])
-            hidden = torch.from_numpy(~visible).to(device)
-            stable = self._kvs[owner].as_views()
-            outs.append(attend_parts(query[rows], [stable, drafts.as_views()], hidden))
-        x = head.finish(head.residual(inputs, features), torch.cat(outs))
+        x = self._finish(_WrittenRows(inputs, features, where), spans)
         self._x = torch.cat((self._x, x))
         return head.logits(x)
 
+    def _finish(self, written: _WrittenRows, spans: Sequence[StepRows]) -> Tensor:
+        """The block after its K/V write: x [N, H]; `spans` say whose rows each one reads."""
+        query = self._head.query(written.inputs, written.positions)
+        outs = []
+        for owner, first, size, visible in spans:
+            hidden = None if visible is None else torch.from_numpy(~visible).to(query.device)
+            outs.append(attend_parts(query[first : first + size], self._parts(owner), hidden))
+        residual = self._head.residual(written.inputs, written.features)
+        return self._head.finish(residual, _joined(outs))
+
+    def _parts(self, owner: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of a session's rows and of its draft rows, where these lie apart."""
+        kv, drafts = self._kvs[owner], self._drafts[owner]
+        apart = drafts is not kv and drafts.rows
+        return [kv.as_views(), drafts.as_views()] if apart else [kv.as_views()]
+
     def _drop(self, kept: Sequence[int]) -> None:
         self._x = self._x[: len(self)]
-        for drafts, rows in zip(self._drafts, kept, strict=True):
-            drafts.mark_stable()
-            drafts.truncate(rows)
+        for drafts, first, rows in zip(self._drafts, self._first_drafts, kept, strict=True):
+            drafts.drop_rows(first + rows)
+
+
+def _empty_like(kv: EagleKV) -> EagleKV:
+    """Memory for the draft rows of a session, apart from its own."""
+    keys, _ = kv.as_views()
+    return EagleKV(
+        EagleKVBudget(_MAX_ROWS),
+        num_kv_heads=keys.shape[0],
+        head_dim=keys.shape[2],
+        dtype=keys.dtype,
+        device=keys.device,
+    )
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -88,6 +88,10 @@ class EagleKV:
         self.stable = min(self.stable, stable)
         self.rows = self.stable
 
+    def drop_rows(self, rows: int) -> None:
+        """Drop all draft rows behind the first `rows` rows."""
+        self.rows = rows
+
     def as_views(self) -> tuple[Tensor, Tensor]:
         """Keys and values, [nkv, S, hd] each, without a copy."""
         return self._data[0, :, : self.rows], self._data[1, :, : self.rows]
@@ -99,22 +103,16 @@ class EagleKV:
         self.stable = self.rows = 0
 
 
-def attend_rows(
-    query_QNh: Tensor, keys_GSh: Tensor, values_GSh: Tensor, hidden_QD: Tensor | None = None
-) -> Tensor:
-    """Grouped-head attention of Q rows, [Q, nq, hd]; softmax in fp32 or better.
-
-    Every query sees all rows, but for those of the last D that `hidden_QD` (bool) hides from it.
-    """
-    return attend_parts(query_QNh, [(keys_GSh, values_GSh)], hidden_QD)
-
-
 def attend_parts(
     query_QNh: Tensor,
     parts: Sequence[tuple[Tensor, Tensor]],
     hidden_QD: Tensor | None = None,
 ) -> Tensor:
-    """`attend` over rows that lie in several places: keys and values, [nkv, *, hd], of each."""
+    """Grouped-head attention of Q rows, [Q, nq, hd]; softmax in fp32 or better.
+
+    `parts`: keys and values, [nkv, *, hd] each, of the places where the rows lie. Every query sees
+    all rows, but for those of the last D that `hidden_QD` (bool) hides from it.
+    """
     num_rows, num_heads, head_dim = query_QNh.shape
     num_kv = parts[0][0].shape[0]
     group = num_heads // num_kv

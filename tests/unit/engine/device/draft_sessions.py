@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from outrider_drafter.proposers.eagle_batch import CatchUpRows, EagleBatch
+from outrider_drafter.proposers.eagle_forest import CatchUpRows, EagleForest
 from outrider_drafter.proposers.eagle_kv import EagleKV, EagleKVBudget
+from outrider_drafter.proposers.forest import ForestTrees
 from outrider_drafter.proposers.growth_driver import GrowthJob, grow_trees
 from outrider_drafter.proposers.tree_growth import ProposedDraft, TreeGrowth
 from torch import Tensor
@@ -165,4 +166,5 @@ class Sessions:
                 zip(growths, self.sampling, lengths, strict=True)
             )
         ]
-        return dict(grow_trees(EagleBatch(self.head, real), jobs))
+        forest = EagleForest(self.head, real, max_context=200)
+        return dict(grow_trees(ForestTrees.below_roots(forest), jobs))
