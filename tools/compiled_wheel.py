@@ -30,7 +30,7 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
     ),
     "drafter/outrider_drafter/proposers": (
         # Sources without a device.
-        "eagle_batch",
+        "eagle_forest",
         "forest",
         "ngram",
         "outcome_drafting",

@@ -29,6 +29,12 @@ def default_depth(num_nodes: int) -> int:
     return max(2, (num_nodes + 1).bit_length())
 
 
+def tree_depth(num_nodes: int, depth: int) -> int:
+    """Levels of a tree of `num_nodes` nodes whose plan asks for `depth` levels (0: leaves them
+    open)."""
+    return min(depth or default_depth(num_nodes), num_nodes)
+
+
 class DraftMethod(StrEnum):
     """Source of a session's drafts."""
 

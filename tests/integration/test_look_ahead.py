@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from outrider_drafter.config import DrafterConfig
-from outrider_drafter.proposers.forest import DraftForest, OutcomeTrees, StepRows
+from outrider_drafter.proposers.forest import DraftForest, ForestTrees, StepRows
 from outrider_drafter.proposers.interface import (
     Outcome,
     OutcomeDrafts,
@@ -115,7 +115,8 @@ class ContextSource:
             job.slot = slot
         texts = [session.tokens.view.tolist() for session in mine]
         forest = ContextForest(self._target, [text[:-1] for text in texts])
-        model = OutcomeTrees(forest, [text[-1] for text in texts], range(len(texts)))
+        last = [text[-1] for text in texts]
+        model = ForestTrees.below_outcomes(forest, last, range(len(texts)))
         yield SessionDrafts.of_drafts(
             [(mine[slot], draft) for slot, draft in grow_trees(model, jobs)]
         )

@@ -101,9 +101,8 @@ class LaunchSessions(NamedTuple):
 
     @property
     def draft_keys(self) -> NDArray[np.uint64]:
-        """Keys of the noise that drafts for their present prefixes are drawn with. Drafts that are
-        thrown away must not condition those that are used: where some are made before it is known
-        whether they will be, each prefix has noise of its own."""
+        """Keys of the noise that drafts for their present prefixes are drawn with; see
+        `FollowedSession.uses_prefix_noise`."""
         if not self.uses_prefix_noise.any():
             return self.keys
         own = prefix_keys(self.keys, self.table.digests[self.slots])

@@ -70,18 +70,17 @@ class DraftSlotTable:
         anything to its logits. Of its plan each time that it is another one."""
         plan, sampling, slot = session.plan, session.sampling, session.slot
         rule = sampling.effective_rule
-        rejection = rule is Rule.REJECTION
         by_noise = plan.top_k > 1 and rule is Rule.COUPLED
-        general = warps or session.has_constraint or rejection or by_noise
+        general = warps or session.has_constraint or session.ships_distributions or by_noise
         self.traits[slot] = (
             HAS_PENALTIES * has_penalties(sampling)
             + HAS_LOGITS_PROCESSING * warps
             + HAS_GRAMMAR * session.has_constraint
             + NEEDS_GENERAL_GRAPH * general
-            + USES_PREFIX_NOISE * (plan.look_ahead > 0 and rejection)
+            + USES_PREFIX_NOISE * session.uses_prefix_noise
         )
         self.wanted[slot] = plan.draft_tokens
-        drawn = rejection and sampling.has_noise_stream(NoiseStream.DRAFT)
+        drawn = session.ships_distributions and sampling.has_noise_stream(NoiseStream.DRAFT)
         self.keys[slot] = sampling.stream_key(NoiseStream.DRAFT) if drawn else 0
 
 

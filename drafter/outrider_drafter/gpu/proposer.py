@@ -242,7 +242,7 @@ class GpuProposer(GpuProposerBase):
         groups: tuple[list[tuple[DraftTreeShape, list[FollowedSession]]], ...] = ([], [])
         for shape, members in shapes.items():
             slots = np.array([session.slot for session in members])
-            news = self._live(members[0].table, slots) + 1 - self._seats.stable[slots]
+            news = self._live_rows(members[0].table, slots) + 1 - self._seats.stable[slots]
             late = news > self._rows_with_draft
             if not bool(late.any()):
                 groups[0].append((shape, members))
@@ -262,10 +262,11 @@ class GpuProposer(GpuProposerBase):
             return None
         _, shape, members = self._last
         table, seats, slots = members.table, self._seats, members.slots
-        live = self._live(table, slots)
-        most = live + 1 + shape.rows_needed(np.full(len(live), shape.depth))
-        fit = self._is_fed(table, slots, live) & (table.draft_levels_left(slots) >= shape.depth)
-        fit &= (live + shape.depth <= self._max_context) & (most <= seats.room[slots])
+        live = self._live_rows(table, slots)
+        depths = np.full(len(live), shape.depth)
+        most = live + 1 + shape.rows_needed(depths)
+        fit = self._can_draft(table, slots, live, depths) & (most <= seats.room[slots])
+        fit &= table.draft_levels_left(slots) >= shape.depth
         fit &= live + 1 - seats.stable[slots] <= self._rows_with_draft
         return (shape, self._ready(members)) if bool(fit.all()) else None
 

@@ -27,7 +27,6 @@ from outrider_drafter.gpu.paged_kv import PagedDraftKV
 from outrider_drafter.gpu.shapes import DraftTreeShape, ProposalShape, fit_shape, shape_of_session
 from outrider_drafter.proposers.kv_proposer import KVProposer
 from outrider_drafter.state.session import FollowedSession, SessionKey
-from outrider_drafter.state.session_table import Indices, SessionTable
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +120,9 @@ class GpuProposerBase(KVProposer):
         where no room is found, shut if `or_shut` says so."""
         table, seats = members[0].table, self._seats
         slots = np.array([session.slot for session in members])
-        live = self._live(table, slots)
+        live = self._live_rows(table, slots)
         depths = np.minimum(shape.depth, table.draft_levels_left(slots))
-        fit = self._is_fed(table, slots, live)
-        fit &= live + depths <= self._max_context
+        fit = self._can_draft(table, slots, live, depths)
         slots, live, depths = slots[fit], live[fit], depths[fit]
         for slot in slots[live + 1 - seats.stable[slots] > self._rows_with_draft].tolist():
             self._write_ahead(table.session_in(slot), keep=1)
@@ -148,19 +146,9 @@ class GpuProposerBase(KVProposer):
 
     def _ready(self, members: LaunchSessions) -> ReadyRows:
         """The rows to run; see `_prepare`."""
-        live = self._live(members.table, members.slots)
+        live = self._live_rows(members.table, members.slots)
         starts = np.minimum(self._seats.stable[members.slots], live)
         return ReadyRows(members, starts, live + 1 - starts)
-
-    def _live(self, table: SessionTable, slots: Indices) -> Indices:
-        """The row that the next draft of each session begins with; below 0: there is none."""
-        found: Indices = table.lengths[slots] - 1 - self._first_token
-        return found
-
-    def _is_fed(self, table: SessionTable, slots: Indices, live: Indices) -> NDArray[np.bool_]:
-        """Whether all that the rows up to the live ones are made of is there."""
-        fed: NDArray[np.bool_] = live >= 0
-        return fed & (table.feature_ends[slots] == live + 1) if self.feature_size else fed
 
     def _follows(self, session: FollowedSession) -> bool:
         if session.key not in self._known:

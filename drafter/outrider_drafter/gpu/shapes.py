@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.device.graphs.shapes import bucket_for
-from outrider.spec.plan import SpeculationPlan, default_depth
+from outrider.spec.plan import SpeculationPlan, default_depth, tree_depth
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider_drafter.state.outcomes import OUTCOME_BATCH_SIZES
 from outrider_drafter.state.session import FollowedSession
@@ -202,14 +202,13 @@ def is_supported(sampling: SamplingParams, plan: SpeculationPlan) -> bool:
 def shape_of_session(session: FollowedSession) -> DraftTreeShape | None:
     """What to grow for a session; None if nothing can be drafted."""
     plan, room = session.plan, session.draft_levels_left
-    num_nodes, rule = plan.draft_tokens, session.sampling.effective_rule
-    has_distribution = rule is Rule.REJECTION
+    num_nodes, has_distribution = plan.draft_tokens, session.ships_distributions
     if num_nodes <= 0 or room <= 0:
         return None
     if plan.top_k == 1:
         # Near its end a session takes the beginning of a chain, so that all share one graph.
         return DraftTreeShape(num_nodes, 1, num_nodes, has_distribution)
-    depth = min(plan.depth or default_depth(num_nodes), num_nodes, room)
+    depth = min(tree_depth(num_nodes, plan.depth), room)
     if has_distribution:
         # Its plan was a chain's when it began: trees of this rule are grown on the host.
         return DraftTreeShape(depth, 1, depth, has_distribution)

@@ -12,14 +12,14 @@ from torch import Tensor
 from outrider.engine.heads import DraftHead
 from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import depths
-from outrider_drafter.proposers.eagle_batch import (
+from outrider_drafter.proposers.eagle_forest import (
     CatchUpRows,
-    EagleBatch,
     EagleForest,
     EagleKV,
     EagleKVBudget,
     write_catch_up_rows,
 )
+from outrider_drafter.proposers.forest import ForestTrees
 from outrider_drafter.proposers.interface import (
     Outcome,
     OutcomeDrafts,
@@ -92,8 +92,8 @@ class EagleProposer(KVProposer):
                 jobs.append(job)
         if not jobs:
             return
-        batch = self._batch(ready)
-        for slot, draft in grow_trees(batch, jobs):
+        trees = ForestTrees.below_roots(self._forest(ready))
+        for slot, draft in grow_trees(trees, jobs):
             kv = self._kv_of(ready[slot])
             kv.truncate(kv.stable)
             yield SessionDrafts.of_drafts([(ready[slot], draft)])
@@ -110,12 +110,7 @@ class EagleProposer(KVProposer):
         if not ready:
             return empty_scores(lives)
         sessions = [lives[index].session for index in ready]
-        forest = EagleForest(
-            self.head,
-            self._batch(sessions),
-            [self._kv_of(session) for session in sessions],
-            max_context=self._max_context,
-        )
+        forest = self._forest(sessions, in_own_memory=True)
         self._ahead, scored = score_proposals(forest, lives, ready)
         return scored
 
@@ -143,8 +138,11 @@ class EagleProposer(KVProposer):
         self._kv_of(session).truncate(live)
         return True
 
-    def _batch(self, sessions: Sequence[FollowedSession]) -> EagleBatch:
-        """Run what is left of these sessions' real rows, the live ones last."""
+    def _forest(
+        self, sessions: Sequence[FollowedSession], *, in_own_memory: bool = False
+    ) -> EagleForest:
+        """Run what is left of these sessions' real rows, the live ones last; `in_own_memory`: the
+        draft rows below them."""
         rows: list[CatchUpRows] = []
         newest: list[NDArray[np.generic]] = []
         for session in sessions:
@@ -153,10 +151,12 @@ class EagleProposer(KVProposer):
             newest.append(held[-1])
             tokens = self._tokens(session.tokens.view[kv.stable + 1 : stop + 1])
             rows.append(CatchUpRows(kv=kv, token_ids=tokens, features=self._tensor(held)))
-        batch = EagleBatch(self.head, rows)
+        forest = EagleForest(
+            self.head, rows, max_context=self._max_context, in_own_memory=in_own_memory
+        )
         for session, last in zip(sessions, newest, strict=True):
             session.table.features.mark_consumed(session.slot, self._stable(session), last)
-        return batch
+        return forest
 
     def _kv_of(self, session: FollowedSession) -> EagleKV:
         kv = self._kvs[session.key]

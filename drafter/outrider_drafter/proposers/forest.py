@@ -1,8 +1,8 @@
 """DraftForest: draft rows of many trees, run through a model on the host level by level.
 
-Under the root of each session hangs a tree of draft rows: first the nodes of its pending proposal,
-then, below them, the drafts for its outcomes. A row attends to its session's real rows, its
-ancestors and itself (`TreeVisibility`); no prefix is copied. Rows are numbered in order of
+Under the root of each session hangs a tree of draft rows: a draft for its present prefix, or the
+nodes of its pending proposal and, below them, the drafts for its outcomes. A row attends to its
+session's real rows, its ancestors and itself; no prefix is copied. Rows are numbered in order of
 creation, the roots first. R rows of a step, D draft rows of a session.
 """
 
@@ -28,8 +28,8 @@ class StepRows(NamedTuple):
     first: int
     """First row in the step."""
     size: int
-    visible: NDArray[np.bool_]
-    """[size, D], these rows the last: which draft rows they see."""
+    visible: NDArray[np.bool_] | None
+    """[size, D], these rows the last: which draft rows they see; None: all, as in a chain."""
 
 
 class DraftForest(ABC):
@@ -81,8 +81,8 @@ class DraftForest(ABC):
         self._depths += [depth + 1 for depth in depths]
         return logits
 
-    def _extend(self, owner: int, parents: Sequence[int]) -> NDArray[np.bool_]:
-        """What new rows of a session see, and note them."""
+    def _extend(self, owner: int, parents: Sequence[int]) -> NDArray[np.bool_] | None:
+        """What new rows of a session see, and note them; None: all."""
         above, size = self._visible[owner], len(parents)
         known = len(above)
         grown = np.zeros((known + size, known + size), dtype=np.bool_)
@@ -93,7 +93,8 @@ class DraftForest(ABC):
             grown[row, row] = True
         self._visible[owner] = grown
         self._places += range(known, known + size)
-        return grown[known:]
+        visible = grown[known:]
+        return None if size == 1 and bool(visible.all()) else visible
 
     def save_checkpoint(self) -> None:
         """The rows so far are what `restore_checkpoint` goes back to."""
@@ -125,20 +126,32 @@ class DraftForest(ABC):
         """Forget all but the first kept[i] draft rows of each session."""
 
 
-class OutcomeTrees:
-    """Drafts for outcomes, each below a row of its own in a forest; a `TreeDraftModel`."""
+class ForestTrees:
+    """Trees that grow together, each below a row of its own in a forest; a `TreeDraftModel`."""
 
-    def __init__(self, forest: DraftForest, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        """Outcome i is tokens[i] after the row parents[i]."""
+    def __init__(self, forest: DraftForest, first_row: int, logits: Tensor) -> None:
+        """Slot i grows below row first_row + i, whose logits are logits [slots, Vd]."""
         self.target_ids = forest.target_ids
         self._forest = forest
-        first = len(forest)
-        self._logits = forest.step(tokens, parents)
-        self._first_row = {slot: first + slot for slot in range(len(tokens))}
+        self._logits = logits
+        self._first_row = {slot: first_row + slot for slot in range(len(logits))}
         """First row of each slot in the previous step."""
 
+    @classmethod
+    def below_roots(cls, forest: DraftForest) -> ForestTrees:
+        """Drafts for the present prefixes: slot i is the forest's root i."""
+        return cls(forest, 0, forest.root_logits())
+
+    @classmethod
+    def below_outcomes(
+        cls, forest: DraftForest, tokens: Sequence[int], parents: Sequence[int]
+    ) -> ForestTrees:
+        """Drafts for outcomes: slot i is tokens[i] after the row parents[i]."""
+        first_row = len(forest)
+        return cls(forest, first_row, forest.step(tokens, parents))
+
     def root_logits(self) -> Tensor:
-        """Logits [slots, Vd] below the outcomes."""
+        """Logits [slots, Vd] below the slots' rows."""
         return self._logits
 
     def step(self, frontiers: Sequence[tuple[int, StepFrontier]]) -> Tensor:
@@ -152,26 +165,3 @@ class OutcomeTrees:
             parents += [self._first_row[slot] + parent for parent in frontier.parents]
         self._first_row = first_row
         return self._forest.step(tokens, parents)
-
-
-class TreeVisibility:
-    """Visibility among the draft rows of each slot: a row sees its ancestors and itself."""
-
-    def __init__(self) -> None:
-        self._last: dict[int, NDArray[np.bool_]] = {}
-        """[rows of the slot's last step, all its draft rows]."""
-        self._branched: set[int] = set()
-
-    def add_rows(self, slot: int, frontier: StepFrontier) -> NDArray[np.bool_] | None:
-        """What the new rows see of all draft rows, the new ones last: [rows, D], or None for all.
-
-        None as long as every step had one row: a chain needs no mask.
-        """
-        rows = len(frontier.tokens)
-        above = self._last.get(slot)
-        inherited = np.ones((rows, 0), np.bool_) if above is None else above[list(frontier.parents)]
-        visible = np.concatenate((inherited, np.eye(rows, dtype=np.bool_)), axis=1)
-        self._last[slot] = visible
-        if rows > 1:
-            self._branched.add(slot)
-        return visible if slot in self._branched else None

@@ -23,6 +23,7 @@ from outrider.errors import ResourceExhaustedError
 from outrider.spec.plan import MAX_DRAFT_TOKENS
 from outrider.wire.messages import FeatureLayout, TensorDtype, WireTensor
 from outrider_drafter.state.session import FollowedSession
+from outrider_drafter.state.session_table import Indices, SessionTable
 
 logger = logging.getLogger(__name__)
 
@@ -129,10 +130,23 @@ class KVProposer(ABC):
 
     def _live_row(self, session: FollowedSession, depth: int) -> int | None:
         """The row that a draft of `depth` levels begins with; None if there can be none."""
-        live = len(session.tokens) - 1 - self._first_token
-        if live < 0 or self._writable_rows(session) != live + 1 or live + depth > self._max_context:
-            return None
-        return live
+        slots = np.array([session.slot])
+        live = self._live_rows(session.table, slots)
+        fits = self._can_draft(session.table, slots, live, np.array([depth]))
+        return int(live[0]) if fits[0] else None
+
+    def _live_rows(self, table: SessionTable, slots: Indices) -> Indices:
+        """The row that the next draft of each session begins with; below 0: there is none."""
+        found: Indices = table.lengths[slots] - 1 - self._first_token
+        return found
+
+    def _can_draft(
+        self, table: SessionTable, slots: Indices, live: Indices, depths: Indices
+    ) -> NDArray[np.bool_]:
+        """Whether all that the rows up to the live ones are made of is there, and drafts of these
+        depths stay within the context; all [B]."""
+        fits: NDArray[np.bool_] = (live >= 0) & (live + depths <= self._max_context)
+        return fits & (table.feature_ends[slots] > live) if self.feature_size else fits
 
     def _reserve(self, session: FollowedSession, rows: int) -> bool:
         """Make room for `rows` of a session in all; where there is none, it is shut."""

@@ -17,7 +17,7 @@ from outrider.engine.draft_sampling import propose_children
 from outrider.engine.logits_processor import EMPTY_HISTORY, TokenHistory
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import ROOT, DraftTree, depths, path
-from outrider_drafter.proposers.forest import DraftForest, OutcomeTrees
+from outrider_drafter.proposers.forest import DraftForest, ForestTrees
 from outrider_drafter.proposers.interface import (
     Outcome,
     OutcomeDrafts,
@@ -118,7 +118,7 @@ def _grown(
     for slot, (_, job) in enumerate(wave):
         job.slot = slot
     chosen = [outcomes[index] for index, _ in wave]
-    model = OutcomeTrees(
+    model = ForestTrees.below_outcomes(
         ahead.forest,
         [outcome.token for outcome in chosen],
         [int(ahead.rows[outcome.live][outcome.node + 1]) for outcome in chosen],

@@ -16,7 +16,7 @@ from outrider.engine.target import ForwardBatch, Segment, TargetModel
 from outrider.errors import ResourceExhaustedError
 from outrider.spec.plan import DraftMethod
 from outrider.wire.messages import FeatureLayout, WireTensor
-from outrider_drafter.proposers.forest import DraftForest, StepRows, TreeVisibility
+from outrider_drafter.proposers.forest import DraftForest, ForestTrees, StepRows
 from outrider_drafter.proposers.interface import (
     Outcome,
     OutcomeDrafts,
@@ -30,12 +30,7 @@ from outrider_drafter.proposers.outcome_drafting import (
     draft_outcomes,
     score_proposals,
 )
-from outrider_drafter.proposers.tree_growth import (
-    GrowthJob,
-    StepFrontier,
-    grow_trees,
-    make_growth_job,
-)
+from outrider_drafter.proposers.tree_growth import GrowthJob, grow_trees, make_growth_job
 from outrider_drafter.state.session import FollowedSession, SessionKey
 
 MAX_ROWS_PER_FORWARD = 512
@@ -53,21 +48,17 @@ class _Prefix:
     token_ids: Tensor
 
 
-class SmallModelBatch:
-    """Sessions whose trees grow together; a `TreeDraftModel`.
+class _SmallForest(DraftForest):
+    """Draft rows committed behind the real tokens of their sequences, until they are forgotten.
 
-    Levels are committed one by one behind the real tokens; a mask over the draft rows keeps the
-    branches apart, and `finish` forgets them.
+    A mask over the draft rows keeps the branches apart.
     """
 
     def __init__(self, model: TargetModel, vocab_size: int, prefixes: Sequence[_Prefix]) -> None:
-        self.target_ids: Tensor | None = None
+        super().__init__([p.sequence.len + p.token_ids.shape[0] for p in prefixes])
         self._model = model
         self._vocab_size = vocab_size
         self._sequences = [p.sequence for p in prefixes]
-        self._real = [p.sequence.len + p.token_ids.shape[0] for p in prefixes]
-        self._ancestry = TreeVisibility()
-        self._level = 0
         ends = np.cumsum([p.token_ids.shape[0] for p in prefixes])
         self._root_logits = _run(
             model,
@@ -77,47 +68,8 @@ class SmallModelBatch:
         )
 
     def root_logits(self) -> Tensor:
-        """Logits [slots, V] below the roots."""
-        return self._root_logits[:, : self._vocab_size]
-
-    def step(self, frontiers: Sequence[tuple[int, StepFrontier]]) -> Tensor:
-        """Run one level; logits [R, V]."""
-        tokens: list[int] = []
-        segments = []
-        for slot, frontier in frontiers:
-            tokens += frontier.tokens
-            visible = self._ancestry.add_rows(slot, frontier)
-            rows = len(frontier.tokens)
-            segments.append(
-                Segment(
-                    sequence=self._sequences[slot],
-                    num_rows=rows,
-                    positions=torch.full((rows,), self._real[slot] + self._level),
-                    mask=None if visible is None else torch.from_numpy(visible),
-                )
-            )
-        self._level += 1
-        logits = _run(self._model, torch.tensor(tokens), segments, None)
-        return logits[:, : self._vocab_size]
-
-    def forget_draft_rows(self, slot: int) -> None:
-        """Forget the draft rows of a slot."""
-        self._sequences[slot].truncate(self._real[slot])
-
-
-class _SmallForest(DraftForest):
-    """Draft rows committed behind the real tokens of their sequences, until they are forgotten."""
-
-    def __init__(self, model: TargetModel, vocab_size: int, prefixes: Sequence[_Prefix]) -> None:
-        super().__init__([p.sequence.len + p.token_ids.shape[0] for p in prefixes])
-        self._model = model
-        self._vocab_size = vocab_size
-        self._sequences = [p.sequence for p in prefixes]
-        self._roots = SmallModelBatch(model, vocab_size, prefixes).root_logits()
-
-    def root_logits(self) -> Tensor:
         """Logits [L, V] below the roots."""
-        return self._roots
+        return self._root_logits[:, : self._vocab_size]
 
     def rows_left(self, owner: int) -> int:
         """Slots that the sequence has left."""
@@ -140,7 +92,7 @@ class _SmallForest(DraftForest):
                 sequence=self._sequences[owner],
                 num_rows=size,
                 positions=where[first : first + size],
-                mask=torch.from_numpy(visible),
+                mask=None if visible is None else torch.from_numpy(visible),
             )
             for owner, first, size, visible in spans
         ]
@@ -151,11 +103,15 @@ class _SmallForest(DraftForest):
         for sequence, base, rows in zip(self._sequences, self._bases, kept, strict=True):
             sequence.truncate(base + rows)
 
+    def forget_tree(self, owner: int) -> None:
+        """Forget the draft rows of a session, which may have ended; it can draft no more here."""
+        if not self._sequences[owner].is_released:
+            self._sequences[owner].truncate(self._bases[owner])
+
     def forget(self) -> None:
-        """Drop all draft rows; sessions may have ended."""
-        for sequence, base in zip(self._sequences, self._bases, strict=True):
-            if not sequence.is_released:
-                sequence.truncate(base)
+        """Forget the draft rows of all sessions."""
+        for owner in range(len(self._sequences)):
+            self.forget_tree(owner)
 
 
 class SmallModelProposer:
@@ -209,9 +165,9 @@ class SmallModelProposer:
                 prefixes.append(prefix)
         if not jobs:
             return
-        batch = SmallModelBatch(self._model, self._vocab_size, prefixes)
-        for slot, draft in grow_trees(batch, jobs):
-            batch.forget_draft_rows(slot)
+        forest = _SmallForest(self._model, self._vocab_size, prefixes)
+        for slot, draft in grow_trees(ForestTrees.below_roots(forest), jobs):
+            forest.forget_tree(slot)
             yield SessionDrafts.of_drafts([(ready[slot], draft)])
 
     @torch.inference_mode()

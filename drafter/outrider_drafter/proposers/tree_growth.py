@@ -33,8 +33,8 @@ from outrider.spec.draft_distribution import (
     make_distribution,
 )
 from outrider.spec.noise import NoiseStream, prefix_keys
-from outrider.spec.plan import SpeculationPlan, default_depth
-from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.plan import SpeculationPlan, tree_depth
+from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import ROOT, DraftTree
 from outrider_drafter.state.session import FollowedSession
 from outrider_drafter.state.session_grammars import masks_of
@@ -109,7 +109,7 @@ def make_growth(plan: SpeculationPlan, *, room: int, has_distribution: bool) -> 
             if has_distribution
             else ChainGrowth(length)
         )
-    depth = min(plan.depth or default_depth(num_nodes), num_nodes, room)
+    depth = min(tree_depth(num_nodes, plan.depth), room)
     if has_distribution:
         return StaticGrowth(static_shape(num_nodes, plan.top_k, depth))
     return BeamGrowth(num_nodes=num_nodes, top_k=plan.top_k, depth=depth)
@@ -377,9 +377,8 @@ def make_growth_job(
 ) -> GrowthJob | None:
     """The job of a session that wants a draft for its prefix with `suffix` appended; None if there
     is nothing to draft."""
-    has_distribution = session.sampling.effective_rule is Rule.REJECTION
     room = session.draft_levels_left - len(suffix)
-    growth = make_growth(session.plan, room=room, has_distribution=has_distribution)
+    growth = make_growth(session.plan, room=room, has_distribution=session.ships_distributions)
     if growth is None:
         return None
     return GrowthJob(
@@ -405,10 +404,9 @@ def penalty_history(session: FollowedSession, suffix: Sequence[int] = ()) -> Tok
 
 
 def _draft_sampling(session: FollowedSession, suffix: Sequence[int]) -> SamplingParams:
-    """What a draft is drawn with. Under the rejection rule drafts that are thrown away must not
-    condition those that are used: where some are made ahead, each prefix has noise of its own."""
+    """What a draft is drawn with; see `FollowedSession.uses_prefix_noise`."""
     sampling = session.sampling
-    if not session.plan.look_ahead or sampling.effective_rule is not Rule.REJECTION:
+    if not session.uses_prefix_noise:
         return sampling
     digest = extend_digest(session.digest, suffix)
     key = int(prefix_keys(sampling.stream_key(NoiseStream.DRAFT), digest))

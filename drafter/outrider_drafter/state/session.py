@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from outrider.grammar.constraint import Constraint
 from outrider.ids import SessionId
 from outrider.spec.plan import SpeculationPlan
-from outrider.spec.sampling import SamplingParams
+from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured_output import StructuredOutput
 from outrider.spec.token_limits import TokenLimits
 from outrider.wire.messages import SessionStart
@@ -102,6 +102,18 @@ class FollowedSession:
     def has_constraint(self) -> bool:
         """Whether not all ids may follow everywhere."""
         return self.structured_output is not None or self.token_limits is not None
+
+    @property
+    def ships_distributions(self) -> bool:
+        """Whether the draft distributions that tokens are drawn from go out with the drafts."""
+        return self.sampling.effective_rule is Rule.REJECTION
+
+    @property
+    def uses_prefix_noise(self) -> bool:
+        """Whether each prefix draws from DRAFT noise of its own (`spec.noise.prefix_keys`). Under
+        the rejection rule drafts that are thrown away must not condition those that are used; where
+        drafts are made ahead, it is not known yet which these are."""
+        return self.plan.look_ahead > 0 and self.ships_distributions
 
     @property
     def draft_levels_left(self) -> int:

@@ -26,7 +26,7 @@ from outrider.engine.heads import DraftHead
 from outrider.engine.kernels.acceptance.randomized import DenseChainDistribution
 from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.engine.kv_cache import KVPool
-from outrider.spec.plan import default_depth
+from outrider.spec.plan import tree_depth
 
 
 class InProcessDraftShape(NamedTuple):
@@ -49,7 +49,7 @@ class InProcessDraftShape(NamedTuple):
         """Levels of the drafts."""
         if not self.is_tree:
             return self.num_nodes
-        return min(self.depth or default_depth(self.num_nodes), self.num_nodes)
+        return tree_depth(self.num_nodes, self.depth)
 
     @property
     def extra_slots(self) -> int:

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from outrider_drafter.proposers.eagle_batch import CatchUpRows, EagleBatch, EagleKV, EagleKVBudget
+from outrider_drafter.proposers.eagle_forest import CatchUpRows, EagleForest, EagleKV, EagleKVBudget
+from outrider_drafter.proposers.forest import ForestTrees
 from outrider_drafter.proposers.tree_growth import GrowthJob, ProposedDraft, TreeGrowth, grow_trees
 from torch import Tensor
 
@@ -163,4 +164,5 @@ class Sessions:
                 zip(growths, self.sampling, lengths, strict=True)
             )
         ]
-        return dict(grow_trees(EagleBatch(self.head, real), jobs))
+        forest = EagleForest(self.head, real, max_context=200)
+        return dict(grow_trees(ForestTrees.below_roots(forest), jobs))

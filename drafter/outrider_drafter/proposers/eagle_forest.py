@@ -1,28 +1,30 @@
-"""Batched steps of an EAGLE head over sessions: catch-up rows, then one tree level after another.
+"""EagleForest: rows of an EAGLE head, run from the host for several sessions at once.
 
-Draft row i pairs (f_i, t_{i+1}) at draft position i; with n real rows, nodes of level d sit at
-position n + d - 1 and take their parent's x as feature. `EagleKV` is the K/V cache of a session:
-rows made from real features are stable and kept; rows made from the head's own features are
-appended behind them while a tree grows and dropped with it. `EagleForest` runs several trees below
-a session's live rows. N rows, H hidden, D draft rows of a slot, S stored rows, Q query rows, nq/nkv
-query/key-value heads, hd head dim, Vd draft vocabulary.
+Draft row i pairs (f_i, t_{i+1}) at draft position i. Rows made from real features are written
+first (catch-up); the last of a session is its live row, the root of its draft rows. With n real
+rows, draft rows of level d sit at position n + d - 1 and take their parent's x as feature.
+`EagleKV` is the K/V cache of a session: rows made from real features are stable and kept; draft rows
+are appended behind them and dropped with their trees. N rows, H hidden, L sessions, S stored rows, Q
+query rows, D draft rows, nq/nkv query/key-value heads, hd head dim, Vd draft vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.heads import DraftHead
 from outrider.errors import ResourceExhaustedError
-from outrider_drafter.proposers.forest import DraftForest, StepRows, TreeVisibility
-from outrider_drafter.proposers.tree_growth import StepFrontier
+from outrider_drafter.proposers.forest import DraftForest, StepRows
 
+_MAX_ROWS: Final = 8192
+"""Draft rows of one session at a time, where they have memory of their own."""
 _FIRST_CAPACITY = 256
 
 
@@ -97,6 +99,10 @@ class EagleKV:
         self.stable = min(self.stable, stable)
         self.rows = self.stable
 
+    def drop_rows(self, rows: int) -> None:
+        """Drop all draft rows behind the first `rows` rows."""
+        self.rows = rows
+
     def as_views(self) -> tuple[Tensor, Tensor]:
         """Keys and values, [nkv, S, hd] each, without a copy."""
         return self._data[0, :, : self.rows], self._data[1, :, : self.rows]
@@ -108,28 +114,22 @@ class EagleKV:
         self.stable = self.rows = 0
 
 
-def attend_rows(
-    query_QNh: Tensor, keys_GSh: Tensor, values_GSh: Tensor, hidden_QD: Tensor | None = None
-) -> Tensor:
-    """Grouped-head attention of Q rows, [Q, nq, hd]; softmax in fp32 or better.
-
-    Every query sees all rows, but for those of the last D that `hidden_QD` (bool) hides from it.
-    """
-    return attend_parts(query_QNh, [(keys_GSh, values_GSh)], hidden_QD)
-
-
 def attend_parts(
     query_QNh: Tensor,
     parts: Sequence[tuple[Tensor, Tensor]],
     hidden_QD: Tensor | None = None,
 ) -> Tensor:
-    """`attend` over rows that lie in several places: keys and values, [nkv, *, hd], of each."""
+    """Grouped-head attention of Q rows, [Q, nq, hd]; softmax in fp32 or better.
+
+    `parts`: keys and values, [nkv, *, hd] each, of the places where the rows lie. Every query sees
+    all rows, but for those of the last D that `hidden_QD` (bool) hides from it.
+    """
     num_rows, num_heads, head_dim = query_QNh.shape
     num_kv = parts[0][0].shape[0]
     group = num_heads // num_kv
     query = query_QNh.view(num_rows, num_kv, group, head_dim).transpose(0, 1)
     query = query.reshape(num_kv, num_rows * group, head_dim) * head_dim**-0.5
-    scores = _join_keys([torch.bmm(query, keys.transpose(1, 2)) for keys, _ in parts])
+    scores = _joined([torch.bmm(query, keys.transpose(1, 2)) for keys, _ in parts], dim=2)
     num_keys = scores.shape[2]
     if hidden_QD is not None and hidden_QD.shape[1]:
         tail = scores.view(num_kv, num_rows, group, num_keys)[..., -hidden_QD.shape[1] :]
@@ -148,10 +148,6 @@ def attend_parts(
     return out.transpose(0, 1).reshape(num_rows, num_heads, head_dim)
 
 
-def _join_keys(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CatchUpRows:
     """New rows of one session, made from real features; they follow the stable ones."""
@@ -163,13 +159,19 @@ class CatchUpRows:
     """[m, H] f_i."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _WrittenRows:
+class _WrittenRows(NamedTuple):
     """Rows after their K/V write: what the rest of the block still needs."""
 
     inputs: Tensor
     features: Tensor
     positions: Tensor
+
+    def select(self, rows: NDArray[np.int64]) -> _WrittenRows:
+        """Some of them, ascending."""
+        if len(rows) == self.positions.shape[0]:
+            return self
+        at = torch.from_numpy(rows).to(self.positions.device)
+        return _WrittenRows(self.inputs[at], self.features[at], self.positions[at])
 
 
 def write_catch_up_rows(head: DraftHead, rows: Sequence[CatchUpRows]) -> _WrittenRows:
@@ -187,134 +189,45 @@ def write_catch_up_rows(head: DraftHead, rows: Sequence[CatchUpRows]) -> _Writte
         row.kv.append_rows(keys[offset : offset + size], values[offset : offset + size])
         row.kv.mark_stable()
         offset += size
-    return _WrittenRows(inputs=inputs, features=features, positions=positions)
-
-
-class EagleBatch:
-    """Sessions whose trees grow together through an EAGLE head; a `TreeDraftModel`."""
-
-    def __init__(self, head: DraftHead, rows: Sequence[CatchUpRows]) -> None:
-        """Catch up on `rows`; the last row of each slot is its live one."""
-        self.target_ids: Tensor | None = head.target_ids
-        self._head = head
-        self._kvs = [r.kv for r in rows]
-        written = write_catch_up_rows(head, rows)
-        ends = np.cumsum([r.token_ids.shape[0] for r in rows])
-        live = None
-        if len(ends) < written.positions.shape[0]:
-            live = torch.from_numpy(ends - 1).to(written.positions.device)
-        self._x = self._finish(_pick(written, live), [(kv, 1, None) for kv in self._kvs])
-        self._first_row = dict(enumerate(range(len(rows))))
-        """First row of each slot in the previous step."""
-        self._ancestry = TreeVisibility()
-        self._level = 0
-
-    @property
-    def features(self) -> Tensor:
-        """x [R, H] of the rows run last; at first, of the live ones."""
-        return self._x
-
-    def root_logits(self) -> Tensor:
-        """Logits [slots, Vd] of the live rows."""
-        return self._head.logits(self._x)
-
-    def step(self, frontiers: Sequence[tuple[int, StepFrontier]]) -> Tensor:
-        """Run the frontier rows of some slots; logits [R, Vd]."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        depths: list[int] = []
-        first_row: dict[int, int] = {}
-        for slot, frontier in frontiers:
-            first_row[slot] = len(tokens)
-            tokens += frontier.tokens
-            parents += [self._first_row[slot] + p for p in frontier.parents]
-            depths += [self._kvs[slot].stable + self._level] * len(frontier.tokens)
-        device = self._x.device
-        unchanged = parents == list(range(self._x.shape[0]))
-        features = self._x if unchanged else self._x[torch.tensor(parents, device=device)]
-        positions = torch.tensor(depths, device=device)
-        inputs = self._head.inputs(torch.tensor(tokens, device=device), features)
-        keys, values = self._head.kv(inputs, features, positions)
-        spans = []
-        for slot, frontier in frontiers:
-            first, size = first_row[slot], len(frontier.tokens)
-            self._kvs[slot].append_rows(keys[first : first + size], values[first : first + size])
-            spans.append((self._kvs[slot], size, self._hidden(slot, frontier)))
-        written = _WrittenRows(inputs=inputs, features=features, positions=positions)
-        self._x = self._finish(written, spans)
-        self._first_row = first_row
-        self._level += 1
-        return self._head.logits(self._x)
-
-    def _hidden(self, slot: int, frontier: StepFrontier) -> Tensor | None:
-        """Which draft rows [rows, D] each new row must not see; None if it sees all."""
-        visible = self._ancestry.add_rows(slot, frontier)
-        return None if visible is None else torch.from_numpy(~visible).to(self._x.device)
-
-    def _finish(
-        self, written: _WrittenRows, spans: Sequence[tuple[EagleKV, int, Tensor | None]]
-    ) -> Tensor:
-        """The block after its K/V write: x [R, H]; `spans` say whose cache each row reads."""
-        query = self._head.query(written.inputs, written.positions)
-        outs, first = [], 0
-        for kv, size, hidden in spans:
-            keys, values = kv.as_views()
-            outs.append(attend_rows(query[first : first + size], keys, values, hidden))
-            first += size
-        residual = self._head.residual(written.inputs, written.features)
-        return self._head.finish(residual, _joined(outs))
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _pick(written: _WrittenRows, rows: Tensor | None) -> _WrittenRows:
-    if rows is None:
-        return written
-    return _WrittenRows(
-        inputs=written.inputs[rows],
-        features=written.features[rows],
-        positions=written.positions[rows],
-    )
-
-
-_MAX_ROWS: Final = 8192
-"""Draft rows of one session at a time."""
+    return _WrittenRows(inputs, features, positions)
 
 
 class EagleForest(DraftForest):
-    """A `DraftForest` of an EAGLE head, with draft rows in memory of its own.
-
-    Sessions' rows stay as they are, and so does their share of the K/V budget.
-    """
+    """A `DraftForest` of an EAGLE head below the live rows of some sessions."""
 
     def __init__(
-        self, head: DraftHead, batch: EagleBatch, kvs: Sequence[EagleKV], *, max_context: int
+        self,
+        head: DraftHead,
+        rows: Sequence[CatchUpRows],
+        *,
+        max_context: int,
+        in_own_memory: bool = False,
     ) -> None:
-        """`batch` has just run the live rows of the sessions whose stable rows are `kvs`."""
-        super().__init__([kv.stable for kv in kvs])
+        """Catch up on `rows`; the last row of each session is its live one.
+
+        Draft rows follow the session's rows in its K/V, where room must have been reserved. Those
+        `in_own_memory` do not: the session's rows, and its share of the K/V budget, stay as they
+        are.
+        """
+        self._kvs = [r.kv for r in rows]
+        written = write_catch_up_rows(head, rows)
+        super().__init__([kv.stable for kv in self._kvs])
         self.target_ids = head.target_ids
         self._head = head
-        self._kvs = kvs
         self._max_context = max_context
-        self._x = batch.features
+        self._drafts = [_empty_like(kv) for kv in self._kvs] if in_own_memory else self._kvs
+        """Where the draft rows of each session go."""
+        self._first_drafts = [kv.rows for kv in self._drafts]
+        """How many rows are there before them."""
+        live = written.select(np.cumsum([r.token_ids.shape[0] for r in rows]) - 1)
+        spans = [StepRows(owner, owner, 1, None) for owner in range(len(rows))]
+        self._x = self._finish(live, spans)
         """[rows, H]: what each row hands on to those below it."""
-        self._logits = batch.root_logits()
-        self._drafts = [
-            EagleKV(
-                EagleKVBudget(_MAX_ROWS),
-                num_kv_heads=head.config.num_kv_heads,
-                head_dim=head.config.head_dim,
-                dtype=kv.as_views()[0].dtype,
-                device=kv.as_views()[0].device,
-            )
-            for kv in kvs
-        ]
+        self._root_logits = head.logits(self._x)
 
     def root_logits(self) -> Tensor:
         """Logits [L, Vd] of the live rows."""
-        return self._logits
+        return self._root_logits
 
     def rows_left(self, owner: int) -> int:
         """Far more than a launch has."""
@@ -336,21 +249,48 @@ class EagleForest(DraftForest):
         where = torch.tensor(positions, device=device)
         inputs = head.inputs(torch.tensor(tokens, device=device), features)
         keys, values = head.kv(inputs, features, where)
-        query = head.query(inputs, where)
-        outs = []
-        for owner, first, size, visible in spans:
+        for owner, first, size, _ in spans:
             drafts, rows = self._drafts[owner], slice(first, first + size)
-            drafts.reserve(drafts.rows + size, ceiling=_MAX_ROWS)
+            if drafts is not self._kvs[owner]:
+                drafts.reserve(drafts.rows + size, ceiling=_MAX_ROWS)
             drafts.append_rows(keys[rows], values[rows])
-            hidden = torch.from_numpy(~visible).to(device)
-            stable = self._kvs[owner].as_views()
-            outs.append(attend_parts(query[rows], [stable, drafts.as_views()], hidden))
-        x = head.finish(head.residual(inputs, features), torch.cat(outs))
+        x = self._finish(_WrittenRows(inputs, features, where), spans)
         self._x = torch.cat((self._x, x))
         return head.logits(x)
 
+    def _finish(self, written: _WrittenRows, spans: Sequence[StepRows]) -> Tensor:
+        """The block after its K/V write: x [N, H]; `spans` say whose rows each one reads."""
+        query = self._head.query(written.inputs, written.positions)
+        outs = []
+        for owner, first, size, visible in spans:
+            hidden = None if visible is None else torch.from_numpy(~visible).to(query.device)
+            outs.append(attend_parts(query[first : first + size], self._parts(owner), hidden))
+        residual = self._head.residual(written.inputs, written.features)
+        return self._head.finish(residual, _joined(outs))
+
+    def _parts(self, owner: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of a session's rows and of its draft rows, where these lie apart."""
+        kv, drafts = self._kvs[owner], self._drafts[owner]
+        apart = drafts is not kv and drafts.rows
+        return [kv.as_views(), drafts.as_views()] if apart else [kv.as_views()]
+
     def _drop(self, kept: Sequence[int]) -> None:
         self._x = self._x[: len(self)]
-        for drafts, rows in zip(self._drafts, kept, strict=True):
-            drafts.mark_stable()
-            drafts.truncate(rows)
+        for drafts, first, rows in zip(self._drafts, self._first_drafts, kept, strict=True):
+            drafts.drop_rows(first + rows)
+
+
+def _empty_like(kv: EagleKV) -> EagleKV:
+    """Memory for the draft rows of a session, apart from its own."""
+    keys, _ = kv.as_views()
+    return EagleKV(
+        EagleKVBudget(_MAX_ROWS),
+        num_kv_heads=keys.shape[0],
+        head_dim=keys.shape[2],
+        dtype=keys.dtype,
+        device=keys.device,
+    )
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
