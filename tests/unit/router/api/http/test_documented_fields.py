@@ -16,8 +16,8 @@ REFUSED = {name for fields in (COMPLETION, CHAT, MESSAGE, STRUCTURE) for name in
 
 @pytest.mark.parametrize("name", sorted(TAKEN | REFUSED))
 def test_a_field_is_on_the_page(name: str) -> None:
-    refused, taken = PAGE.index("* **Refused with"), PAGE.index("## Fields")
-    ignored = PAGE.index("* **Ignored**")
+    refused, taken = PAGE.index("### Refused fields"), PAGE.index("## Fields")
+    ignored = PAGE.index("### Ignored fields")
     part = PAGE[taken:refused] if name in TAKEN else PAGE[refused:ignored]
     assert f"`{name}`" in part
 
