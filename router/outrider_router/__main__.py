@@ -76,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--drafter", metavar="ADDR", action="append", dest="drafters", help="repeatable"
     )
     parser.add_argument(
-        "--draft-method",
+        "--method",
         choices=[method.value for method in DraftMethod],
         dest="speculation.method",
         help="draft source of requests that name none; default: eagle3",

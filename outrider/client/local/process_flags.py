@@ -191,7 +191,7 @@ def router_args(
         model=config.model,
         model_name=config.model_name or None,
         http=config.http,
-        draft_method=config.default_method,
+        method=config.default_method,
         look_ahead=config.look_ahead,
         fan_out=config.fan_out,
         queue_limit=config.queue_limit,

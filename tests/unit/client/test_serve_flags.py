@@ -54,7 +54,7 @@ def test_requests_that_name_no_method_get_one_that_is_offered(
     parsed: Parsed, methods: str, default: str | None
 ) -> None:
     args = router_args(parsed("--drafter-methods", methods), ["v"], ["d"])
-    assert flags_of(args).get("draft-method") == default
+    assert flags_of(args).get("method") == default
     assert router_config(["--model", "m", "--verifier", "v", *args]).speculation.method == (
         default or "eagle3"
     )
