@@ -3,8 +3,8 @@ may import `state`.
 
 eagle.py                   EagleProposer: EAGLE head run from the host, batched over sessions, with
                            K/V per session.
-eagle_forest.py            EagleForest: rows of an EAGLE head for several sessions at once, and their
-                           K/V: catch-up rows, then one tree level after another.
+eagle_forest.py            EagleForest: rows of an EAGLE head for several sessions at once, and
+                           their K/V: catch-up rows, then one tree level after another.
 forest.py                  DraftForest: draft rows of many trees, run through a model on the host
                            level by level.
 interface.py               Proposer protocols (`Proposer`, `LookAheadProposer`) and the draft

@@ -3,9 +3,9 @@
 Draft row i pairs (f_i, t_{i+1}) at draft position i. Rows made from real features are written
 first (catch-up); the last of a session is its live row, the root of its draft rows. With n real
 rows, draft rows of level d sit at position n + d - 1 and take their parent's x as feature.
-`EagleKV` is the K/V cache of a session: rows made from real features are stable and kept; draft rows
-are appended behind them and dropped with their trees. N rows, H hidden, L sessions, S stored rows, Q
-query rows, D draft rows, nq/nkv query/key-value heads, hd head dim, Vd draft vocabulary.
+`EagleKV` is the K/V cache of a session: rows made from real features are stable and kept; draft
+rows are appended behind them and dropped with their trees. N rows, H hidden, L sessions, S stored
+rows, Q query rows, D draft rows, nq/nkv query/key-value heads, hd head dim, Vd draft vocabulary.
 """
 
 from __future__ import annotations
