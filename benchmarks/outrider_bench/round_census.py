@@ -1,15 +1,16 @@
 """`outrider bench round-census`: how many files and kinds of object take part in a round.
 
 A local fleet of a router, a verifier and a drafter serves long greedy streams, with drafts and then
-without. Amid them all calls of the verifier and of the drafter are looked at for a while (see
-`outrider_bench.hooks.call_census`): the fewer files and classes of this project take part, the less
-somebody new has to know. The same is counted of a request in the router, from its arrival to its
-first text (see `outrider_bench.request_census`).
+without. Amid them all calls of the verifier and of the drafter are looked at for some rounds (see
+`outrider_bench.hooks.call_census`): the fewer files and classes of this project take part in most
+of them, the less somebody new has to know. The same is counted of a request in the router, from its
+arrival to its first text (see `outrider_bench.request_census`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
 import threading
@@ -22,7 +23,7 @@ from typing import Any, Final
 from outrider.client import Client, user
 from outrider.client.flags import integer_at_least
 from outrider.client.local.cluster import START_TIMEOUT_S, LocalCluster
-from outrider.errors import UnavailableError
+from outrider.errors import OutriderError, UnavailableError
 from outrider_bench.environment import describe
 from outrider_bench.faults.repair import poll_until, wait_idle
 from outrider_bench.models import add_model_arguments, describe_placement, local_config
@@ -35,7 +36,14 @@ MODES: Final = {"drafted": "eagle3", "plain": "none"}
 PROCESSES: Final = ("verifier", "drafter")
 BEGUN: Final = 4
 """Tokens that each stream has emitted before calls are looked at."""
-_LOOK_S: Final = 1.0
+ROUND: Final = {
+    "verifier": "outrider_verifier.engine.round_executor/run_round",
+    "drafter": "outrider_drafter.state.session_table/apply_verdicts",
+}
+"""Functions with which a round begins, by process."""
+MIN_ROUNDS: Final = 5
+"""Rounds that must have been looked at."""
+_LOOK_S: Final = 8.0
 """Time for which calls are looked at."""
 
 
@@ -97,7 +105,7 @@ class _Census:
 
     def _hook(self, process: str) -> str:
         switch, out = self._directory / f"{process}.on", self._directory / f"{process}.json"
-        return f"outrider_bench.hooks.call_census:switch={switch},out={out}"
+        return f"outrider_bench.hooks.call_census:switch={switch},out={out},round={ROUND[process]}"
 
     def count(self, mode: str) -> dict[str, dict[str, list[str]]]:
         """By process: `files` and `kinds` of a steady round of this kind."""
@@ -131,7 +139,7 @@ class _Census:
         for process in processes:
             (self._directory / f"{process}.on").touch()
         time.sleep(_LOOK_S)
-        found: dict[str, dict[str, list[str]]] = {}
+        found: dict[str, Any] = {}
         for process in processes:
             (self._directory / f"{process}.on").unlink()
         for process in processes:
@@ -140,12 +148,17 @@ class _Census:
                 raise UnavailableError(f"the {process} has written nothing", reason="CENSUS")
             found[process] = json.loads(out.read_text())
             out.unlink()
+            if (rounds := found[process].pop("rounds")) < MIN_ROUNDS:
+                raise UnavailableError(f"only {rounds} rounds of the {process}", reason="CENSUS")
+            print_progress(f"{rounds} rounds of the {process}")
         return found
 
     def _follow(
         self, address: str, text: str, mode: str, begun: threading.Event, ended: threading.Event
     ) -> None:
         with (
+            # Its fleet is stopped before the stream ends.
+            contextlib.suppress(OutriderError),
             Client(address, timeout_s=300.0) as client,
             client.stream(
                 [user(text)],

@@ -3,17 +3,15 @@ and sampling. Pure numpy; it imports no other package of Outrider.
 
 decoding_mode.py           Decoding mode of a workload class (plain or speculative), and the reason
                            for it.
-digest.py                  Prefix digests: a 64-bit hash chain over token ids that content-addresses
-                           a committed prefix.
-draft_distribution.py      Draft distributions: the exact, quantised distributions that draft tokens
-                           were drawn from.
+digest.py                  Prefix digests: a 64-bit hash chain over token ids that content-
+                           addresses a committed prefix.
+draft_distribution.py      Draft distributions: the exact, quantised distributions that draft
+                           tokens were drawn from.
 exchange_mode.py           Whether drafts and features may pass between devices: auto, on or off.
-flat_trees.py              Validates draft trees and draft distributions of many sessions at once,
-                           in flat arrays.
 mix64.py                   64-bit mixing function (mix64) of prefix digests and noise: integers
                            only, so all sides agree.
-noise.py                   Counter-based noise: a pure function of (seed, stream, absolute position,
-                           token id).
+noise.py                   Counter-based noise: a pure function of (seed, stream, absolute
+                           position, token id).
 plan.py                    Speculation plan of a session: draft method, tree shape and look-ahead
                            (torch-free).
 sampling.py                Sampling parameters and acceptance rules of a session (torch-free).
@@ -21,5 +19,5 @@ structured_output.py       Structured-output constraint of a request: kind and t
                            (torch-free).
 token_limits.py            Token limits of a request: allowed ids and bad words (torch-free).
 tree.py                    Draft trees as parallel arrays, and the validation that every received
-                           tree must pass.
+                           tree must pass, one by one or many at once.
 """

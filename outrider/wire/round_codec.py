@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.spec.flat_trees import chain_parents
 from outrider.spec.mix64 import MASK64
+from outrider.spec.tree import chain_parents
 from outrider.wire.arrays import FeatureRows
 from outrider.wire.bundles import (
     LENGTH_DELIMITED,

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.spec.draft_distribution import DraftDistribution
-from outrider.spec.flat_trees import valid_distributions, valid_trees
-from outrider.spec.tree import DraftTree
+from outrider.spec.tree import DraftTree, valid_distributions, valid_trees
 from outrider.wire.arrays import FeatureRows, WireTensor
 from outrider.wire.limits import MAX_HANDLES
 

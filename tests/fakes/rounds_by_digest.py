@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from outrider_drafter.metrics import DrafterMetrics
 from outrider_drafter.proposers.forest import DraftForest, StepRows
-from outrider_drafter.proposers.growth_driver import grow_trees, make_growth_job
 from outrider_drafter.proposers.interface import (
     Outcome,
     OutcomeDrafts,
@@ -27,7 +26,7 @@ from outrider_drafter.proposers.outcome_drafting import (
     draft_outcomes,
     score_proposals,
 )
-from outrider_drafter.proposers.tree_growth import StepFrontier
+from outrider_drafter.proposers.tree_growth import StepFrontier, grow_trees, make_growth_job
 from outrider_drafter.server.draft_engine import DraftEngine
 from outrider_drafter.state.session import FollowedSession, VerdictLimits
 from torch import Tensor

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from outrider_drafter.config import DrafterConfig
 from outrider_drafter.proposers.forest import DraftForest, OutcomeTrees, StepRows
-from outrider_drafter.proposers.growth_driver import grow_trees, make_growth_job
 from outrider_drafter.proposers.interface import (
     Outcome,
     OutcomeDrafts,
@@ -23,6 +22,7 @@ from outrider_drafter.proposers.outcome_drafting import (
     draft_outcomes,
     score_proposals,
 )
+from outrider_drafter.proposers.tree_growth import grow_trees, make_growth_job
 from outrider_drafter.server.service import DrafterService, TargetIdentity
 from outrider_drafter.state.session import FollowedSession
 from torch import Tensor

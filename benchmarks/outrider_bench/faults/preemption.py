@@ -190,7 +190,6 @@ async def _all(
 ) -> tuple[list[PreemptedAnswer], dict[str, object]]:
     async with _serving(args, blocks, **settings) as service:
         await _answer(service, _spec(args, 0, 4, "warm up "))
-        most = _noting_preemptions(service)
         began, computed = time.perf_counter(), time.process_time()
         answers = await asyncio.gather(*(_answer(service, spec) for spec in specs))
         seconds, cpu_s = time.perf_counter() - began, time.process_time() - computed
@@ -202,23 +201,9 @@ async def _all(
             "tokens_per_cpu_s": round(count / cpu_s, 1),
             "first_token_s": percentiles([answer.first_s for answer in answers]),
             "preemptions": _preemptions(service),
-            "most_preemptions_of_one": max(most.values(), default=0),
-            "blocks_leaked": blocks - service._pool.free_blocks,
+            "most_preemptions_of_one": service.core.block_manager.max_session_preemptions,
+            "blocks_leaked": blocks - (await service.info()).kv_free_blocks,
         }
-
-
-def _noting_preemptions(service: VerifierService) -> dict[SessionId, int]:
-    """How often each session is preempted from now on."""
-    most: dict[SessionId, int] = {}
-    room = service.core.block_manager
-    preempt = room.preempt_session
-
-    def noting(session: object, now: float) -> None:
-        preempt(session, now)  # type: ignore[arg-type]
-        most[session.session_id] = session.preemption.count  # type: ignore[attr-defined]
-
-    room.preempt_session = noting  # type: ignore[method-assign, assignment]
-    return most
 
 
 # ---- a higher priority ---------------------------------------------------------------------------

@@ -1,11 +1,22 @@
-"""Hook of a drafter or a verifier: which files its calls enter, and which objects they hand over.
+"""Hook of a drafter or a verifier: files that a round enters, and kinds of object it hands over.
 
-    --hook outrider_bench.hooks.call_census:switch=FILE,out=FILE.json
+    --hook outrider_bench.hooks.call_census:switch=FILE,out=FILE.json,round=MODULE/FUNCTION
 
-While the file `switch` exists, all calls of all threads are looked at; once it is gone, `out` has
-`files`, the modules of this project in which a function ran, and `kinds`, the classes of this
-project of which an instance passed from one of its modules to another, as an argument, a result, or
-the first element of such. Generated modules do not count. The process is several times slower.
+While the file `switch` exists, the calls of all threads are recorded round by round; a round
+begins with a call of the function `round`. Once the switch is gone, `out` has `rounds`, the number
+of whole rounds, and of at least half of them:
+
+* `files`: the modules of this project in which a function ran;
+* `kinds`: the classes of this project of which an instance passed from one of its modules to
+  another, as an argument, a result, or the first element of such.
+
+Callbacks that send or receive a heartbeat, or that answer a health poll, are no part of a round:
+they come by the clock, several times in a slow round. So are those that begin in the gRPC
+transport, which carries nothing else between processes of one host: verdicts, proposals and events
+of sessions cross by shared memory. What happens in fewer than half of the rounds (a scrape of
+metrics, a K/V block every few tokens) is no part of a steady one. Generated code does not count as
+a function of a file: protocol buffers, and the methods that `dataclass` makes. What such methods
+are given does count as a kind. The process is several times slower meanwhile.
 """
 
 from __future__ import annotations
@@ -15,63 +26,150 @@ import json
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
 
 PACKAGES: Final = ("outrider", "outrider_verifier", "outrider_drafter", "outrider_router")
+TIMED_KINDS: Final = frozenset(
+    {
+        "outrider.wire.messages.Heartbeat",
+        "outrider.wire.server_info.VerifierInfo",
+        "outrider.wire.server_info.DrafterInfo",
+    }
+)
+"""What heartbeats and answers to health polls are."""
+TIMED_MODULES: Final = ("outrider.transport.grpc.", "outrider.transport.heartbeat")
+"""Where callbacks begin that are about these alone."""
+MAX_LOOKS: Final = 16
+"""Calls of a function by a module, in a round, whose values are looked at: each look takes time."""
+_EVENTS: Final = frozenset({"call", "return"})
 _LOOK_S: Final = 0.01
 
 
-def install(hooks: object, *, switch: str, out: str) -> None:
-    """Look at calls while the file `switch` exists, and write `out` then."""
+def install(hooks: object, *, switch: str, out: str, round: str) -> None:
+    """Record calls while the file `switch` exists, and write `out` then."""
     del hooks
-    census = CallCensus()
+    module, _, function = round.partition("/")
+    census = CallCensus((module, function))
     threading.setprofile(census.profile)
     sys.setprofile(census.profile)
     files = Path(switch), Path(out)
     threading.Thread(target=_watch, args=(census, *files), name="census", daemon=True).start()
 
 
+@cache
 def is_counted(module: str) -> bool:
     """Whether a module is one of this project's, and not generated."""
     return module.partition(".")[0] in PACKAGES and not module.endswith(("_pb2", "_pb2_grpc"))
 
 
+class _ThreadRun(threading.local):
+    """What one thread does from a call by none of the counted modules until that returns: a
+    callback of an event loop, or a step of a loop that was there before."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.is_timed = False
+        """Whether it began in one of `TIMED_MODULES`."""
+        self.files: set[str] = set()
+        self.kinds: set[str] = set()
+
+
 class CallCensus:
     """What a profile function sees of the calls of its threads while it is asked to look."""
 
-    def __init__(self) -> None:
+    def __init__(self, round_begin: tuple[str, str] | None = None) -> None:
+        """`round_begin`: module and name of the function with whose call a round begins; None: all
+        calls are looked at together."""
+        self._round_begin = round_begin
         self._is_on = False
-        self._files: set[str] = set()
-        self._kinds: set[str] = set()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._run = _ThreadRun()
+        self._has_begun = False
+        """Whether a round has begun."""
+        self._rounds = 0
+        """Whole rounds so far."""
+        self._files: Counter[str] = Counter()
+        self._kinds: Counter[str] = Counter()
+        self._round_files: set[str] = set()
+        self._round_kinds: set[str] = set()
+        self._looks: Counter[tuple[CodeType, str, str]] = Counter()
+        """How often the values of a call were looked at in this round."""
 
     def begin(self) -> None:
         """Look from now on."""
         self._is_on = True
 
-    def end(self) -> dict[str, list[str]]:
-        """Look no more; the `files` and `kinds` since `begin`, sorted."""
+    def end(self) -> dict[str, Any]:
+        """Look no more; the `files` and `kinds` since `begin`, sorted, and where rounds are told
+        apart the number of whole `rounds`: then files and kinds are those of at least half of
+        them."""
         self._is_on = False
-        found = {"files": sorted(self._files), "kinds": sorted(self._kinds)}
-        self._files, self._kinds = set(), set()
+        found: dict[str, Any] = {}
+        if self._round_begin is None:
+            found |= {"files": sorted(self._round_files), "kinds": sorted(self._round_kinds)}
+        else:
+            found["rounds"] = self._rounds
+            for name, counts in (("files", self._files), ("kinds", self._kinds)):
+                found[name] = sorted(
+                    each for each, count in counts.items() if 2 * count >= self._rounds
+                )
+        self._reset()
         return found
 
     def profile(self, frame: FrameType, event: str, result: Any) -> None:
         """See `sys.setprofile`."""
-        if not self._is_on or event not in ("call", "return"):
+        if not self._is_on or event not in _EVENTS:
             return
-        module = str(frame.f_globals.get("__name__", ""))
+        module, code = _module_of(frame), frame.f_code
         if not is_counted(module):
             return
-        self._files.add(module)
-        caller = frame.f_back
-        above = "" if caller is None else str(caller.f_globals.get("__name__", ""))
-        if not is_counted(above) or above == module:
+        if event == "call" and (module, code.co_name) == self._round_begin:
+            self._end_round()
+        run = self._run
+        if not run.depth and event == "call":
+            run.is_timed = module.startswith(TIMED_MODULES)
+        run.depth = max(0, run.depth + (1 if event == "call" else -1))
+        if not code.co_filename.startswith("<"):
+            run.files.add(module)
+        above = "" if frame.f_back is None else _module_of(frame.f_back)
+        if above != module and is_counted(above):
+            self._look_at_values(frame, event, result, above)
+        if not run.depth or self._round_begin is None:
+            self._end_run()
+
+    def _look_at_values(self, frame: FrameType, event: str, result: Any, above: str) -> None:
+        place = (frame.f_code, above, event)
+        looks = self._looks[place]
+        if looks == MAX_LOOKS and self._round_begin is not None:
             return
+        self._looks[place] = looks + 1
         values = [result] if event == "return" else _arguments(frame.f_code, frame.f_locals)
-        self._kinds.update(kind for value in values if (kind := kind_of(value)) is not None)
+        self._run.kinds.update(kind for value in values if (kind := kind_of(value)) is not None)
+
+    def _end_run(self) -> None:
+        run = self._run
+        is_timed = run.is_timed or bool(run.kinds & TIMED_KINDS)
+        if not is_timed or self._round_begin is None:
+            self._round_files |= run.files
+            self._round_kinds |= run.kinds
+        run.files, run.kinds, run.is_timed = set(), set(), False
+
+    def _end_round(self) -> None:
+        files, self._round_files = self._round_files, set()
+        kinds, self._round_kinds = self._round_kinds, set()
+        if self._has_begun:
+            self._files.update(files)
+            self._kinds.update(kinds)
+            self._rounds += 1
+        self._has_begun = True
+        self._looks.clear()
 
 
 def _watch(census: CallCensus, switch: Path, out: Path) -> None:
@@ -87,6 +185,10 @@ def _watch(census: CallCensus, switch: Path, out: Path) -> None:
             temporary.write_text(json.dumps(census.end()))
             temporary.rename(out)
         was_on = is_on
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _arguments(code: CodeType, values: Mapping[str, Any]) -> list[Any]:

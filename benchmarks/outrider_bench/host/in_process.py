@@ -33,8 +33,7 @@ class InProcessSide(LookAheadSide):
         """Plan and submit a round, settle the one before it."""
         self._steps.begin()
         self.plan_and_run("verifier: rest")
-        self._outbox.clear()
-        self._core.finish_event_batch()
+        self.service.outbox.take_effects()
         self._steps.end_round()
 
 

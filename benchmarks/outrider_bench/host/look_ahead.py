@@ -68,8 +68,7 @@ class LookAheadHits(VerifierSide):
         self._rounds.finish_round(go_on=True)
         self._steps.mark("verifier: features kept" + BESIDE)
         assert self._rounds.has_round_in_flight, "every round is a hit"
-        self._outbox.clear()
-        self._core.finish_event_batch()
+        self.service.outbox.take_effects()
 
     def _frame(self, offered: int, emitted: tuple[int, ...]) -> bytes:
         """A message of drafts, the right one of each session in the middle."""

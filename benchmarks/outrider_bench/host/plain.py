@@ -60,8 +60,7 @@ class PlainSide(LookAheadSide):
         self._steps.begin()
         assert self.plan_and_run("verifier: features kept"), "nothing to do"
         assert self._rounds.has_round_in_flight, "plain rounds run ahead"
-        self._outbox.clear()
-        self._core.finish_event_batch()
+        self.service.outbox.take_effects()
         self._steps.end_round()
 
 

@@ -55,7 +55,13 @@ async def measure_rounds(
     tokens of an in-process draft. `answers`: tokens of an answer in the mean; 0: as many as may
     be."""
     with torch.inference_mode():
-        side = VerifierSide(sessions, Steps(), planner="automatic", in_process_draft=length)
+        side = VerifierSide(
+            sessions,
+            Steps(),
+            planner="automatic",
+            in_process_draft=length,
+            drives_rounds=False,
+        )
     service = side.service
     tune_process()
     service.start()

@@ -117,10 +117,12 @@ class VerifierSide:
         width: int = WIDTH,
         shm_channel: ShmChannel | None = None,
         in_process_draft: int = 0,
+        drives_rounds: bool = True,
     ) -> None:
-        """`width`: of the target, and of its features. `lane`: to a drafter; without one what a
-        drafter is told is dropped. `in_process_draft_length`: tokens that a head in the verifier
-        drafts, fused; 0: there is none."""
+        """`width`: of the target, and of its features. `shm_channel`: to a drafter; without one
+        what a drafter is told is dropped. `in_process_draft`: tokens that a head in the verifier
+        drafts, fused; 0: there is none. `drives_rounds`: False if the service is started, whose
+        engine thread then runs the rounds."""
         self._steps = steps
         config = VerifierConfig(
             model="canned",
@@ -159,12 +161,13 @@ class VerifierSide:
             max_context_len=4096,
         )
         self._core, self._rounds = self.service.core, self.service.rounds
-        self._outbox = self.service._outbox
         self._shm_channels = self.service._shm_channels
         if shm_channel is not None:
             self._shm_channels.attach_drafter(_DRAFTER, shm_channel)
         self._waiting = self._unsaid = False
-        self._rounds.flush = self._flushed
+        if drives_rounds:
+            outbox: Any = self.service.outbox
+            outbox.flush = self._flushed
         handover = self._core.verdict_builder
         before = "verifier: rest" + BESIDE if self.offers else "verifier: outcome settled"
         self.bracket(handover, "advance_prefixes", before, "verifier: prefixes moved" + self.offers)
@@ -230,9 +233,8 @@ class VerifierSide:
     def deliver_verdicts(self) -> int:
         """Send what was posted for the drafter since the last time, so many messages; other effects
         are dropped."""
-        told = [effect for effect in self._outbox if isinstance(effect, SendMessage)]
-        self._outbox.clear()
-        self._core.finish_event_batch()
+        effects = self.service.outbox.take_effects()
+        told = [effect for effect in effects if isinstance(effect, SendMessage)]
         for link_id, messages in messages_by_link(told).items():
             if self._shm_channels.has_channel(link_id):
                 self._shm_channels.send_messages(link_id, messages)

@@ -15,8 +15,7 @@ from torch import Tensor
 from outrider.engine.device.transfer.buffers import Downloader
 from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.spec.draft_distribution import DistributionEntries, make_distribution
-from outrider.spec.flat_trees import chain_parents
-from outrider.spec.tree import DraftTree
+from outrider.spec.tree import DraftTree, chain_parents
 from outrider_drafter.gpu.shapes import DraftTreeShape
 from outrider_drafter.proposers.interface import SessionDrafts
 from outrider_drafter.proposers.tree_growth import ProposedDraft

@@ -24,8 +24,8 @@ HAS_LOGITS_PROCESSING: Final = 2
 HAS_GRAMMAR: Final = 4
 """Flag of a session: a grammar restricts its tokens."""
 NEEDS_GENERAL_GRAPH: Final = 8
-"""Flag of a session: only the graphs with logits processing draft for it. It processes logits, is in
-a grammar, grows trees of the best children by the target's noise, or sends its distributions."""
+"""Flag of a session: only the graphs with logits processing draft for it. It processes logits, is
+in a grammar, grows trees of the best children by the target's noise, or sends its distributions."""
 USES_PREFIX_NOISE: Final = 16
 """Flag of a session: each of its prefixes draws from noise of its own."""
 

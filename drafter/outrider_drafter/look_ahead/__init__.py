@@ -3,13 +3,9 @@ import `state` and `proposers`.
 
 calibration.py             Calibrates the probabilities of a proposal's outcomes from observed
                            verdicts.
-launch_value.py            Expected value of look-ahead launches: how many proposals to score and
-                           outcomes to draft.
 scheduler.py               LookAheadScheduler: drafts for likely outcomes of pending proposals
                            before their verdicts.
 session_state.py           Per-session look-ahead state, and the outcomes selected for drafting.
-time_budget.py             LookAheadBudget: decides by measured times how much look-ahead fits
-                           before the next verdict.
-timing.py                  Measured durations of draft steps, and times from a draft to its verdict,
-                           by class.
+time_budget.py             LookAheadBudget: decides by measured times, and by the expected value of
+                           launches, how much look-ahead fits before the next verdict.
 """

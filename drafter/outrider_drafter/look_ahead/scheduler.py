@@ -32,8 +32,7 @@ from outrider_drafter.look_ahead.session_state import (
     ScoredProposal,
     SelectedOutcomes,
 )
-from outrider_drafter.look_ahead.time_budget import DEFAULT_MAX_FAN_OUT, LookAheadBudget
-from outrider_drafter.look_ahead.timing import DraftStep
+from outrider_drafter.look_ahead.time_budget import DEFAULT_MAX_FAN_OUT, DraftStep, LookAheadBudget
 from outrider_drafter.metrics import DrafterMetrics
 from outrider_drafter.proposers.interface import (
     DraftTrees,

@@ -3,16 +3,10 @@ may import `state`.
 
 eagle.py                   EagleProposer: EAGLE head run from the host, batched over sessions, with
                            K/V per session.
-eagle_batch.py             Batched steps of an EAGLE head over sessions: catch-up rows, then one
-                           tree level after another.
-eagle_forest.py            EagleForest: draft rows of an EAGLE head for several trees at once, below
-                           sessions' live rows.
-eagle_kv.py                K/V cache of a one-layer draft head, and attention of few queries over
-                           it.
+eagle_batch.py             Batched steps of an EAGLE head over sessions, and its K/V: catch-up
+                           rows, then trees level by level.
 forest.py                  DraftForest: draft rows of many trees, run through a model on the host
                            level by level.
-growth_driver.py           Grows the draft trees of many sessions with one batched model pass per
-                           level.
 interface.py               Proposer protocols (`Proposer`, `LookAheadProposer`) and the draft
                            classes that they return.
 kv_proposer.py             KVProposer: base class of proposers with K/V rows; catches sessions up
@@ -23,7 +17,6 @@ outcome_drafting.py        Scores pending proposals and drafts for their outcome
                            all host proposers.
 small_model.py             SmallModelProposer: drafts by a separate small language model with the
                            target's tokenizer.
-tree_growth.py             Tree growth as state machines for chain, beam and static trees; levels
-                           in, frontiers out.
-tree_visibility.py         Attention masks among draft rows of trees that are run level by level.
+tree_growth.py             Grows draft trees: chain, beam and static trees as state machines, and
+                           the batched passes that feed them.
 """

@@ -12,10 +12,14 @@ from torch import Tensor
 from outrider.engine.heads import DraftHead
 from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import depths
-from outrider_drafter.proposers.eagle_batch import CatchUpRows, EagleBatch, write_catch_up_rows
-from outrider_drafter.proposers.eagle_forest import EagleForest
-from outrider_drafter.proposers.eagle_kv import EagleKV, EagleKVBudget
-from outrider_drafter.proposers.growth_driver import GrowthJob, grow_trees, make_growth_job
+from outrider_drafter.proposers.eagle_batch import (
+    CatchUpRows,
+    EagleBatch,
+    EagleForest,
+    EagleKV,
+    EagleKVBudget,
+    write_catch_up_rows,
+)
 from outrider_drafter.proposers.interface import (
     Outcome,
     OutcomeDrafts,
@@ -30,6 +34,7 @@ from outrider_drafter.proposers.outcome_drafting import (
     draft_outcomes,
     score_proposals,
 )
+from outrider_drafter.proposers.tree_growth import GrowthJob, grow_trees, make_growth_job
 from outrider_drafter.state.session import FollowedSession, SessionKey
 
 

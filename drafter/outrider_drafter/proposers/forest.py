@@ -2,8 +2,8 @@
 
 Under the root of each session hangs a tree of draft rows: first the nodes of its pending proposal,
 then, below them, the drafts for its outcomes. A row attends to its session's real rows, its
-ancestors and itself; no prefix is copied. Rows are numbered in order of creation, the roots first.
-R rows of a step, D draft rows of a session.
+ancestors and itself (`TreeVisibility`); no prefix is copied. Rows are numbered in order of
+creation, the roots first. R rows of a step, D draft rows of a session.
 """
 
 from __future__ import annotations
@@ -152,3 +152,26 @@ class OutcomeTrees:
             parents += [self._first_row[slot] + parent for parent in frontier.parents]
         self._first_row = first_row
         return self._forest.step(tokens, parents)
+
+
+class TreeVisibility:
+    """Visibility among the draft rows of each slot: a row sees its ancestors and itself."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, NDArray[np.bool_]] = {}
+        """[rows of the slot's last step, all its draft rows]."""
+        self._branched: set[int] = set()
+
+    def add_rows(self, slot: int, frontier: StepFrontier) -> NDArray[np.bool_] | None:
+        """What the new rows see of all draft rows, the new ones last: [rows, D], or None for all.
+
+        None as long as every step had one row: a chain needs no mask.
+        """
+        rows = len(frontier.tokens)
+        above = self._last.get(slot)
+        inherited = np.ones((rows, 0), np.bool_) if above is None else above[list(frontier.parents)]
+        visible = np.concatenate((inherited, np.eye(rows, dtype=np.bool_)), axis=1)
+        self._last[slot] = visible
+        if rows > 1:
+            self._branched.add(slot)
+        return visible if slot in self._branched else None

@@ -18,12 +18,6 @@ from outrider.engine.logits_processor import EMPTY_HISTORY, TokenHistory
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import ROOT, DraftTree, depths, path
 from outrider_drafter.proposers.forest import DraftForest, OutcomeTrees
-from outrider_drafter.proposers.growth_driver import (
-    GrowthJob,
-    grow_trees,
-    make_growth_job,
-    penalty_history,
-)
 from outrider_drafter.proposers.interface import (
     Outcome,
     OutcomeDrafts,
@@ -31,6 +25,12 @@ from outrider_drafter.proposers.interface import (
     PendingProposal,
     SessionDrafts,
     empty_candidates,
+)
+from outrider_drafter.proposers.tree_growth import (
+    GrowthJob,
+    grow_trees,
+    make_growth_job,
+    penalty_history,
 )
 from outrider_drafter.state.session_grammars import masks_of
 

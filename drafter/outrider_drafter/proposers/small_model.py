@@ -16,8 +16,7 @@ from outrider.engine.target import ForwardBatch, Segment, TargetModel
 from outrider.errors import ResourceExhaustedError
 from outrider.spec.plan import DraftMethod
 from outrider.wire.messages import FeatureLayout, WireTensor
-from outrider_drafter.proposers.forest import DraftForest, StepRows
-from outrider_drafter.proposers.growth_driver import GrowthJob, grow_trees, make_growth_job
+from outrider_drafter.proposers.forest import DraftForest, StepRows, TreeVisibility
 from outrider_drafter.proposers.interface import (
     Outcome,
     OutcomeDrafts,
@@ -31,8 +30,12 @@ from outrider_drafter.proposers.outcome_drafting import (
     draft_outcomes,
     score_proposals,
 )
-from outrider_drafter.proposers.tree_growth import StepFrontier
-from outrider_drafter.proposers.tree_visibility import TreeVisibility
+from outrider_drafter.proposers.tree_growth import (
+    GrowthJob,
+    StepFrontier,
+    grow_trees,
+    make_growth_job,
+)
 from outrider_drafter.state.session import FollowedSession, SessionKey
 
 MAX_ROWS_PER_FORWARD = 512

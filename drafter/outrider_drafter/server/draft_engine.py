@@ -312,7 +312,7 @@ class DraftEngine:
         self._unbooked.append(
             partial(self.metrics.record_drafts, method, drafted.node_counts, seconds)
         )
-        if self._spans:
+        if self._spans.traced:
             counts, now = drafted.node_counts, time.time()
             self._unbooked.append(
                 partial(self._spans.record_drafts, sessions, counts, seconds, now)

@@ -32,10 +32,8 @@ class DrafterSpans:
     """Traced sessions of a drafter; drafting thread only."""
 
     def __init__(self) -> None:
-        self._traced: dict[SessionKey, _TracedDrafterSession] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._traced)
+        self.traced: dict[SessionKey, _TracedDrafterSession] = {}
+        """Sessions that are traced."""
 
     def start_span(self, key: SessionKey, start: SessionStart) -> None:
         """A verifier announces a session."""
@@ -48,7 +46,7 @@ class DrafterSpans:
         }
         span = spans.start_span("outrider.drafter.session", start.traceparent, about)
         if span.is_sampled:
-            self._traced[key] = _TracedDrafterSession(span)
+            self.traced[key] = _TracedDrafterSession(span)
 
     def record_drafts(
         self,
@@ -59,7 +57,7 @@ class DrafterSpans:
     ) -> None:
         """Proposals that took so long have left at the wall time `now`, in seconds."""
         for session, nodes in zip(sessions, node_counts.tolist(), strict=True):
-            traced = self._traced.get(session.key)
+            traced = self.traced.get(session.key)
             if traced is None:
                 continue
             traced.drafts += 1
@@ -71,7 +69,7 @@ class DrafterSpans:
 
     def end_span(self, key: SessionKey, lost: str = "") -> None:
         """A session is over, or no longer drafted (then `lost` says why); idempotent."""
-        traced = self._traced.pop(key, None)
+        traced = self.traced.pop(key, None)
         if traced is None:
             return
         traced.span.set_attributes(

@@ -95,8 +95,11 @@ class RoundLauncher:
         graphs: bool = True,
         simulated_rates: Sequence[float] | None = None,
         recorder: DeviceRecorder | None = None,
+        after_launch: Callable[[RoundShape], None] | None = None,
     ) -> None:
-        """`simulated_rates`: SIMULATED acceptance, the chance of each draft position."""
+        """`simulated_rates`: SIMULATED acceptance, the chance of each draft position.
+        `after_launch`: called behind each launch of a round while CUDA graphs are on (a hook of the
+        process); None: nothing is."""
         self._device = target.device
         self._slots = slots
         self.drafter = in_process_drafter
@@ -128,8 +131,7 @@ class RoundLauncher:
                 max_sessions=slots.padding,
                 vocab_size=target.vocab_size,
             )
-        self.after_launch: Callable[[RoundShape], None] | None = None
-        """What is called behind each launch of a round (a hook of the process); None: nothing."""
+        self._after_launch = after_launch
 
     @property
     def computes_features(self) -> bool:
@@ -181,8 +183,8 @@ class RoundLauncher:
         alone = undrafted or self._drafts_behind(shape)
         verified = self._verify(shape, inputs, added, alone=alone)
         at = time.perf_counter()
-        if self.after_launch is not None:
-            self.after_launch(shape)
+        if self._after_launch is not None and self.graphs.enabled:
+            self._after_launch(shape)
         if not features or verified.features is None:
             launched = LaunchedRound(
                 shape, self.downloads.start_download(verified.result, part), None, launched_at=at

@@ -30,13 +30,13 @@ class FeatureProjection:
         self.fingerprint = fingerprint
         self.tap_layers = config.tap_layers
         self.hidden_size = config.hidden_size
+        self._width = config.num_taps * config.target_hidden_size
         self._fc = fc
         self._norm_weights = norm_weights
 
     def __call__(self, raw: Tensor) -> Tensor:
-        width = self.config.num_taps * self.config.target_hidden_size
-        if raw.shape[-1] != width:
-            raise ValueError(f"features must be {width} wide, not {raw.shape[-1]}")
+        if raw.shape[-1] != self._width:
+            raise ValueError(f"features must be {self._width} wide, not {raw.shape[-1]}")
         if self._fc is None:
             return raw
         return self._fc(self._normed(raw))

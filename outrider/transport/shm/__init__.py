@@ -5,17 +5,21 @@ The connection that a drafter dialled stays: it shook hands, carries heartbeats 
 peer. But what rounds say goes from working thread to working thread, over a Unix socket of packets
 and, where a message is large, a ring of shared memory: no event loop, no other thread wakes.
 
-channel.py                 Shared-memory channel: frames between working threads of two processes on
-                           one host.
-channel_set.py             Shared-memory channels of one working thread, by connection number.
+channel.py                 Shared-memory channel: frames between working threads of two processes
+                           on one host; and the channels of one thread.
 handshake.py               Handshake of a shared-memory channel: one process listens, the other
                            joins with a token.
 ring_buffer.py             Ring buffer in memory shared by two processes: one writes frames, the
                            other reads them.
 """
 
-from outrider.transport.shm.channel import MAX_INLINE_BYTES, RING_POLL_S, Frame, ShmChannel
-from outrider.transport.shm.channel_set import ShmChannelSet
+from outrider.transport.shm.channel import (
+    MAX_INLINE_BYTES,
+    RING_POLL_S,
+    Frame,
+    ShmChannel,
+    ShmChannelSet,
+)
 from outrider.transport.shm.handshake import (
     ShmChannelJoiner,
     ShmListener,

@@ -51,12 +51,13 @@ def test_it_looks_while_its_switch_is_there(tmp_path: Path) -> None:
     switch, out = tmp_path / "on", tmp_path / "out.json"
     before, before_threads = sys.getprofile(), threading.getprofile()
     try:
-        install(None, switch=str(switch), out=str(out))
+        install(None, switch=str(switch), out=str(out), round="outrider.spec.plan/default_depth")
         switch.touch()
 
         def is_seen() -> bool:
             tree = DraftTree.chain([1, 2, 3])
-            assert plan.default_depth(7) and sampling.SamplingParams().for_drafter()
+            for _ in range(3):
+                assert plan.default_depth(7) and sampling.SamplingParams().for_drafter()
             if len(tree.tokens):
                 switch.unlink(missing_ok=True)
             return out.exists()
@@ -67,4 +68,5 @@ def test_it_looks_while_its_switch_is_there(tmp_path: Path) -> None:
         sys.setprofile(before)
         threading.setprofile(before_threads)
     found = json.loads(out.read_text())
-    assert "outrider.spec.plan" in found["files"] and found["kinds"] == []
+    assert found["rounds"] >= 1 and found["kinds"] == []
+    assert {"outrider.spec.plan", "outrider.spec.sampling"} <= set(found["files"])

@@ -1,6 +1,6 @@
 """EngineCore: the state of all sessions, and how commands change it; engine thread only.
 
-It has no threads, sockets or clocks: times come in as arguments, effects go out through `post`.
+It has no threads, sockets or clocks: times come in as arguments, effects go to an `Outbox`.
 That makes it testable step by step.
 """
 
@@ -32,6 +32,7 @@ from outrider.wire.messages import (
 )
 from outrider_verifier.engine.draft_recovery import DraftRecovery
 from outrider_verifier.engine.drafter_reassignment import move_session
+from outrider_verifier.engine.outbox import Outbox
 from outrider_verifier.engine.proposal_intake import ProposalIntake
 from outrider_verifier.exchange.drafter_health import DrafterHealth
 from outrider_verifier.exchange.feature_store import FeatureStore
@@ -60,13 +61,9 @@ from outrider_verifier.state.commands import (
 from outrider_verifier.state.effects import (
     CompleteCommand,
     DrafterChanged,
-    Effect,
-    EventBatch,
     FailSession,
-    Post,
 )
-from outrider_verifier.state.handles import SessionHandles
-from outrider_verifier.state.session import Session, check_plan, check_spec
+from outrider_verifier.state.session import Session, SessionHandles, check_plan, check_spec
 from outrider_verifier.state.session_phase import ENDED
 
 logger = logging.getLogger(__name__)
@@ -93,7 +90,7 @@ class EngineCore:
         policy: SpeculationPolicy,
         block_manager: BlockManager,
         counters: Counter[str],
-        post: Post,
+        outbox: Outbox,
         remote_draft_length: Callable[[SessionSpec], int] = lambda _: 0,
     ) -> None:
         """`max_sessions`: those that wait included. `counters`: see the attribute.
@@ -109,11 +106,10 @@ class EngineCore:
         self._max_tree_nodes = max_tree_nodes
         self.policy = policy
         self.block_manager = block_manager
-        self._post = post
+        self.outbox = outbox
+        """Effects that were posted and not yet handed over."""
         self.remote_draft_length = remote_draft_length
         """Of the drafts that a session would get between devices now; 0: it gets none."""
-        self._emits: EventBatch | None = None
-        """Where the next event goes; None: what was posted is handed over."""
         self.sessions: dict[SessionId, Session] = {}
         """Sessions being served, in order of opening."""
         self._handles = SessionHandles(max_sessions)
@@ -122,9 +118,11 @@ class EngineCore:
         self.counters = counters
         """Monotonic counts for metrics; written here, read anywhere."""
         self.drafters = SessionAnnouncer(
-            verdict_builder, post=post, sessions=lambda: self.sessions.values(), counters=counters
+            verdict_builder,
+            post=outbox.post_effect,
+            sessions=lambda: self.sessions.values(),
+            counters=counters,
         )
-        block_manager.begun = self.drafters.queue_prefix
         self.draft_recovery = DraftRecovery(
             runner,
             block_manager,
@@ -132,7 +130,6 @@ class EngineCore:
             begin_drafts=self._begin_remote_drafts,
             counters=counters,
         )
-        block_manager.swapped_in = self.draft_recovery.add_session
         self.incoming = ProposalIntake(
             inbox=inbox,
             verdict_builder=verdict_builder,
@@ -140,7 +137,7 @@ class EngineCore:
             policy=policy,
             of_handle=self._handles.get_owner,
             counters=self.counters,
-            post=post,
+            post=outbox.post_effect,
         )
 
     @property
@@ -228,7 +225,7 @@ class EngineCore:
             logger.exception("command failed", extra={"command": type(command).__name__})
             error = InternalError(f"{type(bug).__name__}: {bug}", reason="COMMAND_FAILED")
         if command.answer is not None:
-            self._post(CompleteCommand(command.answer, error))
+            self.outbox.post_effect(CompleteCommand(command.answer, error))
 
     def _open(self, command: OpenSession, now: float) -> None:
         spec = command.spec
@@ -352,7 +349,7 @@ class EngineCore:
         session.recheck_blocks()
         self.draft_recovery.add_session(session)
         self.counters["sessions_moved" if done else "moves_refused"] += 1
-        self._post(DrafterChanged(session.ticket, session.spec.drafter_id))
+        self.outbox.post_effect(DrafterChanged(session.ticket, session.spec.drafter_id))
 
     def _set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
         session = self.sessions.get(session_id)
@@ -427,22 +424,7 @@ class EngineCore:
             proposed,
             accepted,
         )
-        self.pending_events().add_event(fields, tokens, logprobs)
-
-    def pending_events(self) -> EventBatch:
-        """The events that leave next; more may be added until what was posted is handed over."""
-        if self._emits is None:
-            self._emits = EventBatch()
-            self.post_effect(self._emits)
-        return self._emits
-
-    def finish_event_batch(self) -> None:
-        """What was posted is about to be handed over: no event may join it any more."""
-        self._emits = None
-
-    def post_effect(self, effect: Effect) -> None:
-        """Hand an effect to the asyncio thread."""
-        self._post(effect)
+        self.outbox.pending_events().add_event(fields, tokens, logprobs)
 
     def free_session(self, session: Session, *, failed: bool = False) -> None:
         """End a session and give back its blocks, proposals and features; what it has written may
@@ -464,7 +446,7 @@ class EngineCore:
     def fail_session(self, session: Session, error: OutriderError) -> None:
         """End a session's stream by an error and free all it holds."""
         self.counters["failed"] += 1
-        self.post_effect(FailSession(session.ticket, error))
+        self.outbox.post_effect(FailSession(session.ticket, error))
         self.free_session(session, failed=True)
 
     def fail_all_sessions(self, error: OutriderError) -> None:

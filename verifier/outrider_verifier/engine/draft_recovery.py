@@ -41,13 +41,14 @@ class DraftRecovery:
         self._runner, self._block_manager = runner, block_manager
         self._has_remote_drafts, self._begin_drafts = has_remote_drafts, begin_drafts
         self._counters = counters
-        self._undrafted: dict[SessionId, Session] = {}
+        self.undrafted: dict[SessionId, Session] = {}
+        """Sessions to look at before the next round; without any, `recover_drafts` does nothing."""
         self._refused: set[SessionId] = set()
         """Those whose drafter does not draft for them, though it should have their draft K/V."""
 
     def add_session(self, session: Session) -> None:
         """Look at a session before the next round; it need not lack anything."""
-        self._undrafted[session.session_id] = session
+        self.undrafted[session.session_id] = session
 
     def record_undrafted_round(self, session: Session) -> None:
         """A round of the session found no draft. Late drafters catch up; one that has refused a row
@@ -60,7 +61,7 @@ class DraftRecovery:
 
     def clear(self) -> None:
         """Nobody drafts between devices any more."""
-        self._undrafted.clear()
+        self.undrafted.clear()
         self._refused.clear()
 
     def recover_drafts(
@@ -69,15 +70,13 @@ class DraftRecovery:
         """Before a round is planned, have a few sessions prefill once more. False: the round in
         flight, with the sessions `in_flight`, is to be settled first. `round_s`: see
         `recovery_order`."""
-        if not self._undrafted:
-            return True
         manager, running = self._block_manager, self._block_manager.running.values()
         recomputing = sum([session.emitted > 0 and session.prefill_left > 0 for session in running])
         # A session that gains too little gains even less later: it is looked at no more.
         order = recovery_order(self._lacking(), round_s=round_s)
-        self._undrafted = {name: self._undrafted[name] for name in order}
-        self._refused &= self._undrafted.keys()
-        chosen = [each for each in self._undrafted.values() if manager.can_recompute(each)]
+        self.undrafted = {name: self.undrafted[name] for name in order}
+        self._refused &= self.undrafted.keys()
+        chosen = [each for each in self.undrafted.values() if manager.can_recompute(each)]
         chosen = chosen[: max(0, MAX_RECOMPUTING - recomputing)]
         if any([session.session_id in in_flight for session in chosen]):
             manager.pressed = True
@@ -86,7 +85,7 @@ class DraftRecovery:
             if not manager.can_recompute(session):
                 # The one before it took the blocks.
                 continue
-            del self._undrafted[session.session_id]
+            del self.undrafted[session.session_id]
             self._refused.discard(session.session_id)
             self._begin(session)
             if session.in_process_draft_length:
@@ -97,7 +96,7 @@ class DraftRecovery:
     def _lacking(self) -> Iterator[UndraftedSession]:
         """Running sessions that lack drafts. Waiting ones get them with their K/V; those that were
         swapped come here again once they run."""
-        for session in self._undrafted.values():
+        for session in self.undrafted.values():
             if session.phase is ENDED or not self._has_remote_drafts(session):
                 continue
             if session.is_waiting:

@@ -47,13 +47,13 @@ class InFlightRound:
 
     @property
     def has_verdict_inputs(self) -> bool:
-        """Whether there is a sheet: the round stays in flight until it lands."""
+        """Whether the round stays in flight until it lands, because drafts for its outcome come."""
         return self._verdict_inputs is not None
 
-    def verdict_inputs(self, touched: int) -> VerdictInputs:
-        """What decides over the verdicts, with the sessions as they are; made anew only where
-        `touched` (see `EngineCore`) is not what it was."""
-        if self._verdict_inputs is None or touched != self._touched:
+    def verdict_inputs(self, touched: int) -> VerdictInputs | None:
+        """What decides over the verdicts, with the sessions as they are; None if no drafter hears
+        of the round. Made anew only where `touched` (see `EngineCore`) is not what it was."""
+        if touched != self._touched:
             self._verdict_inputs, self._touched = (
                 VerdictInputs.of_sessions([row.session for row in self.verify]),
                 touched,

@@ -7,8 +7,6 @@ DEVICE_LOST, and commands that arrive meanwhile are left for `remaining_commands
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -33,7 +31,7 @@ from outrider_verifier.state.commands import (
     ReplicaAnswered,
     StopEngine,
 )
-from outrider_verifier.state.effects import CompleteCommand, Effect, SendMessage, messages_by_link
+from outrider_verifier.state.effects import CompleteCommand
 from outrider_verifier.state.round_plan import RoundPlan
 
 if TYPE_CHECKING:
@@ -41,8 +39,6 @@ if TYPE_CHECKING:
     from outrider_verifier.exchange.device_exchange import DeviceExchange
 
 logger = logging.getLogger(__name__)
-
-Dispatch = Callable[[list[Effect]], None]
 
 MAX_PROPOSAL_WAIT_S = MAX_PROPOSAL_TIMEOUT_MS / 1000.0
 """Longest time without a round in which waiting for proposals counts as progress."""
@@ -60,23 +56,18 @@ class EngineLoop:
         self,
         core: EngineCore,
         rounds: RoundExecutor,
-        outbox: list[Effect],
         shm_channels: DrafterShmChannels,
         *,
-        loop: asyncio.AbstractEventLoop,
-        dispatch: Dispatch,
         on_lost: Callable[[], None],
         exchange: DeviceExchange | None = None,
     ) -> None:
-        """`exchange`: with a drafter between devices. `dispatch` and `on_lost` are called on the
-        asyncio thread; `on_lost` at most once, when the device is lost and all effects were
-        dispatched. The thread takes no command then."""
+        """`exchange`: with a drafter between devices. `on_lost` is called on the engine thread, at
+        most once, when the device is lost and all effects were handed over. The thread takes no
+        command then."""
         self._core = core
         self._rounds = rounds
-        self._outbox = outbox
+        self._outbox = core.outbox
         self._shm_channels = shm_channels
-        self._loop = loop
-        self._dispatch = dispatch
         self._on_lost = on_lost
         self._exchange = exchange
         self._failing = rounds.failing
@@ -86,7 +77,6 @@ class EngineLoop:
         """Of these, waits without a session."""
         self._patient_until = 0.0
         """Time until which waiting without a round counts as progress."""
-        rounds.flush = self._flush
         self._commands: PollableQueue[Command] = PollableQueue()
         self._stopping = False
         self._worker = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
@@ -133,7 +123,7 @@ class EngineLoop:
     def _serve(self) -> None:
         wait_until: float | None = None
         idle_since = time.monotonic()
-        while not (self._stopping or self._failing.device_lost):
+        while not (self._stopping or self._outbox.is_closed or self._failing.device_lost):
             awaited = wait_until is not None
             idle = awaited or not self._core.sessions
             taken = self._take_commands(wait_until, block=idle)
@@ -143,7 +133,7 @@ class EngineLoop:
                 # Nothing has come since the last plan: the next one is made with the outcome.
                 self._rounds.finish_round(go_on=True)
                 wait_until, idle_since = None, time.monotonic()
-                self._flush_posted()
+                self._outbox.flush_unless_held()
                 continue
             if self._exchange is not None:
                 self._exchange.check()
@@ -153,19 +143,19 @@ class EngineLoop:
             timeline.mark_span("plan", began)
             wait_until = plan.wait_until
             if not plan.is_empty:
-                self._flush_posted()
+                self._outbox.flush_unless_held()
                 waited_s = woken - idle_since if awaited else 0.0
                 self._rounds.run_round(plan, waited_s=waited_s, spent_s=time.monotonic() - woken)
                 idle_since = time.monotonic()
                 self._patient_until = idle_since + MAX_PROPOSAL_WAIT_S
             else:
-                self._flush()
+                self._outbox.flush()
                 if self._rounds.has_round_in_flight and (
                     wait_until is None or self._rounds.is_round_finished
                 ):
                     self._rounds.finish_round(go_on=True)
                     wait_until, idle_since = None, time.monotonic()
-            self._flush_posted()
+            self._outbox.flush_unless_held()
         # Nothing may be left running on a device when the thread is gone.
         self._rounds.finish_round()
         if self._exchange is not None:
@@ -173,10 +163,9 @@ class EngineLoop:
         self._shm_channels.close()
         if self._failing.device_lost:
             self._drop_all(device_lost_error())
-        self._flush()
+        self._outbox.flush()
         if self._failing.device_lost:
-            with contextlib.suppress(RuntimeError):  # the asyncio loop is closed
-                self._loop.call_soon_threadsafe(self._on_lost)
+            self._on_lost()
 
     def _take_commands(self, wait_until: float | None, *, block: bool) -> bool:
         """Handle every command that is there; if `block`, wait for one until `wait_until`. Whether
@@ -186,7 +175,7 @@ class EngineLoop:
         ready: set[int] = set()
         began = timeline.now()
         if block:
-            self._flush()
+            self._outbox.flush()
         if block or readers:
             timeout = shm_channels.poll_timeout(self._timeout(wait_until) if block else 0.0)
             ready = self._commands.wait_ready(timeout, readers, shm_channels.writers)
@@ -249,14 +238,15 @@ class EngineLoop:
             case ReplicaAnswered(link_id=link_id, answer=answer):
                 if self._exchange is not None:
                     self._exchange.take_answer(link_id, answer)
-        told = len(self._outbox)
+        posted = len(self._outbox.effects)
         try:
             self._core.handle_command(command, time.monotonic())
         except Exception as bug:
             self._give_up(bug)
-        for place, effect in enumerate(self._outbox[told:], told):
+        effects = self._outbox.effects
+        for place, effect in enumerate(effects[posted:], posted):
             if isinstance(effect, CompleteCommand) and isinstance(effect.error, InternalError):
-                self._outbox[place] = self._command_error(effect, effect.error)
+                effects[place] = self._command_error(effect, effect.error)
 
     def _command_error(self, answer: CompleteCommand, bug: InternalError) -> CompleteCommand:
         """The answer to a command that failed: opening a session writes to the device, which may
@@ -288,43 +278,3 @@ class EngineLoop:
         except Exception:
             logger.exception("sessions could not be dropped cleanly")
             self._core.drop_all_sessions()
-
-    def _flush_posted(self) -> None:
-        """Hand over what was posted, unless that waits for the next round to be submitted."""
-        if not self._rounds.holds_back:
-            self._flush()
-
-    def _flush(self) -> bool:
-        """Hand over what was posted; whether the asyncio thread has a part in it."""
-        self._rounds.holds_back = False
-        if not self._outbox:
-            return False
-        began, count = timeline.now(), len(self._outbox)
-        self._core.finish_event_batch()
-        effects = self._by_shm_channel(self._outbox)
-        self._outbox.clear()
-        timeline.mark_span("tell", began, count)
-        if not effects:
-            return False
-        try:
-            self._loop.call_soon_threadsafe(self._dispatch, effects)
-        except RuntimeError:
-            # The asyncio loop is closed: nobody is left to tell, and no command will come.
-            self._stopping = True
-        return True
-
-    def _by_shm_channel(self, effects: list[Effect]) -> list[Effect]:
-        """Tell the drafters that have shared-memory channels; returns the other effects."""
-        shm_channels = self._shm_channels
-        mine: list[Effect] = []
-        others: list[Effect] = []
-        for effect in effects:
-            if not isinstance(effect, SendMessage):
-                others.append(effect)
-            elif shm_channels.has_channel(effect.link_id):
-                mine.append(effect)
-            else:
-                others.append(effect.owned())
-        for link_id, messages in messages_by_link(mine).items():
-            shm_channels.send_messages(link_id, messages)
-        return others

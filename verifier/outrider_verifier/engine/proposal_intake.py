@@ -48,9 +48,9 @@ class ProposalIntake:
         self._of_handle = of_handle
         self._counters = counters
         self._post = post
-        self._arrivals: list[tuple[Session, int, float]] = []
-        """Usable proposals that the policy has yet to hear of: session, length of the prefix, when.
-        """
+        self.arrivals: list[tuple[Session, int, float]] = []
+        """Usable proposals that the policy has yet to hear of: session, length of the prefix, when;
+        see `record_arrivals`."""
 
     def take_proposals(self, command: ProposalsReceived, now: float) -> None:
         """Proposals came."""
@@ -92,7 +92,7 @@ class ProposalIntake:
         for handle, length in arrived.items():
             session = self._of_handle(handle)
             session.proposal_at = now
-            self._arrivals.append((session, length, now))
+            self.arrivals.append((session, length, now))
 
     def record_malformed(self, command: MalformedMessage, now: float) -> None:
         """A message came that could not be read."""
@@ -133,7 +133,7 @@ class ProposalIntake:
     def record_arrivals(self) -> None:
         """Let the policy know of the usable proposals that have come: when the round that uses
         them is under way, for until then their sessions wait for nothing."""
-        arrivals, self._arrivals = self._arrivals, []
+        arrivals, self.arrivals = self.arrivals, []
         for session, prefix_len, at in arrivals:
             # For what came while a round of its session ran nobody waited.
             if at >= session.root_known_at:

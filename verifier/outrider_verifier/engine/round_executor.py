@@ -14,17 +14,14 @@ from collections.abc import Callable
 from outrider import timeline
 from outrider.watchdog import record_step
 from outrider_verifier.engine.core import EngineCore
-from outrider_verifier.engine.early_proposals import plan_prefetched_round
 from outrider_verifier.engine.failure_handler import FailureHandler
 from outrider_verifier.engine.in_flight_round import (
     InFlightRound,
     must_await_drafts,
     prompt_verdicts,
 )
-from outrider_verifier.engine.round_reporter import RoundReporter
-from outrider_verifier.engine.round_storage import RoundStorage
+from outrider_verifier.engine.round_reporter import RoundReporter, RoundStorage
 from outrider_verifier.engine.scheduler import Scheduler
-from outrider_verifier.engine.speculation_switch import apply_speculation_changes
 from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
 from outrider_verifier.model_runner.interface import ModelRunner, RunnerOutput
 from outrider_verifier.model_runner.results import (
@@ -77,7 +74,6 @@ class RoundExecutor:
     ) -> None:
         self._core = core
         self._engine = engine
-        self._limits = limits
         self._clock = clock
         self._in_flight: InFlightRound | None = None
         self._accounts = RoundReporter(core)
@@ -88,14 +84,9 @@ class RoundExecutor:
         """The same on the clock of `plan`."""
         self._forward_s = 0.0
         """What a round takes of late; 0: not known."""
-        self.flush: Callable[[], bool] = lambda: False
-        """Called when the verdicts of a round are posted, before anything that can follow them;
-        whether another thread has them now."""
-        self.holds_back = False
-        """Whether what the last round emitted is handed over once the next one was submitted."""
+        self._outbox = core.outbox
         self.failing = FailureHandler(core, engine)
-        self._keeping = RoundStorage(core, self._accounts, self.failing)
-        core.block_manager.failed = self.failing.fail_session
+        self._keeping = RoundStorage(core, self.failing)
 
     @property
     def has_round_in_flight(self) -> bool:
@@ -112,22 +103,22 @@ class RoundExecutor:
         self._keeping.fail_unstored_rounds()
         in_flight, block_manager = self._in_flight, self._core.block_manager
         under_way = () if in_flight is None else in_flight.plan
-        if not self._core.draft_recovery.recover_drafts(
-            now, in_flight=under_way, round_s=self._forward_s
-        ):
+        recovery = self._core.draft_recovery
+        is_ready = (
+            not recovery.undrafted
+            or recovery.recover_drafts(now, in_flight=under_way, round_s=self._forward_s)
+        ) and block_manager.prepare_round(now, touched=self._core.touched, in_flight=under_way)
+        self._handle_admissions()
+        if not is_ready:
             return RoundPlan()
-        if not block_manager.prepare_round(now, touched=self._core.touched, in_flight=under_way):
-            return RoundPlan()
-        apply_speculation_changes(
-            self._core, now, in_flight=None if in_flight is None else in_flight.plan
-        )
+        self._plans.update_speculation(now, in_flight=None if in_flight is None else in_flight.plan)
         self._plans.update_overlap()
         if in_flight is None:
             plan = self._plan_next(now)
             if plan.is_empty:
-                self._core.incoming.record_arrivals()
+                self._record_arrivals()
                 plan = plan.wake_by(block_manager.next_check_at(now))
-                if self._plans.rows.num_sitting_out:
+                if self._plans.num_sitting_out:
                     plan = plan.wake_by(now + MASK_LOOK_S)
                 return plan
             return plan
@@ -138,6 +129,20 @@ class RoundExecutor:
         if (spare_s := self._spare_s(in_flight)) > 0.0:
             return RoundPlan(wait_until=now + spare_s)
         return self._plans.plan_next_in_flight(in_flight.plan)
+
+    def _handle_admissions(self) -> None:
+        """Fail the sessions that could not be admitted, and let drafting follow the others."""
+        for admission in self._core.block_manager.take_admissions():
+            session = admission.session
+            if session.phase is ENDED:
+                continue
+            if admission.error is not None:
+                self.failing.fail_session(session, admission.error)
+                continue
+            if admission.has_prefix:
+                self._core.drafters.queue_prefix(session)
+            if admission.is_swapped_in:
+                self._core.draft_recovery.add_session(session)
 
     def _spare_s(self, in_flight: InFlightRound) -> float:
         """How long the round behind this one need not be submitted; 0 where that is not known."""
@@ -186,8 +191,8 @@ class RoundExecutor:
         taking commands and planning cost; it counts as part of the round.
         """
         in_flight, failure = self._attempt(plan, time.perf_counter() - spent_s, waited_s)
-        if self.holds_back:
-            self.flush()
+        if self._outbox.is_held:
+            self._outbox.flush()
         self._core.drafters.send_queued_prefixes()
         # What the round in flight emitted counts even where its sessions cannot go on.
         self.finish_round(alone=in_flight is None)
@@ -233,7 +238,10 @@ class RoundExecutor:
         failure: _Failure | None = None
         decoded: CommittedRows | None = None
         emitted = 0
-        if may_go_on and (hits := verdict_inputs.advance_inbox(outcome.decoded, self._core.inbox)):
+        hits = 0
+        if may_go_on and verdict_inputs is not None:
+            hits = verdict_inputs.advance_inbox(outcome.decoded, self._core.inbox)
+        if hits:
             gone_on = hits == len(in_flight.verify) and self._submit_early_round(in_flight, outcome)
             decoded = commit_rows(in_flight.verify, outcome.decoded, self._idle_since)
             # Who is at its end must not be in the next round.
@@ -241,23 +249,26 @@ class RoundExecutor:
                 emitted = self._accounts.record_rows(ended)
             if gone_on:
                 self._in_flight, failure = gone_on
-                self._core.incoming.record_arrivals()
+                self._record_arrivals()
             elif (
                 self._core.block_manager.grow_running()
                 and not (plan := self._plan_next(self._idle_since)).is_empty
             ):
                 self._in_flight, failure = self._attempt(plan, self._ended_at, 0.0)
-        told = verdict_inputs.make_batch(outcome.decoded)
-        if len(told):
-            followed = self._core.verdict_builder.advance_prefixes(told)
-            self._core.drafters.send_verdicts(self._core.verdict_builder.build_verdicts(followed))
+        told = None if verdict_inputs is None else verdict_inputs.make_batch(outcome.decoded)
+        if told is not None:
+            self._core.drafters.send_round(told)
         # A prompt's features take long to copy: who decodes does not wait for them.
-        handed = self.flush()
+        handed = self._outbox.flush()
         self._core.drafters.send_queued_prefixes()
         prompts = commit_prompts(in_flight.prefill, outcome.prefill, self._idle_since)
         if prompts:
             self._core.drafters.send_round(prompt_verdicts(prompts))
-        if (self.flush() or handed) and self._in_flight is None and must_await_drafts(in_flight):
+        if (
+            (self._outbox.flush() or handed)
+            and self._in_flight is None
+            and must_await_drafts(in_flight)
+        ):
             time.sleep(YIELD_INTERVAL_S)
         if decoded is None:
             decoded = commit_rows(in_flight.verify, outcome.decoded, self._idle_since)
@@ -266,16 +277,16 @@ class RoundExecutor:
         # Where the device has nothing to do, and neither a drafter nor a first token is waited for,
         # the next round goes first: threads that hand out what this one emitted would hold this
         # thread up meanwhile.
-        first = alone and self._in_flight is None and not (prompts or len(told))
-        self.holds_back = self._engine.can_run_ahead and first
+        first = alone and self._in_flight is None and not prompts and told is None
+        self._outbox.is_held = self._engine.can_run_ahead and first
         # Copying takes long: what clients wait for goes first.
-        if not self.holds_back:
-            self.flush()
-        if len(told):
+        if not self._outbox.is_held:
+            self._outbox.flush()
+        if told is not None:
             # While drafters draft.
             self._grow_ahead(in_flight, 0)
         # Drafts may be here before it is done, and the next round waits for nothing else.
-        awaited = len(told) > 0 and self._in_flight is None and must_await_drafts(in_flight)
+        awaited = told is not None and self._in_flight is None and must_await_drafts(in_flight)
         later = self._engine.can_run_ahead and awaited
         self._keeping.store_round(in_flight, outcome, prompts, decoded, later=later)
         return failure
@@ -333,10 +344,10 @@ class RoundExecutor:
         # The planner turns, and the room preempts, sessions that are in no round only.
         return not (self._core.policy.changed or self._core.block_manager.pressed)
 
-    def _verdict_inputs(self, in_flight: InFlightRound) -> VerdictInputs:
+    def _verdict_inputs(self, in_flight: InFlightRound) -> VerdictInputs | None:
         """The sheet of a round that drafts for its outcome may be there for."""
         verdict_inputs = in_flight.verdict_inputs(self._core.touched)
-        if verdict_inputs.digests is None:
+        if verdict_inputs is not None and verdict_inputs.digests is None:
             verdict_builder = self._core.verdict_builder
             verdict_inputs.digests = verdict_builder.prefix_digests(
                 verdict_inputs.handles, verdict_inputs.lengths, verdict_inputs.has_drafter
@@ -358,18 +369,20 @@ class RoundExecutor:
     ) -> _Attempt | None:
         """Submit the round of hits that follows `in_flight`, before that is booked; None where it
         is to be booked first."""
-        found = plan_prefetched_round(
-            in_flight, outcome.decoded.counts.tolist(), self._core, self._limits
-        )
+        found = self._plans.plan_prefetched_round(in_flight, outcome.decoded.counts.tolist())
         if found is None:
             return None
         plan, verify = found
         return self._guarded(plan, lambda: self._launch(plan, [], verify, self._ended_at, 0.0))
 
+    def _record_arrivals(self) -> None:
+        if self._core.incoming.arrivals:
+            self._core.incoming.record_arrivals()
+
     def _attempt(self, plan: RoundPlan, began: float, waited_s: float) -> _Attempt:
         """Submit a round; whom it failed if that raised."""
         attempt = self._guarded(plan, lambda: self._submit(plan, began, waited_s))
-        self._core.incoming.record_arrivals()
+        self._record_arrivals()
         return attempt
 
     def _guarded(self, plan: RoundPlan, submit: Callable[[], InFlightRound]) -> _Attempt:
@@ -386,7 +399,7 @@ class RoundExecutor:
             PrefillRow.from_next_tokens(self._core.sessions[chunk.session_id], chunk.num_tokens)
             for chunk in plan.prefill
         ]
-        return self._launch(plan, prefill, self._plans.rows.take_verify_rows(plan), began, waited_s)
+        return self._launch(plan, prefill, self._plans.take_verify_rows(plan), began, waited_s)
 
     def _launch(
         self,
@@ -424,7 +437,7 @@ class RoundExecutor:
         return all(
             row.session.phase is ENDED or row.held is None for row in in_flight.verify
         ) and all(
-            session.phase is ENDED or self._plans.rows.can_run_ahead(session)
+            session.phase is ENDED or self._plans.can_run_ahead(session)
             for session in in_flight.sessions
         )
 

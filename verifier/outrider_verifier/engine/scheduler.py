@@ -1,6 +1,8 @@
-"""Scheduler: applies the scheduling policy to the core's running sessions to plan the next round.
+"""Scheduler: plans the next round from the core's running sessions.
 
-It submits no round; the rules are in `schedule_policy`.
+It turns speculation and look-ahead of sessions on and off as the planner decides, builds the view
+of them (`RowState`) that the rules of `schedule_policy` need, and the verify rows of a plan. It
+submits no round.
 """
 
 from __future__ import annotations
@@ -8,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.grammar.constraint import is_slow
+from outrider.ids import SessionId
 from outrider_verifier.engine.core import EngineCore
-from outrider_verifier.engine.in_flight_round import is_drafted
+from outrider_verifier.engine.in_flight_round import InFlightRound, is_drafted, make_verify_row
 from outrider_verifier.engine.schedule_policy import (
     plan_drafted,
     plan_next_in_flight,
@@ -17,11 +20,12 @@ from outrider_verifier.engine.schedule_policy import (
     plan_round,
     plan_self_contained,
 )
-from outrider_verifier.engine.scheduler_inputs import SchedulerInputs
+from outrider_verifier.model_runner.batch import VerifyRow
 from outrider_verifier.model_runner.interface import ModelRunner
 from outrider_verifier.planner.two_batch_overlap import TwoBatchOverlap
-from outrider_verifier.state.round_plan import RoundEstimates, RoundLimits, RoundPlan
+from outrider_verifier.state.round_plan import RoundEstimates, RoundLimits, RoundPlan, RowState
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import ENDED, PREFILLING
 
 
 class Scheduler:
@@ -29,7 +33,10 @@ class Scheduler:
 
     def __init__(self, core: EngineCore, engine: ModelRunner, limits: RoundLimits) -> None:
         self._core, self._engine, self._limits = core, engine, limits
-        self.rows = SchedulerInputs(core, engine)
+        self._rows: dict[int, VerifyRow] = {}
+        """Of sessions by their handles, or of those that had them before."""
+        self.num_sitting_out = 0
+        """Sessions that the last plan left out because their masks are not there."""
         self._two_batch_overlap = TwoBatchOverlap(engine.verify_round_s)
         self.half: int | None = None
         """Rows of a half; None: all sessions share a round."""
@@ -37,30 +44,28 @@ class Scheduler:
     def plan_other_half(self, in_flight: RoundPlan, now: float) -> RoundPlan:
         """The round of the other half-batch, to submit after `in_flight`."""
         assert self.half is not None
-        return plan_other_half(
-            self.rows.all_rows(), now, in_flight, self._limits, max_rows=self.half
-        )
+        return plan_other_half(self._all_rows(), now, in_flight, self._limits, max_rows=self.half)
 
     def plan_next_in_flight(self, in_flight: RoundPlan) -> RoundPlan:
         """The round to submit after `in_flight`."""
-        found = self.rows.self_contained_rows(in_flight)
+        found = self._self_contained_rows(in_flight)
         if found is not None:
             names, prefilling, nodes = found
             plan = plan_self_contained(names, self._limits, prefilling, in_process_nodes=nodes)
             if plan is not None:
                 return plan
-        return plan_next_in_flight(self.rows.all_rows(), in_flight, self._limits)
+        return plan_next_in_flight(self._all_rows(), in_flight, self._limits)
 
     def plan_round(self, now: float, *, idle_since: float, round_s: float) -> RoundPlan:
         """The next round where none is in flight; `idle_since`: when the last one ended;
         `round_s`: estimated time of a round; 0 if it is unknown."""
-        sessions = self.rows.present()
-        held = self._core.inbox.num_nodes([session.handle for session in sessions])
+        sessions = self._present()
+        held = self._held_nodes(sessions)
         drafted = self._all_drafted(sessions, held) if self.half is None else None
         if drafted is not None:
             return drafted
         return plan_round(
-            list(map(self.rows.row_of, sessions, held)),
+            list(map(self._row_of, sessions, held)),
             now,
             self._limits,
             idle_since=idle_since,
@@ -85,8 +90,91 @@ class Scheduler:
         if not all([_is_drafted_for(session) for session in sessions]):
             return None
         names = [session.spec.session_id for session in sessions]
-        prefilling = [self.rows.row_of(session, -1) for session in prompts]
+        prefilling = [self._row_of(session, -1) for session in prompts]
         return plan_drafted(names, held, self._limits, prefilling)
+
+    def plan_prefetched_round(
+        self, in_flight: InFlightRound, counts: Sequence[int]
+    ) -> tuple[RoundPlan, list[VerifyRow]] | None:
+        """The prefetched-proposal path: a round behind `in_flight`, whose tokens, `counts` of each
+        row, are not committed yet.
+
+        Returns the plan and the rows, of every session of `in_flight`, with the draft for what it
+        has just emitted taken out of the inbox; None if the tokens are to be committed first,
+        because a draft is missing or a session is at its end."""
+        core = self._core
+        sessions = [row.session for row in in_flight.verify]
+        if len(sessions) != len(core.block_manager.running):
+            return None
+        handles = [session.handle for session in sessions]
+        nodes = core.inbox.num_nodes(handles)
+        plan = plan_drafted([session.spec.session_id for session in sessions], nodes, self._limits)
+        if plan is None:
+            return None
+        for session, count, deep in zip(sessions, counts, nodes, strict=True):
+            if not _is_ready(session, count, deep):
+                return None
+        for session in sessions:
+            # Its drafter is well, whatever came late before.
+            session.has_stalled_drafter = False
+        return plan, list(map(VerifyRow, sessions, core.inbox.take_proposals(handles)))
+
+    # ---- changes before a round -----------------------------------------------------------------
+
+    def update_speculation(self, now: float, *, in_flight: RoundPlan | None) -> None:
+        """Before a round is planned, pause and resume speculation and look-ahead where the policy
+        has changed its mind; `in_flight`: the round in flight."""
+        core, policy = self._core, self._core.policy
+        policy.begin_round(len(core.block_manager.running), now)
+        if not policy.changed:
+            return
+        policy.changed = False
+        core.touched += 1
+        under_way = set() if in_flight is None else set(in_flight.session_ids)
+        for session in core.sessions.values():
+            session.draft_limit = policy.draft_limit(session)
+            pauses = policy.should_pause(session)
+            if pauses == session.is_speculation_off:
+                pass
+            elif session.link_id is not None and session.session_id in under_way:
+                # What the drafter is told must not miss the round in flight: ask again then.
+                policy.changed = True
+            elif pauses:
+                policy.record_pause(session, paused=True)
+                session.recheck_blocks()
+                core.counters["speculation_paused"] += 1
+            else:
+                self._resume(session, now)
+            if not session.is_speculation_off:
+                self._update_look_ahead(session)
+
+    def _update_look_ahead(self, session: Session) -> None:
+        """Have the session's drafter look ahead, or not, whatever round is in flight."""
+        core = self._core
+        ahead = core.policy.should_look_ahead(session)
+        if ahead == session.is_look_ahead_on:
+            return
+        core.policy.record_look_ahead(session, ahead=ahead)
+        core.counters["look_ahead_started" if ahead else "look_ahead_ended"] += 1
+        if session.link_id is not None:
+            core.drafters.send_plan(session)
+
+    def _resume(self, session: Session, now: float) -> None:
+        """Let a paused session speculate again; no round with it is in flight that its drafter
+        would have to hear of."""
+        core = self._core
+        core.policy.record_pause(session, paused=False)
+        core.counters["speculation_resumed"] += 1
+        # Its drafter hears of the root now, so the wait for it begins now.
+        session.root_known_at = now
+        if session.link_id is not None and core.verdict_builder.can_catch_up(session):
+            for message in core.verdict_builder.build_catch_up(session):
+                core.drafters.send_message(session, message)
+            return
+        core.drafters.withdraw(session)
+        core.drafters.announce(session)
+        if session.link_id is None:
+            core.drafters.advance_without_speculation(session)
 
     def update_overlap(self) -> None:
         """Decide whether sessions share a round or take turns, by what is known now."""
@@ -110,8 +198,174 @@ class Scheduler:
             len(drafted), nodes, policy.slowest_response_s()
         )
 
+    # ---- rows -----------------------------------------------------------------------------------
+
+    def _present(self) -> list[Session]:
+        """The sessions that run, but for those whose slow masks are still being computed: others'
+        rounds go on without them."""
+        running = list(self._core.block_manager.running.values())
+        found = [session for session in running if not _sits_out(session)]
+        self.num_sitting_out = len(running) - len(found)
+        return found
+
+    def _all_rows(self) -> list[RowState]:
+        """Of all sessions that can be in a round."""
+        sessions = self._present()
+        held = self._held_nodes(sessions)
+        return list(map(self._row_of, sessions, held))
+
+    def _held_nodes(self, sessions: Sequence[Session]) -> list[int]:
+        """Nodes of the proposal of each, -1 if there is none."""
+        if not any(session.wants_outside_drafts for session in sessions):
+            return [-1] * len(sessions)
+        return self._core.inbox.num_nodes([session.handle for session in sessions])
+
+    def _row_of(self, session: Session, held: int) -> RowState:
+        """Of one; `held`: nodes of its proposal, -1 if there is none."""
+        spec, left, remaining = session.spec, session.prefill_left, session.remaining
+        if (
+            session.is_speculation_off
+            or not session.plan.is_speculative
+            or _has_slow_masks(session)
+        ):
+            return RowState(
+                spec.session_id,
+                left,
+                None,
+                session.root_known_at,
+                runs_ahead=self.can_run_ahead(session),
+                tokens_left=remaining,
+                priority=spec.priority,
+            )
+        # What `draft_wanted` says, with the budget at hand.
+        wanted = remaining > 1 and session.draft_limit > 0 and session.wants_outside_drafts
+        if held >= 0 and left == 0 and wanted:
+            priority = spec.priority
+            return RowState(
+                spec.session_id,
+                0,
+                held,
+                session.root_known_at,
+                session.proposal_at,
+                priority=priority,
+            )
+        awaits = session.awaits_proposal
+        return RowState(
+            spec.session_id,
+            left,
+            None,
+            session.root_known_at,
+            in_process_nodes=session.in_process_depth,
+            awaits_proposal=awaits,
+            proposal_timeout_s=self._core.policy.proposal_timeout_s(session) if awaits else 0.0,
+            runs_ahead=self.can_run_ahead(session),
+            tokens_left=remaining,
+            priority=spec.priority,
+        )
+
+    def _self_contained_rows(
+        self, in_flight: RoundPlan
+    ) -> tuple[list[SessionId], list[RowState], int] | None:
+        """The sessions that decode in the round to submit behind `in_flight`, those with prompt
+        tokens left, and how many nodes of in-process drafts the former have, where none that runs
+        needs anything from outside; None: `all` are to be looked at."""
+        if not self._engine.can_run_ahead or self._core.policy.changed:
+            return None
+        names: list[SessionId] = []
+        prefilling: list[RowState] = []
+        nodes = 0
+        under_way: set[SessionId] | None = None
+        for session in self._core.block_manager.running.values():
+            if session.wants_outside_drafts or session.constraint is not None:
+                return None
+            if session.link_id is not None and not session.is_speculation_off:
+                return None
+            spec = session.spec
+            if session.phase is PREFILLING:
+                prefilling.append(self._row_of(session, -1))
+                continue
+            if session.emitted + 1 >= spec.max_new_tokens:
+                # Every round emits a token at least, so the one in flight may be its last.
+                under_way = set(in_flight.session_ids) if under_way is None else under_way
+                if spec.session_id in under_way:
+                    continue
+            names.append(spec.session_id)
+            if session.in_process_draft_length:
+                nodes += session.in_process_depth
+        return names, prefilling, nodes
+
+    def can_run_ahead(self, session: Session) -> bool:
+        """Whether the session's next round may be submitted before the one in flight is settled."""
+        # A drafter that is told of every round could never catch up with one that runs ahead.
+        alone = session.link_id is None or (
+            session.is_speculation_off and self._core.policy.should_pause(session)
+        )
+        # What a grammar allows next, the host finds out from what stands.
+        return self._engine.can_run_ahead and alone and session.constraint is None
+
+    def take_verify_rows(self, plan: RoundPlan) -> list[VerifyRow]:
+        """The rows of a plan, with their proposals taken out of the inbox."""
+        sessions = [self._core.sessions[row.session_id] for row in plan.decode]
+        if plan.is_self_contained:
+            return self._bare(sessions)
+        drafted = [
+            s.handle for s, row in zip(sessions, plan.decode, strict=True) if row.has_proposal
+        ]
+        taken = self._core.inbox.take_proposals(drafted) if drafted else []
+        if len(taken) == len(sessions):
+            return list(map(make_verify_row, sessions, taken))
+        left = iter(taken)
+        rows: list[VerifyRow] = []
+        for session, row in zip(sessions, plan.decode, strict=True):
+            if row.has_proposal:
+                rows.append(make_verify_row(session, next(left)))
+                continue
+            if row.is_timed_out:
+                self._core.incoming.record_timeout(session)
+            rows += self._bare([session])
+        return rows
+
+    def _bare(self, sessions: Sequence[Session]) -> list[VerifyRow]:
+        """Rows without a draft from outside. Most rounds have only such, and all want the same."""
+        found: list[VerifyRow] = []
+        for session in sessions:
+            row, depth = (
+                self._rows.get(session.handle),
+                session.in_process_draft_length and session.in_process_depth,
+            )
+            if _has_slow_masks(session):
+                # Each draft would take one more slow mask.
+                depth = 0
+            if row is None or row.session is not session or row.in_process_depth != depth:
+                row = self._rows[session.handle] = VerifyRow(session, in_process_depth=depth)
+            found.append(row)
+        return found
+
 
 def _is_drafted_for(session: Session) -> bool:
     """Whether a session past its prompt is to verify drafts."""
-    slow = is_slow(session.constraint)
-    return session.draft_wanted and not session.prefill_left and not slow
+    wanted = session.draft_wanted and not session.prefill_left
+    return wanted and not _has_slow_masks(session)
+
+
+def _is_ready(session: Session, count: int, nodes: int) -> bool:
+    """Whether a draft of so many nodes is verified as it is, once `count` tokens are committed."""
+    if session.constraint is not None or session.phase is ENDED or not session.draft_wanted:
+        return False
+    # One token beyond the draft is emitted; no node is deeper than there are nodes.
+    left = session.remaining - count - 1
+    if not 0 <= nodes <= left or nodes > session.draft_limit or not left:
+        return False
+    return session.length + count <= session.covered_len
+
+
+def _sits_out(session: Session) -> bool:
+    """Whether the mask of a session's next token is slow and still being computed."""
+    constraint = session.constraint
+    if constraint is None or not is_slow(constraint) or session.prefill_left:
+        return False
+    return not constraint.prepare(session.tokens[session.spec.prompt_len : session.length])
+
+
+def _has_slow_masks(session: Session) -> bool:
+    return session.constraint is not None and is_slow(session.constraint)

@@ -9,15 +9,13 @@ feature_store.py           Projected features of live sessions in host memory, f
                            must catch up.
 message_checks.py          Validates all messages received from drafters: the hello, then every
                            message after it.
-message_pool.py            Received proposal messages, held for their single entries within a memory
-                           budget.
 proposal_inbox.py          ProposalInbox: bounded store of proposals by session and prefix digest.
 session_announcer.py       Announces sessions to attached drafters, withdraws them, and sends their
                            messages.
 shm_channels.py            Shared-memory channels to drafters on the same host, read and written by
                            the engine thread.
-shm_features.py            Features that the GPU wrote into shared memory, sent to a drafter without
-                           a copy.
+shm_features.py            Features that the GPU wrote into shared memory, sent to a drafter
+                           without a copy.
 verdict_builder.py         Builds session starts and verdicts for drafters from committed tokens,
                            live or replayed.
 """

@@ -66,7 +66,7 @@ class FeatureStore:
         `chunk`: to a chunk that is yet to be taken; _UNKEPT: without features. The last one is that
         of handle -1."""
         self._used_bytes = 0
-        self._left: Callable[[], None] | None = None
+        self.deferred: Callable[[], None] | None = None
         """What is yet to be added, see `later`."""
         # Touched now: a page that nobody has touched costs a round more than what it is for.
         self._add_slab().fill(0)
@@ -86,11 +86,11 @@ class FeatureStore:
         long, and what is waited for may be here before it is over. It must not raise, nor end a
         session: whoever looks is at work with them."""
         self.run_deferred()
-        self._left = work
+        self.deferred = work
 
     def run_deferred(self) -> None:
         """Do what was left."""
-        work, self._left = self._left, None
+        work, self.deferred = self.deferred, None
         if work is not None:
             work()
 

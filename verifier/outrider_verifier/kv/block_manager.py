@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Final
+from collections.abc import Container, Iterable, Sequence
+from typing import Final, NamedTuple
 
 from outrider import timeline
 from outrider.engine.kv_cache import KVPool
@@ -49,8 +49,18 @@ AMPLE_FREE_BLOCKS_FACTOR: Final = 4
 CHECK_INTERVAL_S: Final = 0.02
 """How often the policy is asked while sessions wait and nothing happens."""
 
-FailedCallback = Callable[[Session, Exception], None]
-StartedCallback = Callable[[Session], None]
+
+class Admission(NamedTuple):
+    """The outcome for a waiting session for which blocks were found."""
+
+    session: Session
+    error: Exception | None = None
+    """Why the session could not be admitted although there were blocks; it still waits, and is to
+    be failed. None: it runs."""
+    has_prefix: bool = False
+    """Whether some of its prompt was in the prefix cache."""
+    is_swapped_in: bool = False
+    """Whether its K/V came back from the swap space."""
 
 
 class BlockManager:
@@ -80,12 +90,10 @@ class BlockManager:
         self.waiting: dict[SessionId, Session] = {}
         self.lengths = OutputLengthStats()
         """Of the answers that ended."""
-        self.failed: FailedCallback = lambda session, bug: None
-        """Called for a session that cannot be admitted, which the policy found room for."""
-        self.begun: StartedCallback = lambda session: None
-        """Called for a session that was admitted, of whose prompt something was there already."""
-        self.swapped_in: StartedCallback = lambda session: None
-        """Called for a session whose K/V came back from its copy."""
+        self._admissions: list[Admission] = []
+        """Since they were last taken."""
+        self.max_session_preemptions = 0
+        """Most preemptions of one session so far."""
         self.pressed = False
         """Whether somebody is to be preempted once the round in flight is settled."""
         self._recompute_s = 0.0
@@ -153,6 +161,12 @@ class BlockManager:
     def expected_tokens_left(self, session: Session) -> int:
         """Tokens that a session is expected to emit from now on."""
         return self._expected_answer(session) - session.emitted - _emitted_before(session)
+
+    def take_admissions(self) -> list[Admission]:
+        """The admissions since the last call, in order. The caller has to act on each: to fail the
+        session, or to tell its drafter."""
+        admissions, self._admissions = self._admissions, []
+        return admissions
 
     # ---- before a round ------------------------------------------------------------------------
 
@@ -292,6 +306,7 @@ class BlockManager:
             else PreemptionMode.RECOMPUTE
         )
         session.mark_preempted(now, swapped=way is PreemptionMode.SWAP)
+        self.max_session_preemptions = max(self.max_session_preemptions, session.preemption.count)
         del self.running[session.session_id]
         self.waiting[session.session_id] = session
         self._counters[f"preemptions_{way.value}"] += 1
@@ -328,7 +343,7 @@ class BlockManager:
             self._prefixes.forget_draft_kv()
 
     def _admit(self, session: Session, blocks: int, now: float) -> bool:
-        """Let a session run with so many blocks; False if it failed, and has ended."""
+        """Let a session run with so many blocks; False if that failed, and it still waits."""
         slots, found, told = blocks * self._pool.block_tokens, 0, session.written_positions
         if self._prefixes is not None and session.phase is not SWAPPED:
             found = self._prefixes.attach_prefix(session, slots)
@@ -337,16 +352,15 @@ class BlockManager:
         try:
             kept = self._runner.resume_session(session)
         except Exception as bug:
-            self.failed(session, bug)
+            self._admissions.append(Admission(session, bug))
             return False
         session.mark_admitted(now, kept=kept, found=found)
-        if session.written_positions > told:
-            self.begun(session)
         session.record_blocks(self._runner.slot_headroom.slots_beyond(session))
         del self.waiting[session.session_id]
         self.running[session.session_id] = session
-        if kept:
-            self.swapped_in(session)
+        self._admissions.append(
+            Admission(session, has_prefix=session.written_positions > told, is_swapped_in=kept)
+        )
         return True
 
 

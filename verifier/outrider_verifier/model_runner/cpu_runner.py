@@ -303,6 +303,8 @@ class CpuModelRunner:
             path = [start, *(start + 1 + node for node in acceptance.accepted_nodes)]
             wanted.append(LogprobPath(path, acceptance.tokens, asked))
             places.append(place)
+        if not wanted:
+            return {}
         return dict(zip(places, path_logprobs(logits, wanted), strict=True))
 
     def _features(

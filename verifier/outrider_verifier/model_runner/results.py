@@ -23,10 +23,6 @@ from outrider_verifier.model_runner.interface import DecodeOutput, RowOutput
 from outrider_verifier.state.session import Session
 from outrider_verifier.state.session_phase import ENDED
 
-_NOBODY: Final = VerdictBatch.of_current([], [])
-_NO_NUMBERS: Final = np.empty(0, dtype=np.int64)
-_NO_FLAGS: Final = np.empty(0, dtype=np.bool_)
-
 
 @dataclass(slots=True, eq=False)
 class RowResult:
@@ -128,7 +124,7 @@ class VerdictInputs:
     """Session state that decides the verdicts of a round, gathered while the device works."""
 
     sessions: list[Session]
-    """Of all rows that decode; none if no drafter hears of any."""
+    """Of all rows that decode."""
     handles: NDArray[np.int64]
     lengths: NDArray[np.int64]
     """Tokens before the round."""
@@ -144,25 +140,26 @@ class VerdictInputs:
     """[n]: of the prefixes before the round; None if they do not cover these, of some session."""
 
     @classmethod
-    def of_sessions(cls, sessions: list[Session]) -> VerdictInputs:
-        """The sheet of a round that is not settled."""
+    def of_sessions(cls, sessions: list[Session]) -> VerdictInputs | None:
+        """The inputs of a round that is not settled; None if no drafter hears of it."""
         if not any(map(has_drafter_link, sessions)):
-            return cls([], _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_FLAGS, _NO_FLAGS, frozenset())
+            return None
         columns = np.array([_columns(session) for session in sessions], dtype=np.int64)
         handles, lengths, most, told, wishes = np.ascontiguousarray(columns.T)
         stop_ids = frozenset[int]().union(*{session.stop_ids for session in sessions})
         return cls(sessions, handles, lengths, most, told != 0, wishes != 0, stop_ids)
 
-    def make_batch(self, decoded: DecodeOutput) -> VerdictBatch:
-        """What the round told of those sessions that go on, and that a drafter follows."""
-        if not self.sessions:
-            return _NOBODY
+    def make_batch(self, decoded: DecodeOutput) -> VerdictBatch | None:
+        """What the round told of those sessions that go on, and that a drafter follows; None if
+        there are none."""
         counts = decoded.counts
         going = self.has_drafter & (counts < self.max_tokens)
         if decoded.invalid is not None:
             going &= ~decoded.invalid
         if self.stop_ids and not self.stop_ids.isdisjoint(decoded.tokens.tolist()):
             going &= ~self._stopped(decoded)
+        if not going.any():
+            return None
         told = VerdictBatch(
             sessions=self.sessions,
             handles=self.handles,

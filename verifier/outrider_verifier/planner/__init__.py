@@ -6,18 +6,16 @@ draft_length.py            Draft length of chains that are drafted by messages: 
 draft_recovery.py          Decides for which sessions draft K/V is computed once more.
 in_process_planner.py      Decides the draft shape of all sessions with in-process drafts, and
                            whether they have any.
-load.py                    Load: running sessions as a power of two, with hysteresis, and what
-                           prompts add to rounds.
 proposal_wait.py           How long a session waits for its proposal, and when a drafter counts as
                            stalled.
-speculation_controller.py  Speculation controller: the draft shape with the most expected tokens per
-                           second.
-speculation_policy.py      Decides for each session whether and how it speculates, from its measured
-                           rounds.
-statistics.py              Statistics of measured rounds: typical values without outliers, and
-                           tokens per row.
-two_batch_overlap.py       Decides whether drafted sessions share a round or alternate in two
-                           half-batches.
+speculation_controller.py  Speculation controller: the draft shape with the most expected tokens
+                           per second.
+speculation_policy.py      Decides for each session whether and how it speculates, from its
+                           measured rounds.
+statistics.py              Statistics of measured rounds: typical times without outliers, tokens
+                           per row, and load.
+two_batch_overlap.py       Decides whether drafted sessions share a round or alternate in two half-
+                           batches.
 workload.py                Workload classes: sessions whose speculation goes alike, and what is
                            measured about them.
 """

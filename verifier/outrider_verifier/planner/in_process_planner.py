@@ -14,7 +14,6 @@ from typing import Final
 from outrider.spec.decoding_mode import DecodingModeReason
 from outrider_verifier.model_runner.interface import DraftShapeTimes
 from outrider_verifier.model_runner.results import PlainRows, RowResult
-from outrider_verifier.planner.load import LoadStats, RoundCostModel
 from outrider_verifier.planner.speculation_controller import (
     OFF,
     CandidateShape,
@@ -22,6 +21,7 @@ from outrider_verifier.planner.speculation_controller import (
     RoundObservation,
     SpeculationController,
 )
+from outrider_verifier.planner.statistics import LoadStats, RoundCostModel
 from outrider_verifier.planner.workload import MAX_WORKLOAD_CLASSES, WorkloadClass
 
 MIN_BATCH_SHARE: Final = 0.75

@@ -26,7 +26,6 @@ from outrider_verifier.planner.in_process_planner import (
     format_gain,
     in_process_rows,
 )
-from outrider_verifier.planner.load import LoadStats, RoundCostModel, RoundSample
 from outrider_verifier.planner.proposal_wait import MIN_WAIT_ROUNDS, proposal_timeout_s
 from outrider_verifier.planner.speculation_controller import (
     OFF,
@@ -34,6 +33,7 @@ from outrider_verifier.planner.speculation_controller import (
     DeviceTimes,
     SpeculationController,
 )
+from outrider_verifier.planner.statistics import LoadStats, RoundCostModel, RoundSample
 from outrider_verifier.planner.workload import (
     MAX_WORKLOAD_CLASSES,
     RowTally,

@@ -1,11 +1,14 @@
-"""Statistics of measured rounds: typical values without outliers, and tokens per row. Pure."""
+"""Statistics of measured rounds: typical times without outliers, tokens per row, and load. Pure.
+
+Load is the number of running sessions as a power of two, with hysteresis. Times are seconds.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 from outrider_verifier.state.round_plan import TIME_EMA_WEIGHT
 
@@ -99,3 +102,126 @@ class TokenCounts:
         mean = self.mean
         variance = self.squares / self.rows - mean * mean + UNSEEN_VARIANCE / self.rows
         return max(0.0, variance) / self.rows / (mean * mean)
+
+
+STEADY_DOUBLINGS: Final = 0.6
+"""Doublings by which the number of sessions may differ from the load without changing it."""
+LOWER_LOAD_ROUNDS: Final = 16
+"""Rounds that fewer sessions must last for the load to fall: at the end of a wave many sessions are
+about to be followed by others."""
+IMMEDIATE_DOUBLINGS: Final = 1.5
+"""Doublings by which the load falls at once."""
+MAX_PREFILL_SHARE: Final = 0.9
+"""Share of a round's time that prompts may have added."""
+
+
+class RoundCostModel(Protocol):
+    """The device's time for a round in which so many sessions decode, with or without in-process
+    drafts, beside so many prefill chunks; None: not measured."""
+
+    def __call__(self, rows: int, *, own: bool, chunks: int = 0) -> float | None: ...
+
+
+class RoundSample(NamedTuple):
+    """A round that ended."""
+
+    rows: int
+    """Sessions that decoded in it."""
+    nodes: int
+    """Draft nodes that it verified, in-process ones included."""
+    prompt_tokens: int
+    chunks: int
+    """Prefill chunks that these fill."""
+    seconds: float
+    has_in_process_drafts: bool = False
+
+
+class LoadStats:
+    """The present load, and typical times of rounds."""
+
+    def __init__(self, times: RoundCostModel) -> None:
+        self._times = times
+        self.load = 0
+        """Exponent of the power of two."""
+        self.sessions = 1
+        """Running sessions, at least 1."""
+        self.prompts_s = 0.0
+        """What prompts have added to all rounds so far."""
+        self._rounds = 0
+        self._changed_at = 0
+        """Number of the round in which the load changed last."""
+        self._fewer_since: int | None = None
+        """Number of the round since which there are too few sessions for the load."""
+        self._plain_s: dict[int, float] = {}
+        """Mean time of a plain round, by load."""
+        self._drafted_s = 0.0
+        """Mean time of a drafted round."""
+
+    def begin_round(self, sessions: int) -> bool:
+        """So many sessions are running; returns whether the load has changed."""
+        self.sessions = max(1, sessions)
+        above = math.log2(self.sessions) - self.load
+        if above >= -STEADY_DOUBLINGS:
+            self._fewer_since = None
+        if abs(above) <= STEADY_DOUBLINGS or not (above > 0.0 or self._is_lasting(above)):
+            return False
+        self._set_load()
+        return True
+
+    def reset_after_idle(self, sessions: int) -> None:
+        """No round ran for a while, and now there are so many sessions."""
+        self.sessions = max(1, sessions)
+        self._set_load()
+        self._changed_at = self._rounds - LOWER_LOAD_ROUNDS - self.sessions
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the load has been what it is for a while, which is longer with more sessions:
+        all of them have to follow a change of the draft shape."""
+        return self._rounds - self._changed_at >= LOWER_LOAD_ROUNDS + self.sessions
+
+    @property
+    def round_s(self) -> float:
+        """A plain round at this load, or the next best that is known; 0 before any."""
+        if not self._plain_s:
+            return self._drafted_s
+        near = min(self._plain_s, key=lambda load: abs(load - self.load))
+        return self._plain_s[near]
+
+    def observe_round(self, sample: RoundSample) -> float:
+        """A round ended; returns its time without what prompts added to it, which is the device's
+        difference, or where that is not known the share of the prompts' tokens."""
+        added_s = min(self._added_s(sample), MAX_PREFILL_SHARE * sample.seconds)
+        self.prompts_s += added_s
+        self._rounds += 1
+        seconds = sample.seconds - added_s
+        if sample.rows and not sample.nodes:
+            before_s = self._plain_s.get(self.load, seconds)
+            self._plain_s[self.load] = moving_average(before_s, seconds)
+        elif sample.rows:
+            self._drafted_s = moving_average(self._drafted_s or seconds, seconds)
+        return seconds
+
+    def _added_s(self, sample: RoundSample) -> float:
+        if not sample.chunks:
+            return 0.0
+        # A round of nothing but prompts is charged as if the sessions had decoded in it: they may
+        # have had to wait for it, for want of drafts.
+        rows, own = sample.rows or self.sessions, sample.has_in_process_drafts
+        with_s = self._times(rows, own=own, chunks=sample.chunks)
+        without_s = self._times(rows, own=own)
+        if with_s and without_s:
+            return max(0.0, with_s - without_s)
+        prompts = sample.prompt_tokens
+        return sample.seconds * prompts / (prompts + rows + sample.nodes)
+
+    def _set_load(self) -> None:
+        self.load, self._fewer_since = round(math.log2(self.sessions)), None
+        self._changed_at = self._rounds
+
+    def _is_lasting(self, above: float) -> bool:
+        """Whether there have been fewer sessions for long enough; `above`: negative doublings."""
+        if self._fewer_since is None:
+            self._fewer_since = self._rounds
+        lasting = self._rounds - self._fewer_since >= LOWER_LOAD_ROUNDS
+        return above <= -IMMEDIATE_DOUBLINGS or lasting

@@ -11,8 +11,6 @@ service.py                 VerifierService: the verifier as an endpoint of any t
                            thread only.
 service_builder.py         Builds the service from a configuration and loads the model; imports
                            torch.
-session_registry.py        Sessions of all routers by ticket, with their routers and handles in
-                           columns.
 session_spans.py           OpenTelemetry spans of traced sessions: the prompt, then a sample of the
                            rounds.
 """

@@ -13,6 +13,7 @@ from outrider.wire.limits import MAX_MESSAGE_BYTES, MAX_SEQUENCE_LEN
 from outrider.wire.messages import SessionSpec, TensorDtype
 from outrider_verifier.config import AUTOMATIC_PLANNER, VerifierConfig
 from outrider_verifier.engine.core import EngineCore
+from outrider_verifier.engine.outbox import Outbox
 from outrider_verifier.engine.round_executor import RoundExecutor
 from outrider_verifier.exchange.feature_store import FEATURE_BLOCK_TOKENS, FeatureStore
 from outrider_verifier.exchange.proposal_inbox import ProposalInbox
@@ -23,7 +24,6 @@ from outrider_verifier.kv.prefix_cache import PrefixCache
 from outrider_verifier.model_runner.cpu_runner import FeatureProjector, TargetForward
 from outrider_verifier.model_runner.interface import ModelRunner
 from outrider_verifier.planner.speculation_policy import SpeculationPolicy
-from outrider_verifier.state.effects import Effect
 from outrider_verifier.state.preemption_mode import PreemptionMode
 from outrider_verifier.state.round_plan import RoundLimits
 
@@ -35,7 +35,7 @@ def build_engine(
     runner: ModelRunner,
     pool: KVPool,
     max_context_len: int,
-    outbox: list[Effect],
+    outbox: Outbox,
     remote_draft_length: Callable[[SessionSpec], int] = lambda _: 0,
 ) -> tuple[EngineCore, RoundExecutor]:
     """Everything that the engine thread will own. `remote_draft_length`: see `EngineCore`."""
@@ -80,7 +80,7 @@ def build_engine(
         policy=policy,
         block_manager=_block_manager(config, runner, pool, prefixes, counters),
         counters=counters,
-        post=outbox.append,
+        outbox=outbox,
         remote_draft_length=remote_draft_length,
     )
     return core, RoundExecutor(core, runner, _limits(config, runner, prefill_tokens))

@@ -33,6 +33,7 @@ from outrider_verifier.config import VerifierConfig
 from outrider_verifier.engine.core import IN_PROCESS_METHODS
 from outrider_verifier.engine.failure_handler import device_lost_error, engine_stalled_error
 from outrider_verifier.engine.loop import EngineLoop
+from outrider_verifier.engine.outbox import Outbox
 from outrider_verifier.exchange.message_checks import DrafterMessageChecker, VerifierIdentity
 from outrider_verifier.exchange.shm_channels import DrafterShmChannels
 from outrider_verifier.model_runner.cpu_runner import (
@@ -129,7 +130,16 @@ class VerifierService(SessionIteratorMixin):
                 "max_context_len is cut to what the model and the K/V budget allow",
                 extra={"asked": config.max_context_len, "allowed": self._max_context_len},
             )
-        self._outbox: list[Effect] = []
+        self._running_on: asyncio.AbstractEventLoop | None = None
+        self._shm_channels = DrafterShmChannels(
+            DrafterMessageChecker(self._identity()),
+            queue_bytes=config.drafter_queue_mb << 20,
+            on_lost=self._on_shm_channel_lost,
+            pin=runner.pin_memory,
+        )
+        runner.set_feature_allocator(self._shm_channels.reserve)
+        self.outbox = Outbox(self._shm_channels, self._send_effects)
+        """Effects of the engine thread that were not handed over yet."""
         self._exchange: DeviceExchange | None = None
         self.core, self.rounds = build_engine(
             config,
@@ -138,7 +148,7 @@ class VerifierService(SessionIteratorMixin):
             runner,
             pool,
             self._max_context_len,
-            self._outbox,
+            self.outbox,
             lambda spec: 0 if self._exchange is None else self._exchange.draft_length(spec),
         )
         """State of all sessions, and what runs their rounds. The engine thread owns both once it
@@ -151,13 +161,6 @@ class VerifierService(SessionIteratorMixin):
             backlog=lambda: self.backlog,
         )
         """Connections of the drafters that are attached."""
-        self._shm_channels = DrafterShmChannels(
-            DrafterMessageChecker(self._identity()),
-            queue_bytes=config.drafter_queue_mb << 20,
-            on_lost=self._on_shm_channel_lost,
-            pin=runner.pin_memory,
-        )
-        runner.set_feature_allocator(self._shm_channels.reserve)
         if config.exchanges_on_device and projection is not None:
             self._exchange = self._make_exchange(runner)
         self._forms = GrammarPreparation(grammars)
@@ -170,7 +173,6 @@ class VerifierService(SessionIteratorMixin):
         """Connections of the routers, and the sessions that each follows."""
         self.metrics = VerifierMetrics(self.read_counters, self._gauges)
         self._loop: EngineLoop | None = None
-        self._running_on: asyncio.AbstractEventLoop | None = None
         self._overflows = 0
         self._draining = False
         self._stopped = False
@@ -214,17 +216,14 @@ class VerifierService(SessionIteratorMixin):
         if self._stopped:
             raise UnavailableError("the verifier has stopped", reason="STOPPING")
         if self._loop is None:
+            self._running_on = asyncio.get_running_loop()
             self._loop = EngineLoop(
                 self.core,
                 self.rounds,
-                self._outbox,
                 self._shm_channels,
-                loop=asyncio.get_running_loop(),
-                dispatch=self.perform_effects,
-                on_lost=self._on_lost,
+                on_lost=self._on_engine_ended,
                 exchange=self._exchange,
             )
-            self._running_on = asyncio.get_running_loop()
             if self._config.shared_memory:
                 self.drafter_connections.shm_channels = ShmListener.open()
             self._loop.start()
@@ -380,6 +379,17 @@ class VerifierService(SessionIteratorMixin):
             _settle(command.answer, error)
         if isinstance(command, DrafterAttached) and command.shm_channel is not None:
             command.shm_channel.close()
+
+    def _send_effects(self, effects: list[Effect]) -> None:
+        """Called on the engine thread."""
+        assert self._running_on is not None
+        self._running_on.call_soon_threadsafe(self.perform_effects, effects)
+
+    def _on_engine_ended(self) -> None:
+        """Called on the engine thread, which ends because the device is lost."""
+        assert self._running_on is not None
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._running_on.call_soon_threadsafe(self._on_lost)
 
     def _on_lost(self) -> None:
         """The engine thread has ended because the device is lost; all it told has come."""

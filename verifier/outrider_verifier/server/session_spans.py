@@ -41,10 +41,8 @@ class VerifierSpans:
     """Traced sessions of a verifier by ticket; asyncio thread only."""
 
     def __init__(self) -> None:
-        self._traced: dict[int, _TracedVerifierSession] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._traced)
+        self.traced: dict[int, _TracedVerifierSession] = {}
+        """Sessions that are traced."""
 
     def start_span(self, ticket: int, spec: SessionSpec) -> None:
         """A router opens a session."""
@@ -62,19 +60,19 @@ class VerifierSpans:
             },
         )
         if span.is_sampled:
-            self._traced[ticket] = _TracedVerifierSession(span, time.time())
+            self.traced[ticket] = _TracedVerifierSession(span, time.time())
 
     def record_events(self, batch: EventBatch) -> None:
         """Events of a round are about to leave."""
         now = time.time()
         for event in batch.iter_events():
-            traced = self._traced.get(event.ticket)
+            traced = self.traced.get(event.ticket)
             if traced is not None:
                 self._saw(traced, event, now)
 
     def end_span(self, ticket: int, error: OutriderError | None = None) -> None:
         """A session is over, or its router has left it; idempotent."""
-        traced = self._traced.pop(ticket, None)
+        traced = self.traced.pop(ticket, None)
         if traced is None:
             return
         traced.span.set_attributes(

@@ -3,15 +3,14 @@ other package of the verifier.
 
 commands.py                Commands from the asyncio thread to the engine thread, handled in order
                            between two rounds.
-effects.py                 Effects: messages from the engine thread to the asyncio thread; a round's
-                           verdicts come first.
-handles.py                 Session handles: small integers that index the per-session columns.
+effects.py                 Effects: messages from the engine thread to the asyncio thread; a
+                           round's verdicts come first.
 preemption_mode.py         PreemptionMode: recompute or swap, the ways in which preempted sessions
                            get their K/V back.
 round_plan.py              Inputs of the scheduler (limits, estimates, row states) and its output,
                            `RoundPlan`.
-session.py                 Session: tokens, K/V, plan and phase of one served request; owned by the
-                           engine thread.
+session.py                 Session: tokens, K/V, plan and phase of one served request, and its
+                           handle; owned by the engine thread.
 session_phase.py           SessionPhase: where a session is in its life on the verifier, and what
                            may follow.
 session_records.py         Parts of a session: its prefill progress, its preemptions, and its

@@ -28,9 +28,9 @@ class RoundLimits:
     batch_wait_s: float
     """Time that the first ready row waits for rows whose proposals may still come, s."""
     batch_wait_rounds: float = 0.0
-    """The same in rounds, as a minimum, if the drafter usually answers within them. Where the drafter
-    computes on the target's cores, a round that starts at once makes both slower, and the rows that
-    wait miss it all the same."""
+    """The same in rounds, as a minimum, if the drafter usually answers within them. Where the
+    drafter computes on the target's cores, a round that starts at once makes both slower, and the
+    rows that wait miss it all the same."""
     yield_s: float = 0.05
     """How long a ready row stays out of rounds with prompts of a higher priority, which are the
     shorter for it."""

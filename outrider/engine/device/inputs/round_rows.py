@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.device.graphs.shapes import DraftKind
 from outrider.spec.draft_distribution import DraftDistribution
-from outrider.spec.flat_trees import chain_parents
-from outrider.spec.tree import DraftTree
+from outrider.spec.tree import DraftTree, chain_parents
 
 _NONE: Final = np.empty(0, dtype=np.int32)
 

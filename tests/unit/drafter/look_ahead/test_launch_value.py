@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 
 import pytest
-from outrider_drafter.look_ahead.launch_value import (
+from outrider_drafter.look_ahead.time_budget import (
     NO_PASS,
+    DraftStep,
     LaunchValue,
     PassPlan,
+    StepTimes,
+    VerdictArrivals,
+    VerdictWait,
     next_launch_outcomes,
     plan_pass_start,
 )
-from outrider_drafter.look_ahead.timing import DraftStep, StepTimes, VerdictArrivals, VerdictWait
 
 from outrider.spec.plan import DraftMethod
 

@@ -12,8 +12,13 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from outrider_drafter.proposers.growth_driver import GrowthJob, grow_trees
-from outrider_drafter.proposers.tree_growth import ProposedDraft, StepFrontier, make_growth
+from outrider_drafter.proposers.tree_growth import (
+    GrowthJob,
+    ProposedDraft,
+    StepFrontier,
+    grow_trees,
+    make_growth,
+)
 from torch import Tensor
 
 from outrider.engine.acceptance import AcceptRow, accept_drafts

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from outrider_drafter.proposers.forest import TreeVisibility
 from outrider_drafter.proposers.tree_growth import StepFrontier
-from outrider_drafter.proposers.tree_visibility import TreeVisibility
 
 
 def seen(visible: object) -> list[list[int]]:

@@ -9,10 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from outrider_drafter.proposers.eagle_batch import CatchUpRows, EagleBatch
-from outrider_drafter.proposers.eagle_kv import EagleKV, EagleKVBudget
-from outrider_drafter.proposers.growth_driver import GrowthJob, grow_trees
-from outrider_drafter.proposers.tree_growth import ProposedDraft, TreeGrowth
+from outrider_drafter.proposers.eagle_batch import CatchUpRows, EagleBatch, EagleKV, EagleKVBudget
+from outrider_drafter.proposers.tree_growth import GrowthJob, ProposedDraft, TreeGrowth, grow_trees
 from torch import Tensor
 
 from outrider.engine.device.drafting.draft_forward import NewRows

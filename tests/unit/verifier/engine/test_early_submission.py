@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 from outrider_verifier.engine.core import EngineCore
-from outrider_verifier.engine.early_proposals import plan_prefetched_round
 from outrider_verifier.engine.in_flight_round import InFlightRound
+from outrider_verifier.engine.scheduler import Scheduler
 from outrider_verifier.exchange.proposal_inbox import HeldProposal
 from outrider_verifier.model_runner.batch import VerifyRow
 from outrider_verifier.state.round_plan import RoundLimits, RoundPlan
@@ -62,7 +62,9 @@ def ask(
     )
     in_flight = cast(InFlightRound, SimpleNamespace(verify=[VerifyRow(session) for session in of]))
     limits = RoundLimits(prefill_tokens=1, decode_tokens=most, batch_wait_s=0.0)
-    return plan_prefetched_round(in_flight, [3] * len(of), core, limits), box
+    engine = cast(Any, SimpleNamespace(verify_round_s=lambda rows, nodes: None))
+    scheduler = Scheduler(core, engine, limits)
+    return scheduler.plan_prefetched_round(in_flight, [3] * len(of)), box
 
 
 def test_all_hits_go_straight_on_and_their_drafters_are_well() -> None:

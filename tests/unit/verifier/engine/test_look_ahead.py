@@ -178,14 +178,14 @@ async def test_the_next_round_is_under_way_before_the_drafter_hears_of_a_hit() -
     async with looking_ahead() as (rig, runner):
         await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
         told_in_flight: list[int] = []
-        rounds = rig.service.rounds
-        flush = rounds.flush
+        outbox: Any = rig.service.outbox
+        flush = outbox.flush
 
         def flushed() -> bool:
             told_in_flight.append(len(runner.in_flight))
             return flush()
 
-        rounds.flush = flushed
+        outbox.flush = flushed
         reports: list[float] = []
         observe = rig.service.metrics.observe_report
 

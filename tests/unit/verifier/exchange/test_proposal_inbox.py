@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider_verifier.exchange.message_pool import expected_accepted_tokens
-from outrider_verifier.exchange.proposal_inbox import HeldProposal, OfferResult, ProposalInbox
+from outrider_verifier.exchange.proposal_inbox import (
+    HeldProposal,
+    OfferResult,
+    ProposalInbox,
+    expected_accepted_tokens,
+)
 
 from outrider.spec.draft_distribution import DraftDistribution, make_distribution
 from outrider.spec.tree import DraftTree

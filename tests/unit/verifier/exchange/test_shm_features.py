@@ -21,8 +21,8 @@ from outrider_verifier.state.commands import ExchangeLink
 from outrider_verifier.state.session import Session
 
 from outrider.engine.device.transfer.buffers import Downloader
-from outrider.spec.flat_trees import chain_parents
 from outrider.spec.plan import DraftMethod, SpeculationPlan
+from outrider.spec.tree import chain_parents
 from outrider.transport.shm import ShmChannel, is_ring_view, make_channel_pair
 from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
 from outrider.wire.messages import FeatureLayout, Proposals, TensorDtype, Verdicts

@@ -61,6 +61,20 @@ def _nothing_more(numbers: Sequence[int]) -> list[RowOutput]:
     raise AssertionError(f"nobody is to ask for rows {numbers}")
 
 
+def inputs_of(sessions: list[Session]) -> VerdictInputs:
+    """The inputs of a round of which some drafter hears."""
+    verdict_inputs = VerdictInputs.of_sessions(sessions)
+    assert verdict_inputs is not None
+    return verdict_inputs
+
+
+def batch_of(sessions: list[Session], outcome: DecodeOutput) -> VerdictBatch:
+    """What a drafter is told of the round, which is something."""
+    told = inputs_of(sessions).make_batch(outcome)
+    assert told is not None
+    return told
+
+
 def pieces(told: VerdictBatch) -> list[list[int]]:
     """The tokens of each entry."""
     ends = np.cumsum(told.counts).tolist()
@@ -72,7 +86,7 @@ def pieces(told: VerdictBatch) -> list[list[int]]:
 
 def test_all_go_on() -> None:
     sessions = [session(3), session(1)]
-    told = VerdictInputs.of_sessions(sessions).make_batch(decoded((5, 6), (8,)))
+    told = batch_of(sessions, decoded((5, 6), (8,)))
     assert told.handles.tolist() == [3, 1]
     assert told.prefix_lens.tolist() == [6, 6] and told.written_positions.tolist() == [7, 6]
     assert pieces(told) == [[5, 6], [8]]
@@ -90,9 +104,7 @@ def test_who_ends_or_is_followed_by_nobody_is_left_out(reason: str) -> None:
     out.is_speculation_off = reason == "paused"
     if reason == "ended":
         out.mark_ended()
-    told = VerdictInputs.of_sessions([session(1), out, session(2)]).make_batch(
-        decoded((5, 6), (5, 6), (6,))
-    )
+    told = batch_of([session(1), out, session(2)], decoded((5, 6), (5, 6), (6,)))
     assert told.handles.tolist() == [1, 2]
     assert pieces(told) == [[5, 6], [6]]
     assert [None if rows is None else rows[0, 0] for rows in told.features] == [0, 2]
@@ -105,8 +117,9 @@ def test_where_no_drafter_hears_of_any_session_there_is_nothing_to_work_out(reas
         sessions = [session(number) for number in range(2)]
         for each in sessions:
             each.is_speculation_off = True
-    told = VerdictInputs.of_sessions(sessions).make_batch(decoded((5, 6), (7,)))
-    assert len(told) == (2 if reason == "drafter" else 0)
+    verdict_inputs = VerdictInputs.of_sessions(sessions)
+    assert (verdict_inputs is None) is (reason != "drafter")
+    assert verdict_inputs is None or len(batch_of(sessions, decoded((5, 6), (7,)))) == 2
 
 
 def test_a_session_closed_in_flight_does_not_cost_the_others_their_hits() -> None:
@@ -129,7 +142,7 @@ def test_a_session_closed_in_flight_does_not_cost_the_others_their_hits() -> Non
     closed.mark_ended()
     # Its place goes to another one at once, of which nothing is known.
     verdict_builder.follow_session(session(1))
-    verdict_inputs = VerdictInputs.of_sessions(sessions)
+    verdict_inputs = inputs_of(sessions)
     verdict_inputs.digests = verdict_builder.prefix_digests(
         verdict_inputs.handles, verdict_inputs.lengths, verdict_inputs.has_drafter
     )
@@ -153,7 +166,7 @@ def test_who_goes_on_steps_to_the_prefix_that_a_drafter_will_be_told_of() -> Non
         for handle in range(3)
     ]
     box.store_proposals(Proposals.of_proposals(ahead), range(3))
-    verdict_inputs, outcome = VerdictInputs.of_sessions(sessions), decoded(*[(5, 6)] * 4)
+    verdict_inputs, outcome = inputs_of(sessions), decoded(*[(5, 6)] * 4)
     assert not verdict_inputs.advance_inbox(outcome, box), "the digests are not known"
     verdict_inputs.digests = [40, 41, 42, 43]
     assert verdict_inputs.advance_inbox(outcome, box)
@@ -170,7 +183,7 @@ def test_a_draft_is_wanted_where_the_budget_and_the_plan_leave_room_for_one() ->
         session(3),
     ]
     sessions[3].draft_limit = 0
-    told = VerdictInputs.of_sessions(sessions).make_batch(decoded(*[(5, 6)] * 4))
+    told = batch_of(sessions, decoded(*[(5, 6)] * 4))
     wanted = []
     for each in sessions:
         each.commit_tokens((5, 6), 0.0)
@@ -180,7 +193,7 @@ def test_a_draft_is_wanted_where_the_budget_and_the_plan_leave_room_for_one() ->
 
 def test_what_a_drafter_missed_comes_before_what_is_new() -> None:
     sessions = [session(0), session(1)]
-    told = VerdictInputs.of_sessions(sessions).make_batch(decoded((8, 9), (5,)))
+    told = batch_of(sessions, decoded((8, 9), (5,)))
     assert told.tokens_between(np.array([6, 6]), np.array([8, 7])).tolist() == [8, 9, 5]
     assert told.tokens_between(np.array([4, 6]), np.array([8, 7])).tolist() == [5, 7, 8, 9, 5]
     present = VerdictBatch.of_current(sessions, [None, None])
@@ -194,10 +207,12 @@ def test_a_sheet_that_is_ready_stands_until_sessions_are_touched() -> None:
     )
     assert not in_flight.has_verdict_inputs
     ready = in_flight.verdict_inputs(7)
+    assert ready is not None
     assert in_flight.has_verdict_inputs and in_flight.verdict_inputs(7) is ready
-    assert len(ready.make_batch(decoded((5, 6)))) == 1
+    told = ready.make_batch(decoded((5, 6)))
+    assert told is not None and len(told) == 1
     one.mark_ended()
-    assert len(in_flight.verdict_inputs(8).make_batch(decoded((5, 6)))) == 0
+    assert in_flight.verdict_inputs(8) is None
 
 
 @pytest.mark.parametrize("drafter", [None, DrafterId("d0")])

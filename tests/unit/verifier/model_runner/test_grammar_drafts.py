@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from outrider_verifier.engine.core import EngineCore
+from outrider_verifier.engine.outbox import Outbox
 from outrider_verifier.model_runner.cpu_runner import CpuModelRunner
 from outrider_verifier.model_runner.gpu_runner import grammar_drafts
 from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
@@ -261,22 +261,22 @@ async def test_the_next_round_is_submitted_before_tokens_are_handed_out(
 
         monkeypatch.setattr(owner, method, spy)
 
-    add, hand_over, has_events = EngineCore.pending_events, EngineCore.finish_event_batch, False
+    add, flush, has_events = Outbox.pending_events, Outbox.flush, False
 
-    def adding(core: EngineCore) -> EventBatch:
+    def adding(outbox: Outbox) -> EventBatch:
         nonlocal has_events
         has_events = True
-        return add(core)
+        return add(outbox)
 
-    def telling(core: EngineCore) -> None:
+    def telling(outbox: Outbox) -> bool:
         nonlocal has_events
         if has_events:
             order.append("tell")
         has_events = False
-        hand_over(core)
+        return flush(outbox)
 
-    monkeypatch.setattr(EngineCore, "pending_events", adding)
-    monkeypatch.setattr(EngineCore, "finish_event_batch", telling)
+    monkeypatch.setattr(Outbox, "pending_events", adding)
+    monkeypatch.setattr(Outbox, "flush", telling)
     on_device = placement is not None
     runner = GpuModelRunner if on_device else CpuModelRunner
     noted("submit", runner, "submit_round")

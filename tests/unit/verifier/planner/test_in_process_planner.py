@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from outrider_verifier.model_runner.interface import DraftShapeTimes
 from outrider_verifier.planner.in_process_planner import InProcessPlanner
-from outrider_verifier.planner.load import LoadStats, RoundSample
+from outrider_verifier.planner.statistics import LoadStats, RoundSample
 from outrider_verifier.planner.workload import MAX_WORKLOAD_CLASSES, WorkloadClass
 
 from outrider.spec.plan import DraftMethod

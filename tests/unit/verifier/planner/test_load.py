@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from outrider_verifier.planner.load import LoadStats, RoundSample
+from outrider_verifier.planner.statistics import LoadStats, RoundSample
 
 
 def times(rows: int, *, own: bool, chunks: int = 0) -> float | None:

@@ -6,8 +6,12 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from outrider_verifier.server.router_streams import split_by_router
-from outrider_verifier.server.session_registry import NO_ROUTER, ServedSession, SessionRegistry
+from outrider_verifier.server.router_streams import (
+    NO_ROUTER,
+    ServedSession,
+    SessionRegistry,
+    split_by_router,
+)
 from outrider_verifier.state.effects import EventBatch
 
 from outrider.engine.logprobs import PathLogprobs

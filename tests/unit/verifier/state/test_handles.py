@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from outrider_verifier.state.handles import SessionHandles
-from outrider_verifier.state.session import Session
+from outrider_verifier.state.session import Session, SessionHandles
 
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import make_spec

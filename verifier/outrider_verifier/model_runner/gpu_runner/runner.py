@@ -205,6 +205,7 @@ class GpuModelRunner:
             graphs=config.cuda_graphs,
             simulated_rates=config.simulated_rates or None,
             recorder=recorder,
+            after_launch=None if throttle is None else throttle.delay_launch,
         )
         return cls(
             slots,
@@ -230,7 +231,6 @@ class GpuModelRunner:
         seconds: Mapping[RoundShape, float] = warm_up_shapes(self.rounds, self._device)
         if self._throttle is not None:
             seconds = self._throttle.calibrate(seconds)
-            self.rounds.after_launch = self._throttle.delay_launch
         self.round_times.set_measurements(seconds)
 
     def release(self) -> None:
