@@ -50,7 +50,7 @@ def with_gpu_share(config: RayFleetConfig) -> RayFleetConfig:
     share = gpu_share(strategy, actors, nodes)
     if share < 1.0:
         facts = {"actors": actors, "gpus": sum(nodes), "gpus_per_actor": share}
-        logger.warning("fewer GPUs than actors: they share", extra=facts)
+        logger.warning("GPUs shared: there are fewer GPUs than actors", extra=facts)
     return replace(config, gpus_per_actor=share)
 
 
@@ -139,7 +139,7 @@ class ActorPlacement:
                 return get_placement_group(name)
         bundles = [actor_bundle(config, member.role) for member in cell]
         facts = {"group": name, "strategy": config.strategy, "bundles": bundles}
-        logger.info("reserving places", extra=facts)
+        logger.info("placement groups requested", extra=facts)
         lifetime = "detached" if config.detached else None
         try:
             return placement_group(
@@ -157,7 +157,7 @@ class ActorPlacement:
             continue
         nodes = placement_group_table(group)["bundles_to_node_id"]
         where = {member.name: nodes[number] for number, member in enumerate(cell)}
-        logger.info("places are reserved", extra={"nodes": where})
+        logger.info("placement groups reserved", extra={"nodes": where})
 
 
 def _names(cells: Sequence[MemberGroup]) -> str:

@@ -98,7 +98,7 @@ class Ingress:
                 return await supervise(self._config, self._stop, self._serving)
             except AlreadyExistsError as error:
                 # Actors of the replica before this one: Ray is about to end them.
-                logger.warning("waiting for a name", extra={"problem": error.message})
+                logger.warning("actor name not registered yet", extra={"problem": error.message})
                 await asyncio.sleep(NAME_PAUSE_S)
 
     def _serving(self, _fleet: ActorFleet, front: EmbeddedRouter) -> None:

@@ -125,7 +125,7 @@ class SupervisorHost:
                 run_event_loop(self._serve())
                 self._become(STOPPED)
             except OutriderError as error:
-                logger.error("fleet does not start", extra={"problem": error.message})
+                logger.error("fleet start failed", extra={"problem": error.message})
                 if not self._restarted:
                     self._become(FAILED, problem=to_status(error))
                     return
@@ -239,7 +239,7 @@ def _kill_members(namespace: str) -> bool:
                 remove_placement_group(get_placement_group(group_name((member,))))
         if time.monotonic() > until:
             names = [member.name for member in there]
-            logger.warning("Ray does not let go of actors", extra={"actors": names})
+            logger.warning("actors not released by Ray", extra={"actors": names})
             return False
         time.sleep(_LOOK_S)
     return True

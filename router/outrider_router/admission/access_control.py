@@ -162,11 +162,13 @@ class AccessControl:
             self._metrics.keys_failing.set(1)
             if error.message != self._problem:
                 self._problem = error.message
-                logger.error("the API keys are kept", extra={"reason": error.message})
+                logger.error(
+                    "API key file rejected; previous keys kept", extra={"reason": error.message}
+                )
             return
         self._stamp, self._problem = stamp, ""
         self._metrics.keys_failing.set(0)
-        logger.info("the API keys were read again", extra={"keys": len(self._keys)})
+        logger.info("API keys reloaded", extra={"keys": len(self._keys)})
 
     def _find(self, header: str | None) -> tuple[str, ApiKey]:
         self._look()

@@ -18,7 +18,7 @@ from outrider_router.api.fleet_metrics import kv_usage
 from outrider_router.base.metrics import RouterMetrics
 
 _ENGINE = "0"
-"""vLLM numbers its engines; to its readers a router is one."""
+"""Value of the label `engine`, by which vLLM numbers its engines; a router counts as one."""
 _FINISHED = {
     FinishReason.STOP_TOKEN.value: "stop",
     FinishReason.STOP_STRING.value: "stop",
@@ -36,14 +36,16 @@ class VllmMetrics(Collector):
         info: Callable[[], ServerInfo],
         model_name: Callable[[], str],
     ) -> None:
-        """`info` and `served_model_name` say what the router knows now; called where it is
-        scraped."""
+        """Create the collector.
+
+        At each scrape `info` returns the state of the fleet and `model_name` the served model.
+        """
         self._metrics = metrics
         self._info = info
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """Everything at this moment."""
+        """Yield all metrics in their current state."""
         labels = {"model_name": self._model_name(), "engine": _ENGINE}
         for name, source in self._renamed().items():
             for metric in source.collect():
@@ -52,7 +54,7 @@ class VllmMetrics(Collector):
         yield from _state(self._info(), labels)
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: registering must not read state that is still being built."""
+        """Yield nothing, because registration must not read state that is not complete yet."""
         return iter(())
 
     def _renamed(self) -> Mapping[str, Collector]:
@@ -81,7 +83,7 @@ class VllmMetrics(Collector):
                     counts[_FINISHED.get(sample.labels["outcome"], "error")] += sample.value
         family = CounterMetricFamily(
             "vllm:request_success",
-            "Requests that ended, by why; error: not in vLLM, which does not count those.",
+            "Requests that ended, by reason; vLLM does not have the reason error.",
             labels=[*labels, "finished_reason"],
         )
         for reason, count in counts.items():
@@ -102,9 +104,9 @@ def _as(metric: Metric, name: str, labels: Mapping[str, str]) -> Metric:
 def _state(info: ServerInfo, labels: Mapping[str, str]) -> Iterator[Metric]:
     verifiers = [v for v in info.verifiers if v.healthy]
     gauges = {
-        "num_requests_running": ("Sessions placed on verifiers.", info.running),
-        "num_requests_waiting": ("Requests in the router's queue.", info.queued),
-        "kv_cache_usage_perc": ("Share of K/V blocks in use; 1: all.", kv_usage(verifiers)),
+        "num_requests_running": ("Requests that run on verifiers.", info.running),
+        "num_requests_waiting": ("Requests that wait in the router's queue.", info.queued),
+        "kv_cache_usage_perc": ("Fraction of KV cache blocks in use; 1: all.", kv_usage(verifiers)),
     }
     for name, (text, value) in gauges.items():
         gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=list(labels))
@@ -112,15 +114,15 @@ def _state(info: ServerInfo, labels: Mapping[str, str]) -> Iterator[Metric]:
         yield gauge
     counters = {
         "num_preemptions": (
-            "Sessions preempted by verifiers.",
+            "Sessions that verifiers preempted.",
             sum(v.preemptions_swap + v.preemptions_recompute for v in verifiers),
         ),
         "prefix_cache_queries": (
-            "Tokens of sessions that were let in without K/V.",
+            "Tokens that were looked up in the prefix cache.",
             sum(v.prefix_cache_query_tokens for v in verifiers),
         ),
         "prefix_cache_hits": (
-            "Of these, tokens whose K/V others had left behind.",
+            "Tokens that were found in the prefix cache.",
             sum(v.prefix_cache_hit_tokens for v in verifiers),
         ),
     }

@@ -37,16 +37,19 @@ from outrider_router.base.reasons import FailoverCause, MoveReason, QuarantineRe
 from outrider_router.base.slow_readers import SLOW_READER
 
 MAX_SINGLE_VALUES: Final = 8
-"""Up to so many values are counted one by one, which is sooner done than an array is made."""
+"""Largest number of values that are counted one by one, which is faster than an array."""
 
 
 class BatchHistogram(Collector):
-    """Counts values by bucket, one call per round. One writing thread."""
+    """Histogram that takes all values of a round in one call; only one thread may write to it."""
 
     def __init__(
         self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry
     ) -> None:
-        """`buckets`: upper bounds in ascending order, without infinity."""
+        """Create and register the histogram.
+
+        `buckets` are the upper bounds in ascending order, without infinity.
+        """
         self._name, self._text = name, text
         self._bounds = [float(bound) for bound in buckets]
         self._counts = np.zeros(len(buckets) + 1, dtype=np.int64)
@@ -55,16 +58,16 @@ class BatchHistogram(Collector):
 
     @property
     def count(self) -> int:
-        """Values so far."""
+        """Number of observed values."""
         return int(self._counts.sum())
 
     @property
     def sum(self) -> float:
-        """Their sum."""
+        """Sum of the observed values."""
         return self._sum
 
     def observe_values(self, *values: float) -> None:
-        """Count values."""
+        """Add values to the histogram."""
         if len(values) <= MAX_SINGLE_VALUES:
             for value in values:
                 self._counts[bisect_left(self._bounds, value)] += 1
@@ -76,7 +79,7 @@ class BatchHistogram(Collector):
         self._sum += float(array.sum())
 
     def collect(self) -> Iterator[Metric]:
-        """The histogram at this moment."""
+        """Yield the current state of the histogram."""
         bounds = [*map(str, self._bounds), "+Inf"]
         counts = np.cumsum(self._counts).tolist()
         yield HistogramMetricFamily(
@@ -101,7 +104,7 @@ LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32
 
 
 class RouterMetrics:
-    """Every metric that the router exports; attributes are prometheus_client objects."""
+    """All metrics of the router itself; the attributes are prometheus_client objects."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
@@ -126,178 +129,198 @@ class RouterMetrics:
         self.requests = self._counter(
             "requests_total", "Requests that ended, by finish reason or error code.", "outcome"
         )
-        self.requests_running = self._gauge("requests_running", "Requests being served.")
+        self.requests_running = self._gauge("requests_running", "Requests that are being served.")
         self.queue_depth = self._gauge(
-            "queue_depth", "Requests waiting for a place, by priority.", "priority"
+            "queue_depth", "Requests waiting in the admission queue, by priority.", "priority"
         )
         self.kv_reserved_tokens = self._gauge(
             "kv_reserved_tokens",
-            "KV tokens that the sessions placed are expected to hold.",
+            "KV cache tokens that the running sessions are expected to need.",
         )
-        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of requests.")
+        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of all requests.")
         self.generation_tokens = self._counter("generation_tokens_total", "Tokens sent to clients.")
         self.queue_time = self._histogram(
-            "request_queue_time_seconds", "Wait in the admission queue.", LATENCY_BUCKETS
+            "request_queue_time_seconds",
+            "Time that a request waited in the admission queue.",
+            LATENCY_BUCKETS,
         )
         self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "Arrival to first token.", LATENCY_BUCKETS
+            "time_to_first_token_seconds",
+            "Time from the arrival of a request to its first token.",
+            LATENCY_BUCKETS,
         )
         self.inter_token_latency = self._histogram(
             "inter_token_latency_seconds",
-            "Time between two rounds of a session, divided by the tokens of the later one.",
+            "Time between two rounds of a session, divided by the tokens of the later round.",
             TOKEN_BUCKETS,
         )
         self.request_duration = self._histogram(
-            "e2e_request_latency_seconds", "Arrival to last token.", LATENCY_BUCKETS
+            "e2e_request_latency_seconds",
+            "Time from the arrival of a request to its last token.",
+            LATENCY_BUCKETS,
         )
         self.time_per_output_token = self._histogram(
             "request_time_per_output_token_seconds",
-            "First token to last, divided by the tokens after the first, of each request.",
+            "Time from the first to the last token of a request, divided by the tokens after the "
+            "first.",
             TOKEN_BUCKETS,
         )
         self.request_prompt_tokens = self._histogram(
             "request_prompt_tokens",
-            "Prompt tokens of each request placed.",
+            "Prompt tokens of each request that was assigned to a verifier.",
             LENGTH_BUCKETS,
         )
         self.request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Tokens of each answer that ended.", LENGTH_BUCKETS
+            "request_generation_tokens", "Output tokens of each request that ended.", LENGTH_BUCKETS
         )
 
     def _surviving(self) -> None:
         self.resumed_streams = self._counter(
-            "resumed_streams_total", "Streams that a client took up again."
+            "resumed_streams_total", "Streams that a client resumed."
         )
         self.restored_requests = self._counter(
             "restored_requests_total",
-            "Requests found in the journal at the start: running, ended, dropped.",
+            "Requests restored from the journal at the start, by state: running, ended, dropped.",
             "state",
         )
         self.journal_failing = self._gauge(
-            "journal_failing", "1 while the journal cannot be written: a restart would lose text."
+            "journal_failing",
+            "1 while the journal cannot be written, so that a restart would lose text, else 0.",
         )
         self.journal_damaged = self._counter(
-            "journal_damaged_records_total", "Stretches of the journal that were skipped."
+            "journal_damaged_records_total", "Damaged parts of the journal that were skipped."
         )
 
     def _overload(self) -> None:
         self.refusals = self._counter(
             "refusals_total",
-            "Requests that were refused or ended because of overload: RATE_LIMITED, QUEUE_FULL, "
-            "DISPLACED, SLOW_READER, KEY_RATE_LIMITED, KEY_BUSY.",
+            "Requests that were refused or ended because of overload, by reason: RATE_LIMITED, "
+            "QUEUE_FULL, DISPLACED, SLOW_READER, KEY_RATE_LIMITED, KEY_BUSY.",
             "reason",
         )
         self.preempting_placements = self._counter(
             "preempting_placements_total",
-            "Sessions placed beyond a verifier's room, for which lesser ones make way.",
+            "Sessions placed on a full verifier, which preempts sessions of lower priority "
+            "for them.",
         )
         self.tenant_requests = self._counter(
             "tenant_requests_total",
-            "Requests that came and were not refused for their rate; tenants without limits of "
+            "Requests that were not refused by a rate limit, by tenant; tenants without limits of "
             "their own count as default.",
             "tenant",
         )
         self.tenant_tokens = self._counter(
-            "tenant_tokens_total", "Tokens of prompts and answers of requests that ended.", "tenant"
+            "tenant_tokens_total",
+            "Prompt and output tokens of requests that ended, by tenant.",
+            "tenant",
         )
 
     def _access(self) -> None:
         self.access_refusals = self._counter(
             "access_refusals_total",
-            "Calls of both fronts and the pool that were turned away: NO_KEY, WRONG_KEY, "
-            "NOT_OPERATOR, WRONG_ROLE.",
+            "Calls of the gRPC, HTTP and pool APIs that were refused, by reason: NO_KEY, "
+            "WRONG_KEY, NOT_OPERATOR, WRONG_ROLE.",
             "reason",
         )
         self.tls_handshakes = self._counter(
             "tls_handshakes_total",
-            "TLS handshakes that began on gRPC ports; one without a good certificate leads to no "
-            "call.",
+            "TLS handshakes that began on gRPC ports, failed ones included.",
         )
         self.keys_failing = self._gauge(
-            "api_keys_failing", "1 while the file of API keys is no good; the ones before count."
+            "api_keys_failing",
+            "1 while the API key file is invalid and the previous keys stay in use, else 0.",
         )
 
     def _speculation(self) -> None:
         self.rounds = self._counter(
-            "rounds_total", "Verify rounds that emitted tokens, summed over sessions."
+            "rounds_total", "Verification rounds that emitted tokens, summed over sessions."
         )
-        self.round_tokens = self._counter("round_tokens_total", "Tokens emitted by verify rounds.")
+        self.round_tokens = self._counter(
+            "round_tokens_total", "Tokens emitted by verification rounds."
+        )
         self.drafts = self._counter(
-            "spec_decode_num_drafts_total", "Verify rounds of a proposal, over sessions."
+            "spec_decode_num_drafts_total",
+            "Verification rounds with a proposal, summed over sessions.",
         )
         self.draft_tokens = self._counter(
-            "spec_decode_num_draft_tokens_total", "Draft nodes verified."
+            "spec_decode_num_draft_tokens_total", "Draft tokens that were verified."
         )
         self.accepted_tokens = self._counter(
-            "spec_decode_num_accepted_tokens_total", "Draft nodes accepted."
+            "spec_decode_num_accepted_tokens_total", "Draft tokens that were accepted."
         )
         self.accepted_per_position = self._counter(
             "spec_decode_num_accepted_tokens_per_pos_total",
-            "Draft nodes accepted, by depth (0 is the first draft token).",
+            "Draft tokens that were accepted, by position in the draft (0: the first draft token).",
             "position",
         )
         self.fallback_rounds = self._counter(
-            "fallback_rounds_total", "Rounds of speculative sessions without a proposal."
+            "fallback_rounds_total", "Rounds of speculative sessions that had no proposal."
         )
         self.target_only_rounds = self._counter(
-            "target_only_rounds_total", "Rejection rounds judged without draft probabilities."
+            "target_only_rounds_total", "Rounds of rejection sampling without draft probabilities."
         )
         self.look_ahead_rounds = self._counter(
             "look_ahead_rounds_total",
-            "Rounds of plans with look-ahead that used a proposal or wanted one.",
+            "Rounds of sessions with look-ahead that used or needed a proposal.",
         )
         self.look_ahead_drafted_rounds = self._counter(
             "look_ahead_drafted_rounds_total",
-            "Rounds of plans with look-ahead, by whether their proposal came before its prefix "
-            "(hit) or after it (fresh).",
+            "Rounds of sessions with look-ahead, by whether the proposal was drafted before the "
+            "verdict (hit) or after it (fresh).",
             "kind",
         )
         self.look_ahead_accepted = self._counter(
             "look_ahead_accepted_tokens_total",
-            "Draft nodes accepted in rounds of plans with look-ahead: in hits, in fresh ones.",
+            "Draft tokens accepted in rounds of sessions with look-ahead, by kind of proposal: "
+            "hit, fresh.",
             "kind",
         )
 
     def _fleet(self) -> None:
         self.verifier_up = self._gauge(
-            "verifier_up", "1 while sessions are placed on this verifier.", "verifier"
+            "verifier_up", "1 while this verifier accepts sessions, else 0.", "verifier"
         )
         self.verifier_losses = self._counter(
-            "verifier_losses_total", "Times that this verifier was lost.", "verifier"
+            "verifier_losses_total", "Number of times that this verifier was lost.", "verifier"
         )
         self.failovers = self._counter(
-            "failovers_total", "Times that a request lost its session and was placed again."
+            "failovers_total",
+            "Number of times that a request lost its session and continued in another one.",
         )
         self.resumed_sessions = self._counter(
             "resumed_sessions_total",
-            "Sessions opened for requests that had one before, by what became of that.",
+            "Sessions opened to continue a request, by the reason for which its last session "
+            "ended.",
             "cause",
         )
         self.drafter_up = self._gauge(
-            "drafter_up", "1 while this drafter is reachable and attached.", "drafter"
+            "drafter_up",
+            "1 while this drafter is reachable and attached to a verifier, else 0.",
+            "drafter",
         )
         self.drafter_losses = self._counter(
-            "drafter_losses_total", "Times that this drafter was lost.", "drafter"
+            "drafter_losses_total", "Number of times that this drafter was lost.", "drafter"
         )
         self.drafter_detached_sessions = self._counter(
             "drafter_detached_sessions_total",
-            "Times that a running session lost its drafter; it decodes plainly until given one.",
+            "Number of times that a running session lost its drafter and continued without "
+            "speculation.",
         )
         self.session_moves = self._counter(
             "session_moves_total",
-            "Running sessions that were given to another drafter, or to none: lost, quarantined, "
-            "drained, probe, balance.",
+            "Running sessions that moved to another drafter or to none, by reason: lost, "
+            "quarantined, drained, probe, balance.",
             "why",
         )
         self.drafter_quarantines = self._counter(
             "drafter_quarantines_total",
-            "Times that a drafter was given none of a verifier's sessions for a while, by what was "
-            "wrong with it: slow, silent, wrong.",
+            "Number of times that a drafter was quarantined for a verifier, by reason: slow, "
+            "silent, wrong.",
             "reason",
         )
 
     def _begin_at_zero(self) -> None:
-        """Series whose labels are known are there from the start: a rate sees the first event."""
+        """Create the series of known labels at 0, so that rates include the first event."""
         codes = (error.code for error in _ERRORS)
         known: dict[Counter | Gauge, Iterable[str]] = {
             self.requests: (*FinishReason, *codes),
@@ -327,7 +350,7 @@ class RouterMetrics:
     def record_request_end(
         self, outcome: str, first: float | None, last: float, tokens: int, duration_s: float
     ) -> None:
-        """Count a request that ended; `first` and `last` are clock times of its tokens, seconds."""
+        """Count a request that ended; `first` and `last` are the times of its tokens in seconds."""
         self.requests.labels(outcome).inc()
         self.request_duration.observe_values(duration_s)
         self.request_generation_tokens.observe_values(tokens)
@@ -335,7 +358,7 @@ class RouterMetrics:
             self.time_per_output_token.observe_values((last - first) / (tokens - 1))
 
     def record_events(self, events: SessionEvents) -> None:
-        """Count the rounds of a message of events."""
+        """Count the verification rounds of a message of session events."""
         rounds = (events.round_ids > 0) & (events.counts > 0)
         self.rounds.inc(int(rounds.sum()))
         self.round_tokens.inc(int(events.counts[rounds].sum()))

@@ -22,9 +22,9 @@ async def attach_drafter(control: DrafterControl, address: str, verifier: str) -
         await control.attach(verifier)
     except OutriderError as error:
         # The drafter answers, so it is not lost; the next look tries again.
-        logger.warning("attaching a drafter failed", extra=facts | {"problem": error.message})
+        logger.warning("drafter attach failed", extra=facts | {"problem": error.message})
     else:
-        logger.info("drafter told to attach", extra=facts)
+        logger.info("drafter attach requested", extra=facts)
 
 
 async def detach_drafter(

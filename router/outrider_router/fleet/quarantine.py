@@ -245,18 +245,20 @@ class QuarantineManager:
         self._quarantine = Quarantine(chance)
 
     def update(self, info: VerifierInfo, known: Collection[DrafterId]) -> None:
-        """Put `known` drafters in quarantine that a verifier has something to say against, and let
-        out those whose time has come."""
+        """Quarantine faulty drafters among `known` and probe or release quarantined ones.
+
+        `info` holds the statistics that a verifier reports about its drafters.
+        """
         changed = False
         for drafter_id, reason in self._quarantine.update(info, known, self._clock()):
             changed = True
             facts = {"drafter_id": drafter_id, "verifier_id": info.verifier_id}
             if reason is None:
-                logger.info("drafter is probed or well again", extra=facts)
+                logger.info("drafter released from quarantine or probed", extra=facts)
                 continue
             self._metrics.drafter_quarantines.labels(reason).inc()
             logger.warning(
-                "drafter in quarantine: its sessions go to others, or decode plainly",
+                "drafter quarantined",
                 extra=facts | {"reason": reason.value},
             )
         if changed:

@@ -245,7 +245,7 @@ class PeerRegistry:
             except (OutriderError, TimeoutError) as error:
                 self._failed(peer, error)
             except Exception:
-                logger.exception("look at peer failed", extra={"address": peer.address})
+                logger.exception("peer poll failed", extra={"address": peer.address})
             self._note_drafters()
             await wait_next_poll(peer, self._interval_s)
 
@@ -316,7 +316,7 @@ class PeerRegistry:
             if peer.is_serving and not before.draining:
                 self._drafter_lost(peer, "it was restarted")
         if info.draining and not (before is not None and before.draining):
-            logger.info("drafter is about to stop", extra={"drafter_id": info.drafter_id})
+            logger.info("drafter drain started", extra={"drafter_id": info.drafter_id})
             self._on_drafters_changed()
         self._seen(peer)
         placed = self._placed().get(info.drafter_id, 0)
@@ -337,7 +337,7 @@ class PeerRegistry:
         misfits = {address for address, verifier in known.items() if not can_serve(info, verifier)}
         for address in misfits - peer.misfits:
             logger.warning(
-                "drafter does not fit verifier: vocabulary or features differ",
+                "drafter does not match verifier: vocabulary or features differ",
                 extra={"drafter_id": info.drafter_id, "verifier": address},
             )
         peer.misfits = misfits
@@ -348,7 +348,7 @@ class PeerRegistry:
         if peer.state is PeerState.HEALTHY:
             return False
         peer.state = PeerState.HEALTHY
-        logger.info("peer is healthy", extra={"address": peer.address})
+        logger.info("peer became healthy", extra={"address": peer.address})
         return True
 
     def _refuse(self, peer: PeerStatus, error: OutriderError) -> None:
@@ -357,7 +357,7 @@ class PeerRegistry:
 
     def _failed(self, peer: PeerStatus, error: OutriderError | TimeoutError) -> None:
         message = str(error) or "no answer in time"
-        self._complain(peer, "peer does not answer", message)
+        self._complain(peer, "peer did not answer", message)
         if not isinstance(error, (TimeoutError, DeadlineExceededError)):
             peer.failures += 1
         state = state_after_failure(
@@ -380,7 +380,7 @@ class PeerRegistry:
     def _lose_verifier(self, peer: VerifierPeer, info: VerifierInfo, why: str) -> None:
         facts = {"verifier_id": info.verifier_id, "address": peer.address, "problem": why}
         if info.draining:
-            logger.info("verifier has stopped", extra=facts)
+            logger.info("verifier stopped", extra=facts)
         else:
             logger.error("verifier lost", extra=facts)
             self._metrics.verifier_losses.labels(info.verifier_id).inc()
@@ -398,7 +398,7 @@ class PeerRegistry:
             if peer.is_serving and not serving and self._healthy() and not peer.is_leaving:
                 self._drafter_lost(peer, peer.problem or "its verifier lost the connection")
             if serving and not peer.is_serving:
-                logger.info("drafter serves", extra={"drafter_id": peer.info.drafter_id})
+                logger.info("drafter connected", extra={"drafter_id": peer.info.drafter_id})
             peer.is_serving = serving
             self._metrics.drafter_losses.labels(peer.info.drafter_id)
             self._metrics.drafter_up.labels(peer.info.drafter_id).set(serving)
@@ -414,7 +414,7 @@ class PeerRegistry:
         peer.is_serving = False
         self._metrics.drafter_losses.labels(peer.info.drafter_id).inc()
         logger.warning(
-            "drafter lost; its sessions decode plainly until others take them",
+            "drafter lost",
             extra={
                 "drafter_id": peer.info.drafter_id,
                 "address": peer.address,

@@ -126,7 +126,7 @@ class DrafterRebalancer:
         assert session is not None, "nothing has happened since the move was planned"
         self._metrics.session_moves.labels(move.reason).inc()
         logger.info(
-            "session moves",
+            "session moved",
             extra={
                 "request_id": move.request_id,
                 "drafter_id": session.drafter.drafter_id,
@@ -165,7 +165,7 @@ class DrafterRebalancer:
             try:
                 self.rebalance_now()
             except Exception:
-                logger.exception("sessions could not be moved")
+                logger.exception("session rebalancing failed")
             await asyncio.sleep(MIN_CHECK_INTERVAL_S)
             try:
                 async with asyncio.timeout(self._interval_s):

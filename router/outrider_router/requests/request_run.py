@@ -315,7 +315,7 @@ class RequestRun:
             self._context.metrics.failovers.inc()
             entry.span.event("session_lost", {"outrider.cause": cause.value})
             logger.warning(
-                "request has lost its session",
+                "request lost its session",
                 extra={
                     **entry.log_ids,
                     "cause": cause.value,
@@ -562,7 +562,7 @@ class RequestRunner:
 
     def _on_draining(self, peer: VerifierPeer, seconds: float) -> None:
         """A verifier stops in so many seconds: its sessions leave it as others have capacity."""
-        logger.info("verifier drains", extra={"address": peer.address, "seconds": seconds})
+        logger.info("verifier drain started", extra={"address": peer.address, "seconds": seconds})
         self._registry.mark_verifier_draining(peer)
         until = self._clock() + max(0.0, seconds)
         for run in self._runs:

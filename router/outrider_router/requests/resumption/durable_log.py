@@ -191,7 +191,7 @@ class DurableLog:
     def _fail(self, error: Exception) -> None:
         if not self._failing:
             logger.error(
-                "the journal cannot be used; serving without",
+                "journal failed; serving without it",
                 extra={"journal": str(self.path), "why": str(error)},
             )
             self._failing = True
@@ -229,7 +229,7 @@ class DurableLog:
         finally:
             self._meanwhile = None
         if self._failing:
-            logger.warning("the journal is written again", extra={"bytes": self._size})
+            logger.warning("journal recovered", extra={"bytes": self._size})
             self._failing = False
             self._on_failing(False)
 
@@ -345,16 +345,16 @@ def _read_file(path: Path, until: float) -> LogContents:
         if data:
             aside = path.with_name(path.name + ".unreadable")
             os.replace(path, aside)
-            logger.error("the journal is none of this version; put aside", extra={"as": str(aside)})
+            logger.error("journal of another version moved aside", extra={"as": str(aside)})
         return LogContents()
     contents = decode_log(data, is_late=lambda: time.monotonic() >= until)
     if contents.unread_bytes:
         logger.error(
-            "the journal takes too long to read; the rest is dropped",
+            "journal read timed out; the rest was dropped",
             extra={"unread_bytes": contents.unread_bytes},
         )
     if contents.num_damaged:
-        logger.error("parts of the journal are damaged", extra={"skipped": contents.num_damaged})
+        logger.error("damaged journal records skipped", extra={"skipped": contents.num_damaged})
     if contents.is_torn:
-        logger.warning("the journal's last record is incomplete, as a crash leaves it")
+        logger.warning("incomplete last journal record dropped")
     return contents

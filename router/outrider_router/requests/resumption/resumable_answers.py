@@ -233,7 +233,7 @@ class ResumableAnswer:
             # The listener has left, which must not keep the request from going on.
             self._task.uncancel()
         except Exception as error:
-            logger.debug("a client is gone", exc_info=error)
+            logger.debug("client disconnected", exc_info=error)
             listener.end(InternalError("the message could not be sent", reason="NOT_SENT"))
             self._leave(listener)
         finally:

@@ -126,7 +126,7 @@ class ResumableRequests:
                 self._restore(logged, self._log, contents.alive_at)
             except Exception:
                 # A file that was tampered with must not keep the router from serving.
-                logger.exception("a request of the journal could not be restored")
+                logger.exception("journal request not restored")
                 self._metrics.restored_requests.labels("dropped").inc()
         contents.requests.clear()
         self._log.start_writing()
