@@ -51,7 +51,7 @@ def check_metadata(metadata: Metadata) -> Metadata:
     for key, value in pairs:
         if not (isinstance(key, str) and _KEY.fullmatch(key)):
             raise InvalidRequestError(
-                "a key of metadata must be a text of lower-case letters, digits, '-', '_' and '.', "
+                "a metadata key must consist of lower-case letters, digits, '-', '_' and '.', "
                 f"got {quote_value(key)}",
                 reason="INVALID_METADATA",
             )
@@ -76,8 +76,8 @@ def _pair(item: object) -> tuple[str, str]:
 def _no_pairs(found: object) -> InvalidRequestError:
     # Not shown: it may be a secret.
     return InvalidRequestError(
-        "metadata must be a sequence of pairs (key, value) of texts, "
-        f"a value of type {type(found).__name__} is none",
+        "metadata must be a sequence of pairs (key, value) of strings, "
+        f"got a value of type {type(found).__name__}",
         reason="INVALID_METADATA",
     )
 
@@ -86,7 +86,7 @@ def _printable(value: str, what: str, reason: str) -> str:
     # Not shown: it may be a secret.
     if not (isinstance(value, str) and value and value.isascii() and value.isprintable()):
         raise InvalidRequestError(
-            f"{what} must be a text of printable ASCII, and not empty", reason=reason
+            f"{what} must be a non-empty string of printable ASCII characters", reason=reason
         )
     return value
 

@@ -200,8 +200,8 @@ def make_prompt(prompt: PromptLike) -> Prompt:
             if made is not None:
                 return made
     raise InvalidRequestError(
-        "a prompt must be a text, a sequence of token ids or one of ChatMessages, and not empty; "
-        "roles and contents of messages are texts",
+        "a prompt must be a non-empty string, sequence of token ids or sequence of ChatMessages; "
+        "roles and contents of messages must be strings",
         reason="INVALID_PROMPT",
     )
 
@@ -238,7 +238,7 @@ def _structured(options: GenerateOptions) -> StructuredOutput | None:
             found.append(StructuredOutput(kind, text))
     if len(found) > 1:
         raise InvalidRequestError(
-            "only one of json_schema, json_object, regex and grammar can be asked for",
+            "at most one of json_schema, json_object, regex and grammar may be given",
             reason="INVALID_STRUCTURE",
         )
     return found[0] if found else None
@@ -270,7 +270,7 @@ def _allowed(options: GenerateOptions) -> tuple[int, ...]:
     allowed = _ids(options, "allowed_token_ids")
     if "allowed_token_ids" in options and not allowed:
         raise InvalidRequestError(
-            "allowed_token_ids must name at least one id", reason="INVALID_OPTION"
+            "allowed_token_ids must contain at least one id", reason="INVALID_OPTION"
         )
     return allowed
 

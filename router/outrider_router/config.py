@@ -71,7 +71,10 @@ class SpeculationDefaults:
             if not 0 <= getattr(self, name) <= MAX_PROPOSAL_TIMEOUT_MS:
                 raise ValueError(f"{name} must be in [0, {MAX_PROPOSAL_TIMEOUT_MS}]")
         if self.draft_tokens > self.max_draft_tokens:
-            raise ValueError("draft_tokens must not be greater than max_draft_tokens")
+            raise ValueError(
+                f"draft_tokens must be at most max_draft_tokens ({self.max_draft_tokens}), "
+                f"got {self.draft_tokens}"
+            )
         SpeculationPlan(
             draft_tokens=self.max_draft_tokens,
             top_k=self.top_k,
@@ -164,7 +167,7 @@ class HttpConfig:
             raise ValueError(f"root_path must begin with / and not end with it, got {path!r}")
         for origin in self.cors_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
-                raise ValueError(f"cors_origins are * or SCHEME://HOST[:PORT], got {origin!r}")
+                raise ValueError(f"cors_origins must be * or SCHEME://HOST[:PORT], got {origin!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +273,10 @@ class RouterConfig:
         split_addresses((*self.verifiers, *self.drafters))
         self._check_times()
         if self.reuse_ports and self.journal is not None:
-            raise ValueError("routers that share their ports cannot have a journal")
+            raise ValueError(
+                "reuse_ports and journal exclude each other: routers that share ports cannot have "
+                "a journal"
+            )
         if self.queue_limit < 0:
             raise ValueError(f"queue_limit must be >= 0, got {self.queue_limit}")
         if self.default_max_tokens < 1:
@@ -281,7 +287,9 @@ class RouterConfig:
             raise ValueError("session_slack_tokens must be >= 0")
         for name in self.tenants:
             if not name or len(name) > MAX_TENANT_CHARS:
-                raise ValueError(f"names of tenants have 1 to {MAX_TENANT_CHARS} characters")
+                raise ValueError(
+                    f"names of tenants must have 1 to {MAX_TENANT_CHARS} characters, got {name!r}"
+                )
         self.tls.for_fleet()
         check_level(self.log_level)
 

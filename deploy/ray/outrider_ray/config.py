@@ -141,12 +141,14 @@ class RayFleetConfig:
     def __post_init__(self) -> None:
         for name in ("verifiers", "drafters"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.detached and not self.ray_address:
-            raise ValueError("detached needs ray_address: a local Ray ends with the launcher")
+            raise ValueError(
+                "detached needs ray_address, because a local Ray stops with the launcher"
+            )
         for name in ("threads", "cpus_per_actor", "gpus_per_actor", "drain_timeout_s"):
             if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} must not be negative")
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         choices = (
             ("device", ("", *DEVICES)),
             ("drafter_device", ("", *DEVICES)),
@@ -165,7 +167,10 @@ class RayFleetConfig:
             raise ValueError("start_timeout_s must be positive")
         if self.ray_address.startswith("ray://"):
             # A client session has no raylet of its own: actor calls would take a detour.
-            raise ValueError("ray_address: start the launcher on a node of the cluster")
+            raise ValueError(
+                "ray_address must not be a ray:// address: start the launcher on a node of the "
+                "cluster"
+            )
 
     @property
     def drafting(self) -> tuple[DraftMethod, ...]:

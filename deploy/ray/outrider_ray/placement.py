@@ -29,7 +29,7 @@ def gpu_share(strategy: str, actors: int, gpus: Sequence[float]) -> float:
     most = max(gpus, default=0.0) if strategy == STRICT_PACK else sum(gpus)
     if most <= 0.0:
         raise UnavailableError(
-            "Ray has no GPU: for nodes that are still to come, say how much of one an actor gets",
+            "the Ray cluster has no GPU; if nodes with GPUs join later, set gpus_per_actor",
             reason="NO_GPU",
         )
     # Actors that are kept apart share nothing with each other.
@@ -82,7 +82,7 @@ class ActorPlacement:
                 await asyncio.gather(*(self._wait(cell) for cell in cells))
         except TimeoutError:
             raise UnavailableError(
-                f"Ray found no {self._config.strategy} places for {_names(cells)} within "
+                f"Ray could not place {_names(cells)} with strategy {self._config.strategy} within "
                 f"{self._config.start_timeout_s:g} s",
                 reason="NO_PLACES",
             ) from None
@@ -146,7 +146,9 @@ class ActorPlacement:
                 bundles, strategy=config.ray_strategy, name=name, lifetime=lifetime
             )
         except ValueError as error:
-            raise UnavailableError(f"no places: {error}", reason="NO_PLACES") from error
+            raise UnavailableError(
+                f"Ray could not create placement groups: {error}", reason="NO_PLACES"
+            ) from error
 
     async def _wait(self, cell: MemberGroup) -> None:
         from ray.util import placement_group_table

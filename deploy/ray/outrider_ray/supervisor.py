@@ -250,13 +250,14 @@ def _find(namespace: str) -> Any:
         return actor_named(SUPERVISOR, namespace)
     except UnavailableError:
         raise NotFoundError(
-            f"no detached fleet in the namespace {namespace}", reason="NO_FLEET"
+            f"the namespace {namespace} has no detached fleet", reason="NO_FLEET"
         ) from None
 
 
 def _in_use(namespace: str) -> AlreadyExistsError:
     return AlreadyExistsError(
-        f"the namespace {namespace} has a fleet; `outrider ray stop` ends it", reason="NAME_IN_USE"
+        f"the namespace {namespace} already has a fleet; `outrider ray stop` stops it",
+        reason="NAME_IN_USE",
     )
 
 
@@ -268,7 +269,7 @@ def _ask(actor: Any, method: str, timeout_s: float) -> Any:
         return ray.get(getattr(actor, method).remote(), timeout=timeout_s)
     except RayError as error:
         raise UnavailableError(
-            f"the supervisor does not answer: {type(error).__name__}", reason="PEER_LOST"
+            f"the supervisor did not answer: {type(error).__name__}", reason="PEER_LOST"
         ) from error
 
 

@@ -152,7 +152,8 @@ class LocalFleetConfig:
             )
         if self.gpu_memory_utilization is not None and self.device == CPU:
             raise InvalidRequestError(
-                "--gpu-memory-utilization is for --device cuda; on a CPU --kv-tokens sizes the K/V",
+                "--gpu-memory-utilization needs --device cuda; on a CPU, --kv-tokens sets the KV "
+                "cache size",
                 reason="INVALID_DEVICE",
             )
         if self.placement not in PLACEMENTS:
@@ -162,16 +163,18 @@ class LocalFleetConfig:
             )
         if self.placement != SEPARATE and DraftMethod.EAGLE3 not in self.methods:
             raise InvalidRequestError(
-                f"{self.placement} drafting is for the method eagle3", reason="INVALID_PLACEMENT"
+                f"placement {self.placement} needs the draft method eagle3",
+                reason="INVALID_PLACEMENT",
             )
         if HEAD_METHODS & set(self.methods) and self.head is None:
             raise InvalidRequestError(
-                "drafting with a head needs one: no head ships for this model, give --head DIR",
+                "the draft methods eagle3 and eagle need a draft head: no head ships for this "
+                "model, so give --head DIR",
                 reason="NO_HEAD",
             )
         if DraftMethod.MODEL in self.methods and self.draft_model is None:
             raise InvalidRequestError(
-                "drafting with a small model needs --draft-model", reason="NO_DRAFT_MODEL"
+                "the draft method model needs --draft-model", reason="NO_DRAFT_MODEL"
             )
 
     def _check_front(self) -> None:
@@ -184,11 +187,12 @@ class LocalFleetConfig:
         host, port = split_address(self.listen)
         if self.http is not None and port != "0" and split_address(self.http) == (host, port):
             raise InvalidRequestError(
-                f"http and listen must differ, both are {self.listen}", reason="INVALID_ADDRESS"
+                f"http and listen must be different addresses, both are {self.listen}",
+                reason="INVALID_ADDRESS",
             )
         if self.api_keys is not None and not self.api_keys.is_file():
             raise InvalidRequestError(
-                f"there is no file of API keys at {self.api_keys}", reason="NO_KEYS_FILE"
+                f"API key file {self.api_keys} does not exist", reason="NO_KEYS_FILE"
             )
 
     def _check_routers(self) -> None:
@@ -201,13 +205,14 @@ class LocalFleetConfig:
             return
         if self.journal is not None:
             raise InvalidRequestError(
-                "a journal is for one router: who comes back for an answer need not come to the "
-                "one of several that has it",
+                "a journal needs a single router: with several, a client that resumes a stream may "
+                "reach another router",
                 reason="INVALID_COUNT",
             )
         if self.http is not None and self.http.endswith(":0"):
             raise InvalidRequestError(
-                "several routers need to be told their HTTP port", reason="INVALID_COUNT"
+                "several routers need a fixed HTTP port; port 0 is allowed for one router only",
+                reason="INVALID_COUNT",
             )
 
     @property

@@ -204,7 +204,7 @@ class AccessControl:
         if self._held.get(name, 0) + count > key.max_concurrent:
             self._metrics.refusals.labels(KEY_BUSY).inc()
             raise ResourceExhaustedError(
-                f"the API key {name!r} may have {key.max_concurrent} requests at once",
+                f"the API key {name!r} may have at most {key.max_concurrent} requests in progress",
                 reason=KEY_BUSY,
                 retry_after_s=_BUSY_S,
             )
@@ -224,7 +224,7 @@ class AccessControl:
         if bucket.shortage(count, now):
             self._metrics.refusals.labels(KEY_RATE_LIMITED).inc()
             raise ResourceExhaustedError(
-                f"the API key {name!r} may send {key.requests_per_s:g} requests a second",
+                f"the API key {name!r} may send at most {key.requests_per_s:g} requests per second",
                 reason=KEY_RATE_LIMITED,
                 retry_after_s=bucket.hint_s(count, now),
             )

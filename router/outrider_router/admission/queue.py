@@ -364,7 +364,7 @@ class AdmissionQueue:
             if bucket is not None and bucket.shortage(units, now):
                 self._metrics.refusals.labels("RATE_LIMITED").inc()
                 raise ResourceExhaustedError(
-                    f"the tenant has used up its rate of {what}; try again later",
+                    f"the tenant exceeded its rate limit of {what}; try again later",
                     reason="RATE_LIMITED",
                     retry_after_s=bucket.hint_s(units, now),
                 )
@@ -446,7 +446,7 @@ class AdmissionQueue:
                     self.fail_request(
                         request_id,
                         DeadlineExceededError(
-                            "the deadline passed while the request was queued",
+                            "the deadline of the request passed while it was queued",
                             reason="DEADLINE_IN_QUEUE",
                         ),
                     )

@@ -43,7 +43,7 @@ class RequestGroup:
 
     def remove_request(self) -> None:
         """One of them goes away: who comes later must not wait for it, nor be placed beside it."""
-        self.fail_group(CancelledRequestError("a request of the same call has left"))
+        self.fail_group(CancelledRequestError("another request of the same call ended"))
 
     async def wait_admitted(self) -> None:
         """Wait until they are in. Raises why they are not."""

@@ -73,12 +73,14 @@ class KeysFile:
 
     def __post_init__(self) -> None:
         if len(self.keys) > MAX_KEYS:
-            raise ValueError(f"a file may hold {MAX_KEYS} keys, this one holds {len(self.keys)}")
+            raise ValueError(f"a key file may hold at most {MAX_KEYS} keys, got {len(self.keys)}")
         for name in self.keys:
             if not name or len(name) > MAX_TENANT_CHARS:
-                raise ValueError(f"names of keys have 1 to {MAX_TENANT_CHARS} characters")
+                raise ValueError(
+                    f"names of keys must have 1 to {MAX_TENANT_CHARS} characters, got {name!r}"
+                )
         if len({key.sha256 for key in self.keys.values()}) != len(self.keys):
-            raise ValueError("a key may be there once only: two names have one sha256")
+            raise ValueError("each key must have one name only: two names have the same sha256")
 
 
 def read_keys(path: Path) -> Mapping[str, ApiKey]:
@@ -88,7 +90,7 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
         return load_config(KeysFile, path).keys
     except InvalidRequestError as error:
         raise InvalidRequestError(
-            f"file of API keys {path}: {error.message}", reason=error.reason
+            f"API key file {path}: {error.message}", reason=error.reason
         ) from error
 
 
@@ -106,7 +108,7 @@ def find_key(keys: Mapping[str, ApiKey], header: str | None) -> str:
         if hmac.compare_digest(digest, key.sha256):
             found = name
     if not found:
-        raise UnauthenticatedError("this API key is not known here", reason="WRONG_KEY")
+        raise UnauthenticatedError("the API key is unknown", reason="WRONG_KEY")
     return found
 
 
@@ -114,14 +116,14 @@ def check_operator(name: str, key: ApiKey) -> None:
     """Raises PermissionDeniedError (NOT_OPERATOR) unless it is an operator's key."""
     if not key.operator:
         raise PermissionDeniedError(
-            f"the API key {name!r} is not an operator's", reason="NOT_OPERATOR"
+            f"the API key {name!r} does not have the operator permission", reason="NOT_OPERATOR"
         )
 
 
 def _secret_of(header: str | None) -> str:
     if not header:
         raise UnauthenticatedError(
-            "an API key is needed: authorization: Bearer KEY", reason="NO_KEY"
+            "an API key is required: send the header `authorization: Bearer KEY`", reason="NO_KEY"
         )
     scheme, _, rest = header.strip().partition(" ")
     credential = rest.strip()

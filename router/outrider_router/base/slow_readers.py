@@ -74,6 +74,6 @@ async def with_write_timeout(
         if not limit.expired():
             raise
         raise ResourceExhaustedError(
-            f"the client took nothing for {slow_reader_timeout_s:g} s, though there was something",
+            f"the client read nothing for {slow_reader_timeout_s:g} s although output was waiting",
             reason=SLOW_READER,
         ) from None

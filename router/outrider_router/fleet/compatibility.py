@@ -52,8 +52,8 @@ def check_verifier_fits(info: VerifierInfo, tokenizer: TokenizerIdentity) -> Non
     _check_protocol("verifier", info.verifier_id, info.protocol_version)
     if info.vocab_size < tokenizer.num_ids:
         raise FailedPreconditionError(
-            f"verifier {info.verifier_id} has {info.vocab_size} ids, the router's tokenizer writes "
-            f"up to {tokenizer.num_ids}",
+            f"verifier {info.verifier_id} has {info.vocab_size} token ids, but the router's "
+            f"tokenizer produces up to {tokenizer.num_ids}",
             reason="VOCAB_MISMATCH",
         )
     if info.tokenizer_hash and info.tokenizer_hash != tokenizer.hash:
@@ -78,7 +78,7 @@ def check_drafter_fits(info: DrafterInfo, tokenizer: TokenizerIdentity) -> None:
 def _check_protocol(kind: str, name: str, version: int) -> None:
     if version != PROTOCOL_VERSION:
         raise FailedPreconditionError(
-            f"{kind} {name} speaks protocol {version}, the router {PROTOCOL_VERSION}",
+            f"{kind} {name} speaks protocol version {version}, the router {PROTOCOL_VERSION}",
             reason="PROTOCOL_MISMATCH",
         )
 

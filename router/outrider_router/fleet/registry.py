@@ -294,14 +294,17 @@ class PeerRegistry:
             why = f"its sessions made no progress for {peer.stalled_s:.1f} s"
             self._lose_verifier(peer, info, why)
         if peer.stalled_at == standing:
-            raise UnavailableError("it answers and makes no progress", reason="VERIFIER_STALLED")
+            raise UnavailableError(
+                "the verifier answers but makes no progress", reason="VERIFIER_STALLED"
+            )
 
     def _check_name(self, peer: VerifierPeer, info: VerifierInfo) -> None:
         """Places, sessions and losses go by the name: two verifiers must not share one."""
         namesake = self.healthy_verifier(info.verifier_id)
         if namesake is not None and namesake is not peer:
             raise FailedPreconditionError(
-                f"{namesake.address} is called {info.verifier_id} too", reason="NAME_TAKEN"
+                f"the verifier id {info.verifier_id} is already used by {namesake.address}",
+                reason="NAME_TAKEN",
             )
 
     async def _look_at_drafter(self, peer: DrafterPeer) -> None:
@@ -425,4 +428,6 @@ class PeerRegistry:
 
 def _check_capacity(kind: str, count: int) -> None:
     if count >= MAX_PEERS:
-        raise ResourceExhaustedError(f"there are {MAX_PEERS} {kind}", reason="TOO_MANY_PEERS")
+        raise ResourceExhaustedError(
+            f"the router already has the maximum of {MAX_PEERS} {kind}", reason="TOO_MANY_PEERS"
+        )

@@ -99,7 +99,7 @@ def incomplete_error(cause: FailoverCause, past: RequestHistory) -> UnavailableE
     if past.losses > 1:
         why += f" ({past.losses} times so far)"
     return UnavailableError(
-        f"{why} and no other took it over in time; {past.emitted} tokens were emitted, "
-        "the answer is incomplete",
+        f"{why} and no other one took the request over in time; the answer is incomplete after "
+        f"{past.emitted} tokens",
         reason="VERIFIER_LOST",
     )

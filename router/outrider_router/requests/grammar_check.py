@@ -64,7 +64,8 @@ class GrammarChecker:
         self.prepare()
         if self._compiler is None:
             raise FailedPreconditionError(
-                "this router has no structured output: it needs a tokenizer.json and llguidance",
+                "structured output is not available: it needs the model's tokenizer.json and the "
+                "package llguidance",
                 reason="NO_STRUCTURED_OUTPUT",
             )
         self._compiler.validate(structured, cancellation, is_first_try=is_first_try)

@@ -78,7 +78,7 @@ def _token_id_variants(word: str, tokenizer: Tokenizer) -> Iterator[_Ids]:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if not ids:
             raise InvalidRequestError(
-                f"bad_words holds {word!r}, which has no tokens",
+                f"bad_words contains {word!r}, which has no tokens",
                 reason="INVALID_SAMPLING",
                 param="bad_words",
             )
@@ -177,8 +177,8 @@ def output_budget(
     room = max_context_len - prompt_len
     if room < 1:
         raise InvalidRequestError(
-            f"the prompt has {prompt_len} tokens; the context holds {max_context_len} with the "
-            "output",
+            f"the prompt has {prompt_len} tokens, but prompt and output together may have "
+            f"at most {max_context_len}",
             reason="PROMPT_TOO_LONG",
             param="prompt",
         )
@@ -213,7 +213,7 @@ def check_ids(ids: tuple[int, ...], vocab_size: int, what: str) -> None:
     bad = next((id_ for id_ in ids if not 0 <= id_ < vocab_size), None)
     if bad is not None:
         raise InvalidRequestError(
-            f"{what} holds {bad}; ids must be in [0, {vocab_size})",
+            f"{what} contains {bad}; token ids must be in [0, {vocab_size})",
             reason="TOKEN_OUT_OF_RANGE",
             param=what.removeprefix("the "),
         )
@@ -451,7 +451,7 @@ def _stop_ids(request: GenerateRequest, tokenizer: Tokenizer, vocab_size: int) -
         return stop_ids(request.stopping, tokenizer.eos_ids, vocab_size)
     if not tokenizer.eos_ids:
         raise InvalidRequestError(
-            "structured output needs a model with an end-of-turn id",
+            "structured output needs a model with an end-of-sequence token",
             reason="INVALID_STRUCTURE",
             param="structured_outputs",
         )

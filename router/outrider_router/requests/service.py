@@ -290,7 +290,7 @@ class RouterService:
         if answer is None or answer.entry.caller.tenant != caller.tenant:
             # Not a word of whether somebody else has one of this id.
             raise NotFoundError(
-                f"no resumable request {position.request_id!r} runs here or has ended of late",
+                f"no resumable request {position.request_id!r} is running or ended recently",
                 reason="NO_STREAM",
                 retry_after_s=OTHER_ROUTER_RETRY_S if self.config.reuse_ports else None,
             )
@@ -369,12 +369,15 @@ class RouterService:
         id, of another tenant's request."""
         answer = None if name is None else self.resumables.get_answer(name)
         if answer is not None and answer.entry.caller.tenant != caller.tenant:
-            raise AlreadyExistsError(f"request {name!r} is there already", reason="REQUEST_EXISTS")
+            raise AlreadyExistsError(
+                f"request {name!r} already exists; request ids must be unique",
+                reason="REQUEST_EXISTS",
+            )
 
     def _arm(self, entry: RequestEntry) -> asyncio.TimerHandle | None:
         if entry.deadline is None:
             return None
-        error = DeadlineExceededError("the deadline passed", reason="DEADLINE")
+        error = DeadlineExceededError("the deadline of the request passed", reason="DEADLINE")
         left_s = max(0.0, entry.deadline - self._clock())
         return asyncio.get_running_loop().call_later(left_s, entry.fail_request, error)
 

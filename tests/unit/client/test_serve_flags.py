@@ -124,7 +124,7 @@ def test_so_many_processes_are_started_by_either_runtime(parsed: Parsed) -> None
 def test_several_routers_are_processes(parsed: Parsed) -> None:
     config = parsed("--routers", "4")
     assert config.routers == 4
-    with pytest.raises(InvalidRequestError, match="--routers is for --runtime processes"):
+    with pytest.raises(InvalidRequestError, match="--routers needs --runtime processes"):
         serve.ray_args(config)
     with pytest.raises(InvalidRequestError, match="at least 1 and at most 8, got 0"):
         replace(config, routers=0)
@@ -136,7 +136,7 @@ def test_several_routers_are_processes(parsed: Parsed) -> None:
         (["--http", "nonsense"], "http must be HOST:PORT, got 'nonsense'"),
         (["--http", "localhost:http"], "http must be HOST:PORT"),
         (["--port", "70000"], "listen must be HOST:PORT, got '127.0.0.1:70000'"),
-        (["--api-keys", "/nowhere/keys.toml"], "no file of API keys at /nowhere/keys.toml"),
+        (["--api-keys", "/nowhere/keys.toml"], "API key file /nowhere/keys.toml does not exist"),
     ],
 )
 def test_what_only_the_router_needs_is_checked_before_anything_starts(

@@ -118,7 +118,9 @@ def _tokenized(ids: tuple[int, ...], info: ModelInfo, names: Tokenizer | None) -
 async def _ids(body: TokenizeRequest, service: RouterService) -> tuple[int, ...]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError(
-            "one of prompt and messages must be given", reason="INVALID_REQUEST", param="prompt"
+            "exactly one of prompt and messages must be given",
+            reason="INVALID_REQUEST",
+            param="prompt",
         )
     opening = body.add_special_tokens is not False
     if body.prompt == "":

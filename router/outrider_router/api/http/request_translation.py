@@ -48,7 +48,8 @@ def completion_requests(
     refuse_unsupported(body.model_extra, COMPLETION)
     if body.echo and body.logprobs is not None:
         raise UnsupportedFieldError(
-            "echo with logprobs is not supported here: prompts have none", param="echo"
+            "echo with logprobs is not supported: prompt tokens have no log probabilities",
+            param="echo",
         )
     return _choices(
         body,

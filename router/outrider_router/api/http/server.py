@@ -169,7 +169,7 @@ def bind_socket(
     host = host.removeprefix("[").removesuffix("]")
     try:
         if not 0 <= int(port) <= _MAX_PORT:
-            raise ValueError(f"ports are in [0, {_MAX_PORT}]")
+            raise ValueError(f"the port must be in [0, {_MAX_PORT}]")
         family, kind, protocol, _, where = socket.getaddrinfo(
             host or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]

@@ -96,7 +96,7 @@ def _unsupported_in(message: object, where: str) -> UnsupportedFieldError | None
     role = message.get("role")
     if isinstance(role, str) and role in _TOOL_ROLES:
         return UnsupportedFieldError(
-            f"{where}.role {role!r} is not supported here, for there are no tools; it may be "
+            f"{where}.role {role!r} is not supported, because there is no tool calling; it may be "
             "'system', 'developer', 'user' or 'assistant'",
             param=f"{where}.role",
         )

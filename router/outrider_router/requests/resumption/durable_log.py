@@ -328,7 +328,7 @@ def _check_unlocked(name: Path) -> None:
 def _locked_error(name: Path) -> FailedPreconditionError:
     journal = name.with_name(name.name.removesuffix(".lock"))
     return FailedPreconditionError(
-        f"the journal {journal} belongs to another router that runs", reason="JOURNAL_LOCKED"
+        f"the journal {journal} is in use by another running router", reason="JOURNAL_LOCKED"
     )
 
 

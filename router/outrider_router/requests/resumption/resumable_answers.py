@@ -200,7 +200,7 @@ class ResumableAnswer:
         comes = self.tokens < known and position.tokens <= known
         if self.over or not (comes or self.may_lag):
             raise InvalidRequestError(
-                f"request {position.request_id!r} has said {self.tokens} tokens and "
+                f"request {position.request_id!r} has sent {self.tokens} tokens and "
                 f"{self.characters} characters, not {position.tokens} and {position.characters}",
                 reason="INVALID_POSITION",
             )
@@ -246,7 +246,7 @@ class ResumableAnswer:
             self._stop_telling()
             previous.end(
                 AbortedError(
-                    f"the stream of request {self.entry.request_id!r} goes on in another call",
+                    f"the stream of request {self.entry.request_id!r} was resumed by another call",
                     reason="TAKEN_OVER",
                 )
             )
@@ -264,7 +264,9 @@ class ResumableAnswer:
 
     def _wait_for_listener(self) -> None:
         if not self.over and self._timer is None:
-            error = CancelledRequestError("its client did not come back", reason="ABANDONED")
+            error = CancelledRequestError(
+                "the client did not resume the stream in time", reason="ABANDONED"
+            )
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._grace_s, self.entry.fail_request, error)
 
