@@ -61,7 +61,8 @@ ResponseT = TypeVar("ResponseT")
 
 
 class AsyncClient:
-    """Client of one router. Make it inside a running event loop; close it when done."""
+    """Asynchronous client of one router. Create it inside a running event loop and close it when
+    done."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; running requests are aborted, whoever reads their answers."""
+        """Close the connection and abort the running requests."""
         channels = self._channels.take_all()
         await self._farewells.send_all(channels[0])
         for channel in channels:
@@ -129,10 +130,10 @@ class AsyncClient:
         """Continue a prompt and return the complete answer.
 
         Args:
-            prompt: a text, token ids, or a conversation.
-            timeout_s: in place of the client's.
-            metadata: goes with this request, beside the client's.
-            options: see `GenerateOptions`.
+            prompt: the prompt as a string, token ids, or a conversation.
+            timeout_s: timeout in seconds; overrides the client's.
+            metadata: gRPC metadata of this request, added to the client's.
+            options: options of the request, see `GenerateOptions`.
 
         Raises:
             OutriderError: of any kind; `reason` tells programs why.
@@ -162,25 +163,26 @@ class AsyncClient:
         metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
-        """Continue a prompt and iterate over the text as it comes; the arguments of `generate`.
+        """Continue a prompt and iterate over the text as it arrives; takes the arguments of
+        `generate`.
 
-        The request is sent with the first step of the iteration, which raises what goes wrong.
+        The first step of the iteration sends the request and raises its errors.
         """
         request = make_request(prompt, options)
         attempts = RequestAttempts(self._retry, resumable=request.resumable)
         return self._open(request, attempts, self._deadline(timeout_s), self._said(metadata))
 
     async def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
-        """Cancel requests by id; those of the ids that were queued or running."""
+        """Abort requests by id and return the ids of those that were queued or running."""
         ids = check_request_ids(request_ids)
         return await self._call(ABORT, ids, INFO_TIMEOUT_S)
 
     async def server_info(self) -> ServerInfo:
-        """The router's state and that of its fleet."""
+        """Return the state of the router and its fleet."""
         return await self._call(SERVER_INFO, None, INFO_TIMEOUT_S)
 
     async def models(self) -> tuple[ModelInfo, ...]:
-        """Served models."""
+        """Return the served models."""
         return await self._call(LIST_MODELS, None, INFO_TIMEOUT_S)
 
     def _said(self, metadata: Metadata) -> Metadata:
@@ -260,10 +262,10 @@ class AsyncClient:
 
 
 class AsyncStream:
-    """An answer as it comes: an asynchronous iterator of deltas and a context manager.
+    """Answer that arrives as a stream: an asynchronous iterator of deltas and a context manager.
 
-    Leaving the context before the end cancels the request. A lost connection is made again and the
-    stream goes on where it was, unless the request said `resume=False`.
+    Leaving the context before the end aborts the request. A lost connection is restored and the
+    stream continues where it was, unless the request has `resume=False`.
     """
 
     def __init__(
@@ -300,12 +302,12 @@ class AsyncStream:
 
     @property
     def finish(self) -> FinishInfo | None:
-        """How the answer ended, once it has."""
+        """How the answer ended; None before the end."""
         return self._collected.finish
 
     @property
     def text(self) -> str:
-        """The text so far."""
+        """The text received so far."""
         return self._collected.text
 
     async def __aenter__(self) -> Self:
@@ -348,7 +350,7 @@ class AsyncStream:
         return self._collected.result()
 
     async def close(self) -> None:
-        """End the request; idempotent."""
+        """End the request. Idempotent."""
         if not self._over:
             await asyncio.shield(self._leave())
 

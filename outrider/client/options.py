@@ -27,80 +27,94 @@ from outrider.wire.inference import (
 )
 
 PromptLike = str | Sequence[int] | Sequence[ChatMessage] | Prompt
-"""A text, token ids, or a conversation."""
+"""Prompt of a request: a string, token ids, or a conversation."""
 
 
 class GenerateOptions(TypedDict, total=False):
     """Options of a generation request; the server chooses those that are left out."""
 
     max_tokens: int
-    """Most tokens to emit."""
+    """Largest number of tokens in the answer."""
     min_tokens: int
-    """Tokens within which neither a stop token nor a stop string ends the text."""
+    """Number of tokens before which neither a stop token nor a stop string ends the answer."""
     stop: Sequence[str]
-    """The text ends before the first of these."""
+    """Strings at which the answer ends; the first one that occurs counts and is not part of the
+    text by default."""
     stop_token_ids: Sequence[int]
-    """Ids that end the text beside the model's own."""
+    """Token ids at which the answer ends, besides the model's end-of-sequence tokens."""
     ignore_eos: bool
-    """Go on past the model's end-of-turn ids."""
+    """Whether to continue after the model's end-of-sequence tokens."""
     include_stop_str_in_output: bool
-    """True: what ends the text, a stop string or the text of a stop token, is part of it."""
+    """Whether the text includes the stop string, or the text of the stop token, that ended it."""
     skip_special_tokens: bool
-    """False: special tokens are part of the text."""
+    """Whether special tokens are left out of the text."""
     temperature: float
-    """0 decodes greedily."""
+    """Sampling temperature; 0 decodes greedily."""
     top_p: float
+    """Total probability of the most probable tokens that are sampled from, in (0, 1]."""
     top_k: int
+    """Number of most probable tokens that are sampled from; 0 is all."""
     min_p: float
+    """Least probability of a sampled token, relative to the most probable one, in [0, 1]."""
     repetition_penalty: float
+    """Factor that penalizes tokens of prompt and answer; 1 is no penalty."""
     presence_penalty: float
+    """Amount subtracted from the logit of each token that the answer contains."""
     frequency_penalty: float
+    """Amount subtracted from a token's logit for each of its occurrences in the answer."""
     seed: int
-    """The same seed gives the same text; 64 bits, a negative one stands for itself plus 2^64."""
+    """Seed of the sampling, a 64-bit integer: the same seed gives the same text. A negative seed
+    means itself plus 2^64."""
     rule: Rule | str
     """Acceptance rule at temperature > 0: coupled, rejection, target-only or greedy."""
     banned_token_ids: Sequence[int]
-    """Ids that are never emitted."""
+    """Token ids that the answer must not contain."""
     logit_bias: Mapping[int, float]
-    """What is added to the logits of ids; amounts in [-100, 100]."""
+    """Amounts in [-100, 100] that are added to the logits of token ids."""
     allowed_token_ids: Sequence[int]
-    """Only these are emitted, an end-of-turn id if it is one of them; at least one."""
+    """Token ids that the answer may contain, at least one. The answer ends by itself only if an
+    end-of-sequence token is one of them."""
     bad_words: Sequence[str]
-    """Texts that are never emitted in the tokens that write them, alone and behind a space."""
+    """Strings that the answer must not contain, in the tokens of the string alone and of the string
+    after a space."""
     json_schema: Mapping[str, Any] | str
-    """The answer is a JSON value that fits this schema. Of this and the next three one at most."""
+    """JSON Schema that the answer must match. At most one of `json_schema`, `json_object`, `regex`
+    and `grammar` may be given."""
     json_object: bool
-    """True: the answer is a JSON object."""
+    """Whether the answer must be a JSON object."""
     regex: str
-    """The whole answer matches this regular expression."""
+    """Regular expression that the whole answer must match."""
     grammar: str
-    """The answer is a text of this grammar, in Lark's syntax."""
+    """Lark grammar that the answer must match."""
     speculate: bool
-    """False decodes plainly."""
+    """Whether to use speculative decoding."""
     drafter: DraftMethod | str
-    """Draft source: eagle3, eagle, ngram, model or none."""
+    """Draft method: eagle3, eagle, ngram, model or none."""
     draft_tokens: int
-    """Draft nodes a round."""
+    """Number of draft tokens per round."""
     draft_top_k: int
-    """Children per expanded node; 1 drafts a chain."""
+    """Branching factor of the draft tree; 1 drafts a chain."""
     look_ahead: int
-    """0 drafts in lock-step; 1 lets the verifier's planner have drafts made ahead of verdicts."""
+    """Whether drafts may be made before the verdict arrives: 1 if the verifier's planner expects a
+    gain, 0 never."""
     fan_out: int
-    """Outcomes drafted ahead a round, at most 64; 0 leaves them to the drafter."""
+    """Number of outcomes drafted ahead in each round, at most 64; 0 lets the drafter choose."""
     top_logprobs: int
-    """Log-probabilities of the emitted tokens, and of so many of the most probable ids in their
-    places; in [0, 20], 0 gives the emitted tokens' alone."""
+    """Return log-probabilities of each emitted token and of this many most probable ids in its
+    place, in [0, 20]; 0 returns those of the emitted tokens alone."""
     return_prompt_token_ids: bool
-    """True: the answer, or the beginning of a stream, has the ids of the prompt."""
+    """Whether the answer, or the first message of a stream, contains the token ids of the
+    prompt."""
     model: str
     """Name of a served model."""
     request_id: str
-    """Unique among running requests; for `abort`."""
+    """Id of the request for `abort`, unique among running requests."""
     priority: int
-    """Greater goes first, and may preempt lesser ones; in [-100, 100], default 0."""
+    """Priority in [-100, 100], 0 by default; a greater one is served first and may preempt lower
+    ones."""
     resume: bool
-    """True (default): the request outlives a broken connection, which is mended unseen, and a
-    restart of a router with a journal. False: it ends with its connection."""
+    """Whether the request outlives a broken connection, which the client restores, and a restart of
+    a router with a journal (True by default). False ends it with its connection."""
 
 
 EnumT = TypeVar("EnumT", bound=StrEnum)
@@ -118,24 +132,24 @@ _SAMPLING = (
 
 
 def user(content: str) -> ChatMessage:
-    """A turn of the user."""
+    """Create a message of the user."""
     return ChatMessage(role="user", content=content)
 
 
 def system(content: str) -> ChatMessage:
-    """A system message."""
+    """Create a system message."""
     return ChatMessage(role="system", content=content)
 
 
 def assistant(content: str) -> ChatMessage:
-    """An earlier answer of the model."""
+    """Create a message with an earlier answer of the model."""
     return ChatMessage(role="assistant", content=content)
 
 
 def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateRequest:
-    """The request that a prompt and its options mean; InvalidRequestError for what cannot be one.
+    """Build the request of a prompt and its options. Raises InvalidRequestError for invalid values.
 
-    Ranges are checked by the server, which knows the model.
+    The server checks ranges, because it knows the model.
     """
     unknown = set(options) - set(GenerateOptions.__annotations__)
     if unknown:

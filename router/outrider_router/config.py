@@ -22,49 +22,56 @@ from outrider_router.base.tenants import MAX_TENANT_CHARS, TenantLimits, TenantS
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")
 MAX_SLOW_READER_S = 86400.0
-"""A day: the kernel is told it in milliseconds, and holds its buffers for as long."""
+"""Largest `slow_reader_timeout_s`, a day: the kernel takes the timeout in milliseconds and keeps
+unsent data for as long."""
 
 
 class Fsync(StrEnum):
-    """Flush policy of the durable log (fsync). A killed router loses nothing under any of them."""
+    """When the journal is flushed to disk (fsync). A router that is killed loses nothing under any
+    policy."""
 
     OFF = "off"
-    """Whenever the kernel likes."""
+    """The kernel decides when data reaches the disk."""
     INTERVAL = "interval"
-    """Every second, beside the rounds: a machine that fails may lose the last of it."""
+    """Every second, in the background. A machine that fails may lose the last second."""
     ALWAYS = "always"
-    """Before a client is told of a round; every round waits for the disk."""
+    """Before clients receive the tokens of a round, so that every round waits for the disk."""
 
 
 class MetricsCompat(StrEnum):
-    """Tool under whose metric names the router's metrics are exported, too."""
+    """Server under whose metric names the router's metrics are exported too."""
 
     NONE = "none"
-    """Nobody's."""
+    """No other names."""
     VLLM = "vllm"
-    """vLLM's names (`vllm:...`), for tools that read those."""
+    """vLLM's names (`vllm:...`), for tools that read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationDefaults:
-    """Speculation of sessions whose request does not say otherwise."""
+    """Speculation settings of requests that do not set their own; keys of the table
+    `[speculation]`."""
 
     method: DraftMethod = DraftMethod.EAGLE3
-    """Draft source."""
+    """Draft method."""
     draft_tokens: int = 4
-    """Draft nodes a round."""
+    """Draft tokens per round."""
     top_k: int = 1
-    """Children per expanded node; 1 drafts a chain."""
+    """Branching factor of the draft tree; 1 drafts a chain."""
     look_ahead: int = 1
-    """1 lets the verifier's planner have drafts made ahead of verdicts; 0 drafts in lock-step."""
+    """Whether drafts may be made before the verdict arrives: 1 if the verifier's planner expects a
+    gain, 0 never."""
     fan_out: int = 0
-    """Outcomes that are pre-drafted a round; 0 lets the drafter choose."""
+    """Outcomes that are drafted ahead in each round; 0 lets the drafter choose."""
     proposal_timeout_ms: int = 1000
-    """Longest wait of a row for its proposal; within it the verifier follows what it measures."""
+    """Longest time that a session waits for its proposal. The verifier chooses the actual time,
+    within this limit, by its measurements."""
     ngram_proposal_timeout_ms: int = 20
-    """The same for n-gram drafts: a lookup either answers at once or has found nothing."""
+    """Longest time that a session waits for an n-gram proposal, which arrives at once or not at
+    all."""
     max_draft_tokens: int = 64
-    """Requests for more are cut to this; at most the verifiers' `max_tree_nodes`."""
+    """Largest number of draft tokens per round; larger requests are reduced to it. It must not
+    exceed the verifiers' `max_tree_nodes`."""
 
     def __post_init__(self) -> None:
         for name in ("proposal_timeout_ms", "ngram_proposal_timeout_ms"):
@@ -88,19 +95,21 @@ class OverloadConfig:
     """Behaviour under overload; keys of the table `[overload]`."""
 
     prior_answer_tokens: int = 256
-    """Tokens that an answer is expected to have until enough of them have ended."""
+    """Expected number of tokens of an answer, used until enough answers have ended."""
     length_quantile: float = 0.8
-    """Share of recent answers that were no longer than what a new one is expected to have."""
+    """Quantile of recent answer lengths that is used as the expected length of a new answer."""
     kv_overcommit: float = 1.0
-    """So many times a verifier's KV cache is given away, by what sessions are expected to hold."""
+    """Factor by which a verifier's KV cache may be overcommitted, based on the expected lengths of
+    sessions."""
     priority_aging_s: float = 10.0
-    """Waiting this long counts as much as one level of priority; 0: nobody ages."""
+    """Waiting time that raises the priority of a queued request by one level; 0 disables aging."""
     tenant_from: TenantSource = TenantSource.NONE
-    """Where a request says whose it is."""
+    """Source of the tenant of a request."""
     max_tenants: int = 1024
-    """Most tenants that are known at once; idle ones are forgotten, beyond that they share one."""
+    """Largest number of tenants that are tracked at once. Idle ones are forgotten; further ones
+    share one entry."""
     slow_reader_timeout_s: float = 30.0
-    """A stream whose client takes nothing for this long, though there is something, is ended."""
+    """Time after which a stream is ended if its client reads nothing although output is waiting."""
 
     def __post_init__(self) -> None:
         if self.prior_answer_tokens < 1:
@@ -124,34 +133,35 @@ class OverloadConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig:
-    """Bounds and options of the HTTP port; keys of the table `[http_options]`."""
+    """Limits and options of the HTTP API; keys of the table `[http_options]`."""
 
     max_connections: int = 4096
-    """Most connections at once, counted from the moment they are accepted; never more than half of
-    the files that the process may open."""
+    """Largest number of open connections, counted from the moment they are accepted; at most half
+    of the files that the process may open."""
     handshake_s: float = 10.0
-    """Longest time of a TLS handshake."""
+    """Longest duration of a TLS handshake."""
     head_s: float = 10.0
-    """Longest time from the start of a connection, or from the first byte of a further request,
-    until the head of the request is complete."""
+    """Longest time until the head of a request is complete, counted from the start of the
+    connection or from the first byte of a later request."""
     body_s: float = 60.0
     """Longest time from the head of a request until its body is complete."""
     keep_alive_s: int = 75
-    """Time that a connection is kept between two requests. It should be longer than load balancers
-    keep theirs, so that none sends a request into a connection that is being closed."""
+    """Time that an idle connection is kept open between two requests. Make it longer than the idle
+    timeout of load balancers, so that none sends a request on a connection that is being closed."""
     max_body_bytes: int = 8 << 20
-    """Most bytes of a request's body."""
+    """Largest size of a request's body."""
     max_json_values: int = 1 << 19
-    """Most values in a request's JSON (an empty list or object counts twice). Parsing holds up the
-    whole process, for a time that grows with their number."""
+    """Largest number of values in a request's JSON (an empty list or object counts twice). Parsing
+    blocks the whole process for a time that grows with this number."""
     max_small_chunks: int = 1024
-    """Most chunks of less than a kilobyte in the body of one request with Transfer-Encoding:
+    """Largest number of chunks of less than a kilobyte in one request body with Transfer-Encoding:
     chunked."""
     root_path: str = ""
-    """Path in front of all routes, such as /llm, for a proxy that does not strip it; "" is none."""
+    """Path prefix of all routes, such as /llm, for a proxy that does not strip it; "" is no
+    prefix."""
     cors_origins: tuple[str, ...] = ()
-    """Origins, such as https://app.example, whose pages may call the API in browsers; "*" is every
-    origin. Empty: no browser lets other pages call it."""
+    """Origins, such as https://app.example, whose pages may call the API from browsers; "*" allows
+    all origins, an empty list allows none."""
 
     def __post_init__(self) -> None:
         for name in ("handshake_s", "head_s", "body_s", "keep_alive_s"):
@@ -172,100 +182,104 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Everything the router can be told; keys of its TOML file."""
+    """Complete configuration of the router; keys of its TOML file."""
 
     listen: str = "127.0.0.1:50050"
-    """HOST:PORT of the client API; port 0 takes a free one."""
+    """HOST:PORT of the gRPC client API; port 0 takes a free one."""
     http: str = ""
-    """HOST:PORT of OpenAI's API over HTTP; port 0 takes a free one, "" serves none."""
+    """HOST:PORT of the OpenAI-compatible HTTP API; port 0 takes a free one, "" disables it."""
     http_options: HttpConfig = field(default_factory=HttpConfig)
-    """Bounds and options of the HTTP port."""
+    """Limits and options of the HTTP API."""
     reuse_ports: bool = False
-    """Whether other routers may serve clients at the same two addresses: the system gives each
-    connection to one of them. Then this one serves once it has found a verifier. Not with a
-    journal: who comes back for an answer need not come to the router that has it."""
+    """Whether other routers may listen at the same addresses; the kernel assigns each connection to
+    one of them. The router then starts to serve once it has found a verifier. It excludes a
+    journal, because a client that resumes a stream may reach another router."""
     shared_memory: bool = True
-    """Whether streams of sessions with verifiers of this host go through memory and sockets of the
-    host instead of gRPC (Linux); off, with other hosts, and on Ray, over the connection."""
+    """Whether session streams with verifiers on the same host use shared memory and local sockets
+    instead of gRPC (Linux only). Streams with other hosts, and streams on Ray, always use the
+    connection."""
     model: Path
-    """Model directory or a pulled model's name; only its tokenizer files are read."""
+    """Directory or name of the model; only its tokenizer files are read."""
     model_name: str = ""
-    """Name that clients ask for; "" takes the verifier's."""
+    """Model name that clients send; "" takes the name that the verifier reports."""
     verifiers: tuple[str, ...] = ()
-    """Addresses of the verifiers, as the drafters reach them too; dns:///HOST:PORT stands for all
-    that HOST has."""
+    """Addresses of the verifiers, as drafters reach them too; dns:///HOST:PORT stands for all
+    addresses of HOST."""
     drafters: tuple[str, ...] = ()
-    """Addresses of the drafters, likewise."""
+    """Addresses of the drafters; dns:///HOST:PORT stands for all addresses of HOST."""
     discovery_interval_s: float = 5.0
-    """Time between two looks at what a dns:/// name stands for."""
+    """Time between two DNS queries for a dns:/// address."""
     pool_listen: str = ""
-    """HOST:PORT where operators add and remove drafters; port 0 takes a free one, "" serves none.
-    """
+    """HOST:PORT of the API that adds and removes drafters; port 0 takes a free one, "" disables
+    it."""
     queue_limit: int = 256
-    """Most requests that may wait; more are refused with RESOURCE_EXHAUSTED."""
+    """Largest number of queued requests; further ones are refused with RESOURCE_EXHAUSTED."""
     default_max_tokens: int = 256
-    """Length limit of requests that set none (cut to what the context leaves)."""
+    """max_tokens of requests that set none, reduced to what fits into the context."""
     special_tokens_in_messages: bool = False
     """Whether the string of a special token (such as <|im_end|>) in a chat message becomes that
-    token, as in many servers. By default it is ordinary text, so no message can end a turn or begin
-    another one. Text prompts of completions are parsed in either case."""
+    token, as in many servers. By default it is ordinary text, so that no message can end a turn or
+    begin another one. Prompts of text completions are always parsed for special tokens."""
     metrics_port: int = -1
-    """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
+    """Port of the Prometheus endpoint; 0 takes a free one, -1 disables it."""
     metrics_host: str = "127.0.0.1"
-    """Address that the Prometheus endpoint listens on."""
+    """Address on which the Prometheus endpoint listens."""
     health_listen: str = ""
-    """HOST:PORT of a port that serves grpc.health.v1.Health alone, in plain text: for a supervisor
-    on this machine. Port 0 takes a free one, "" serves none."""
+    """HOST:PORT of a plain-text port that serves only grpc.health.v1.Health, for a supervisor on
+    this machine. Port 0 takes a free one, "" disables it."""
     metrics_compat: MetricsCompat = MetricsCompat.NONE
-    """Whose names its metrics have as well: none, vllm."""
+    """Server under whose metric names the metrics are exported too: none or vllm."""
     poll_interval_s: float = 0.5
-    """Time between two looks at a verifier or drafter."""
+    """Time between two polls of a verifier or drafter."""
     peer_timeout_s: float = 3.0
-    """A peer that answers nothing for this long is lost."""
+    """Time without any answer after which a verifier or drafter is considered lost."""
     verifier_stall_s: float = 12.0
-    """Time without a sign of progress of a verifier that has sessions of this router, after which
-    it is lost: its sessions go on elsewhere, and it gets none until it makes progress or is started
-    again. Longer than the verifiers' own `stall_s`, for those that do not notice themselves; 0
-    watches nothing."""
+    """Time without progress after which a verifier with sessions of this router is considered lost.
+    Its sessions continue on other verifiers, and it gets none until it makes progress or restarts.
+    Make it longer than the verifiers' own `stall_s`: it covers verifiers that do not detect a stall
+    themselves. 0 disables the check."""
     failover_timeout_s: float = 25.0
-    """Longest time that a request which has lost its verifier waits for another one; the time that
-    a hung verifier kept it waiting counts."""
+    """Longest time that a request waits for another verifier after its verifier was lost, including
+    the time that a hung verifier kept it waiting."""
     max_failovers: int = 5
-    """Sessions of one request that may be lost or fail; the next loss ends it with an error."""
+    """Number of sessions of one request that may be lost or fail; the next loss ends the request
+    with an error."""
     session_slack_tokens: int = 64
-    """KV tokens that a session needs beside prompt and output: the largest proposal that its
-    verifier verifies. What is counted in vain costs capacity, never a request."""
+    """KV cache tokens reserved for a session besides prompt and output, for the largest proposal
+    that is verified. Overestimates only reduce concurrency."""
     drain_timeout_s: float = 30.0
-    """Time that running requests get after SIGTERM."""
+    """Time that running requests get to finish after SIGTERM."""
     resume_grace_s: float = 30.0
-    """Time that a resumable request goes on, or that its end is kept, without its client."""
+    """Time that a resumable request continues, or its finished answer is kept, without a connected
+    client."""
     journal: Path | None = None
-    """File of the log that resumable requests survive this process by, one router a file; unset
-    keeps none."""
+    """Log file from which resumable requests are restored after a restart; each router needs its
+    own. Unset disables it."""
     journal_read_s: float = 5.0
-    """Longest time that reading that file may take at the start, before clients are served; what
-    it holds behind that is dropped."""
+    """Longest time to read the journal at the start, before clients are served; the unread rest is
+    dropped."""
     journal_fsync: Fsync = Fsync.INTERVAL
-    """When that file is forced to the disk: off, interval (every second) or always."""
+    """When the journal is flushed to disk: off, interval (every second) or always."""
     tracing: TracingConfig = field(default_factory=TracingConfig)
-    """Spans of requests, for OpenTelemetry."""
+    """OpenTelemetry tracing of requests."""
     log_level: Annotated[str, OneOf(LOG_LEVELS)] = "INFO"
-    """Least severe level that is logged."""
+    """Lowest severity that is logged."""
     speculation: SpeculationDefaults = field(default_factory=SpeculationDefaults)
-    """Speculation defaults."""
+    """Speculation settings of requests that do not set their own."""
     api_keys: Path | None = None
-    """File of the API keys that clients must have; None asks for none."""
+    """API key file; clients must send one of its keys. Unset requires no keys."""
     tls: TlsConfig = field(default_factory=TlsConfig)
-    """This process's certificate, for its own ports and for verifiers and drafters."""
+    """Certificate of this process, for its own ports and for connections to verifiers and
+    drafters."""
     client_api_tls: TlsConfig = field(default_factory=TlsConfig)
-    """Another certificate for clients, of an authority that they know; without one, that of `tls`.
-    """
+    """Certificate presented to clients, from an authority that they know; unset uses the one of
+    `tls`."""
     overload: OverloadConfig = field(default_factory=OverloadConfig)
-    """Admission, tenants and slow readers."""
+    """Settings of admission, tenants and slow readers."""
     grammar_compile: CompileLimits = field(default_factory=CompileLimits)
-    """Limits of compiling the grammar of a structured output."""
+    """Limits on compiling the grammar of a structured output."""
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
-    """Limits of tenants by name; those of `default` are everybody else's, each by itself."""
+    """Limits of tenants by name; those of `default` apply to each tenant that is not listed."""
 
     def __post_init__(self) -> None:
         if not self.verifiers:
@@ -305,7 +319,7 @@ class RouterConfig:
 
     @property
     def client_tls(self) -> TlsConfig:
-        """What clients of both fronts are served with."""
+        """TLS configuration of the gRPC and HTTP client APIs."""
         if self.client_api_tls.cert is None:
             return self.tls
         if self.client_api_tls.client_auth or not self.tls.client_auth:

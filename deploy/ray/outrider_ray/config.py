@@ -31,100 +31,107 @@ class RayFleetConfig:
     """Complete configuration of the launcher. Raises ValueError for values out of range."""
 
     model: str
-    """The target: a directory, or a model's name that every node resolves for itself."""
+    """Target model: a directory, or a model name that every node resolves for itself."""
     model_name: str = ""
-    """Name that clients ask for; "" takes the verifier's."""
+    """Model name that clients send; "" takes the name that the verifier reports."""
     head: str = ""
-    """Directory of an EAGLE head; needed by the methods eagle3 and eagle."""
+    """Directory of the EAGLE draft head, which the methods eagle3 and eagle need."""
     verifiers: int = 1
-    """Verifiers of the fleet."""
+    """Number of verifiers."""
     drafters: int = 1
-    """Drafters of the fleet; none are started where nothing is drafted in drafters."""
+    """Number of drafters; none are started if no draft method runs in drafters."""
     draft_model: str = ""
-    """A small model (directory or name); needed by the method model."""
+    """Draft model (directory or name), which the method model needs."""
     methods: tuple[DraftMethod, ...] | None = None
-    """Ways of drafting; `none` starts no drafter; None takes all that `head` allows."""
+    """Draft methods; `none` starts no drafter, unset takes all that `head` allows."""
     dtype: str = "float32"
-    """Element type of target and draft models."""
+    """Data type of the target and draft models."""
     device: Annotated[str, OneOf(("", *DEVICES))] = ""
-    """cpu or cuda: where the models compute; "" takes cuda where `gpus_per_actor` is given."""
+    """Device on which the models compute, cpu or cuda; "" takes cuda if `gpus_per_actor` is set."""
     drafter_device: Annotated[str, OneOf(("", *DEVICES))] = ""
-    """The same for the drafter alone; "" takes `device`, or cpu if n-grams are all it drafts."""
+    """Device on which the drafters compute, cpu or cuda; "" takes `device`, or cpu if n-gram is the
+    only method."""
     memory_fraction: float | None = None
-    """Share of its GPU's memory that the verifier may use; None takes 0.7 where the drafter may
-    have the same GPU, else the verifier's default."""
+    """Fraction of a GPU's memory that a verifier may use; unset takes 0.7 if a drafter may share
+    its GPU, else the verifier's default."""
     placement: str = SEPARATE
-    """Where the head drafts: separate (in the drafter), colocated or fused (in the verifier)."""
+    """Process in which the draft head runs: separate (the drafter), colocated or fused (the
+    verifier)."""
     device_exchange: Annotated[str, OneOf(EXCHANGE_MODES)] = AUTO
-    """Whether verifiers and drafters of one node exchange drafts and features between their GPUs:
-    on, off, or auto, which is on where both compute on GPUs and `exchange` is grpc. Where two
-    cannot, they exchange by messages."""
+    """Whether verifiers and drafters of one node exchange drafts and features directly between
+    their GPUs: on, off, or auto, which is on if both compute on GPUs and `exchange` is grpc. Pairs
+    that cannot do so exchange messages."""
     draft_length: int | None = None
-    """Draft tokens a round of a head in the verifier, or of a drafter by device_exchange; None
+    """Draft tokens per round of a head in the verifier, or of a drafter with device exchange; unset
     takes the verifier's default."""
     draft_top_k: int | None = None
-    """Children that such a head tries of a node; None takes its default."""
+    """Branching factor of the draft tree of a head in the verifier; unset takes the verifier's
+    default."""
     planner: str | None = None
-    """Who decides whether drafts pay, automatic or fixed; None takes the verifier's default."""
+    """Whether speculation adapts to measurements: automatic or fixed; unset takes the verifier's
+    default."""
     look_ahead: int | None = None
-    """Of requests that leave it open: 0 drafts in lock-step, 1 is the planner's choice; None takes
-    the router's default."""
+    """Look-ahead of requests that do not set it: 0 never drafts before the verdict, 1 does so if
+    the planner expects a gain; unset takes the router's default."""
     fan_out: int | None = None
-    """Outcomes drafted ahead a round, of requests that leave them open; None as above."""
+    """Outcomes drafted ahead for requests that do not set it; unset takes the router's default."""
     prefix_cache: bool = True
-    """Whether verifiers keep what others may begin with."""
+    """Whether verifiers keep the KV cache of prompts for other requests with the same prefix."""
     cuda_graphs: bool = True
     """Whether GPUs replay rounds from CUDA graphs."""
     simulated_acceptance: str = ""
-    """Benchmarks with random weights only: see the verifier's option of this name."""
+    """Benchmark only: accept drafts at random, as the verifier's key of this name describes."""
     listen: str = "127.0.0.1:50050"
-    """HOST:PORT of the client API; port 0 takes a free one."""
+    """HOST:PORT of the gRPC client API; port 0 takes a free one."""
     http: str = ""
-    """HOST:PORT of OpenAI's API over HTTP; port 0 takes a free one, "" serves none."""
+    """HOST:PORT of the OpenAI-compatible HTTP API; port 0 takes a free one, "" disables it."""
     kv_tokens: int | None = None
-    """KV budget of the verifier; None takes its default."""
+    """KV cache size of each verifier in tokens; unset takes the verifier's default."""
     max_sessions: int | None = None
-    """Sessions served at once; None takes the verifier's default."""
+    """Largest number of sessions that each verifier runs at once; unset takes the verifier's
+    default."""
     queue_limit: int | None = None
-    """Requests that may wait; None takes the router's default."""
+    """Largest number of queued requests; unset takes the router's default."""
     journal: Path | None = None
-    """Log by which resumable requests survive a restart of the router; None keeps none."""
+    """Log file from which resumable requests are restored after a restart; unset disables it."""
     threads: int = 0
-    """Compute threads of each actor; 0 takes `cpus_per_actor`, or torch's choice without one."""
+    """Compute threads of each actor; 0 takes `cpus_per_actor`, or torch's choice if that is 0."""
     busy_polling_cores: int = 0
-    """Cores that each actor keeps from going idle while it serves; with GPUs only."""
+    """CPU cores that each actor keeps busy-polling to reduce wake-up latency; for GPUs only."""
     metrics_port: int = -1
-    """Port of the router's Prometheus endpoint; 0 takes a free one, -1 serves none."""
+    """Port of the router's Prometheus endpoint; 0 takes a free one, -1 disables it."""
     exchange: Annotated[str, OneOf(EXCHANGES)] = GRPC
-    """How rounds and sessions travel: grpc, from process to process and by shared-memory channels
-    within a node; or refs, as actor calls with object refs for large messages, and no
-    shared-memory channels."""
+    """Transport of rounds and sessions: grpc, with shared-memory channels within a node, or refs,
+    which uses actor calls with object refs for large messages and no shared-memory channels."""
     ray_address: str = ""
-    """Cluster to join: HOST:PORT of its head, or auto; "" starts a local one."""
+    """Ray cluster to join: HOST:PORT of its head, or auto; "" starts a local one."""
     namespace: str = "outrider"
-    """Ray namespace of the actors' names; one launcher a namespace."""
+    """Ray namespace of the actors' names; only one launcher may use a namespace."""
     detached: bool = False
-    """Whether the fleet outlives the launcher: a supervisor actor keeps it and serves clients."""
+    """Whether the fleet outlives the launcher: a supervisor actor then runs the router and restarts
+    actors."""
     cpus_per_actor: float = 0.0
     """CPUs that Ray reserves for each actor."""
     gpus_per_actor: float | None = None
-    """GPUs that Ray reserves for each actor on cuda, which computes on its first one; None takes
-    one, or an equal share where there are fewer GPUs than actors."""
+    """GPUs that Ray reserves for each actor on cuda, which computes on the first of them; unset
+    takes one, or an equal share if there are fewer GPUs than actors."""
     strategy: Annotated[str, OneOf(STRATEGIES)] = PACK
-    """How Ray places the actors of a cell, a verifier and the drafters next to it: pack, spread,
-    strict-pack or strict-spread."""
+    """Placement strategy of a verifier and its drafters: pack, spread, strict-pack or
+    strict-spread."""
     verifier_resource: str = ""
-    """Custom resource of which a verifier takes one; places it on nodes that offer it."""
+    """Ray custom resource of which each verifier takes one, so that it runs on nodes that offer
+    it."""
     drafter_resource: str = ""
-    """The same for a drafter."""
+    """Ray custom resource of which each drafter takes one, so that it runs on nodes that offer
+    it."""
     start_timeout_s: float = 600.0
-    """How long an actor may take to be placed and to load its model."""
+    """Longest time that an actor may take to be placed and to load its model."""
     drain_timeout_s: float = 5.0
-    """Time that running requests get after SIGTERM."""
+    """Time that running requests get to finish after SIGTERM."""
     log_level: Annotated[str, OneOf(LOG_LEVELS)] = "INFO"
-    """Least severe level that is logged."""
+    """Lowest severity that is logged."""
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
-    """When there are more verifiers and drafters than those, and how many at most."""
+    """Autoscaling: when verifiers and drafters are added and removed, and their largest numbers."""
     router: Annotated[Mapping[str, object], KeysOf(RouterConfig, fixed_keys.ROUTER)] = field(
         default_factory=dict
     )
@@ -174,7 +181,7 @@ class RayFleetConfig:
 
     @property
     def drafting(self) -> tuple[DraftMethod, ...]:
-        """The ways of drafting; empty without a drafter."""
+        """Draft methods; empty without speculation."""
         if self.methods is None:
             own = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
             return own if self.head else (DraftMethod.NGRAM,)
@@ -182,14 +189,14 @@ class RayFleetConfig:
 
     @property
     def drafter_methods(self) -> tuple[DraftMethod, ...]:
-        """What the drafter offers; empty: there is none."""
+        """Draft methods that drafters offer; empty if there is no drafter."""
         if self.placement == SEPARATE:
             return self.drafting
         return tuple(method for method in self.drafting if method not in HEAD_METHODS)
 
     @property
     def roles(self) -> tuple[MemberRole, ...]:
-        """The actors that there are."""
+        """Roles of the actors that exist."""
         return (
             (MemberRole.VERIFIER, MemberRole.DRAFTER)
             if self.drafter_methods
@@ -198,12 +205,12 @@ class RayFleetConfig:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Verifiers and drafters at the start, which are the least there are."""
+        """Numbers of verifiers and drafters at the start, which are also the smallest numbers."""
         return self.verifiers, self.drafters if self.drafter_methods else 0
 
     @property
     def max_of(self) -> tuple[int, int]:
-        """Verifiers and drafters that there may come to be."""
+        """Largest numbers of verifiers and drafters."""
         return (
             self.autoscale.max_members(MemberRole.VERIFIER, self.counts[MemberRole.VERIFIER]),
             self.autoscale.max_members(MemberRole.DRAFTER, self.counts[MemberRole.DRAFTER])
@@ -213,17 +220,17 @@ class RayFleetConfig:
 
     @property
     def members(self) -> tuple[FleetMember, ...]:
-        """The actors at the start."""
+        """Actors at the start."""
         return members_of(*self.counts)
 
     @property
     def cells(self) -> tuple[MemberGroup, ...]:
-        """Which of them are placed together."""
+        """Groups of actors that are placed together."""
         return cells_of(*self.counts)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """cpu or cuda, of each of `roles`."""
+        """Device of each of `roles`, cpu or cuda."""
         verifier = self.device or (CUDA if self.gpus_per_actor else CPU)
         looks_up = self.drafter_methods == (DraftMethod.NGRAM,)
         drafter = self.drafter_device or (CPU if looks_up else verifier)
@@ -247,32 +254,32 @@ class RayFleetConfig:
 
     @property
     def ray_strategy(self) -> str:
-        """The strategy by Ray's own name."""
+        """Name of the placement strategy in Ray's API."""
         return self.strategy.replace("-", "_").upper()
 
     def torch_device(self, role: MemberRole) -> str:
-        """torch device of an actor: Ray shows each only the GPUs that it reserved."""
+        """torch device of an actor; Ray shows each actor only the GPUs that it reserved."""
         return CPU if self.devices[role] == CPU else "cuda:0"
 
     def gpus_of(self, role: MemberRole) -> float:
-        """GPUs that Ray reserves for an actor; without a number that was given, one."""
+        """Number of GPUs that Ray reserves for an actor, one by default."""
         if self.devices[role] == CPU:
             return 0.0
         return 1.0 if self.gpus_per_actor is None else self.gpus_per_actor
 
     def resource_of(self, role: MemberRole) -> str:
-        """Custom resource that places an actor, "" if there is none."""
+        """Ray custom resource that places an actor; "" if there is none."""
         return (self.verifier_resource, self.drafter_resource)[role]
 
     @property
     def exchange_mode(self) -> str:
-        """`device_exchange` of verifiers and drafters, whose memory passes by the shared-memory
-        channel."""
+        """`device_exchange` of verifiers and drafters; off without shared-memory channels, which it
+        needs."""
         return self.device_exchange if self.exchange == GRPC else OFF
 
     @property
     def verifier_memory_fraction(self) -> float | None:
-        """Share of a GPU's memory for the verifier; None leaves it its default."""
+        """Fraction of a GPU's memory that a verifier may use; None takes the verifier's default."""
         shares = self.devices.count(CUDA) > 1 and self.gpus_of(MemberRole.VERIFIER) < 1.0
         if self.memory_fraction is None and shares:
             return SHARED_MEMORY_FRACTION
@@ -280,7 +287,7 @@ class RayFleetConfig:
 
 
 def verifier_config(config: RayFleetConfig, index: int = 0) -> VerifierConfig:
-    """Configuration of the verifier with this number. Raises InvalidRequestError."""
+    """Configuration of the verifier with this index. Raises InvalidRequestError."""
     uses_head = bool(HEAD_METHODS & set(config.drafting))
     return load_config(
         VerifierConfig,
@@ -311,7 +318,8 @@ def verifier_config(config: RayFleetConfig, index: int = 0) -> VerifierConfig:
 
 
 def drafter_config(config: RayFleetConfig, index: int = 0) -> DrafterConfig | None:
-    """Configuration of the drafter with this number; None without any. InvalidRequestError."""
+    """Configuration of the drafter with this index; None without drafters. Raises
+    InvalidRequestError."""
     methods = config.drafter_methods
     if not methods:
         return None
@@ -341,7 +349,8 @@ def drafter_config(config: RayFleetConfig, index: int = 0) -> DrafterConfig | No
 
 
 def router_config(config: RayFleetConfig, model: Path) -> RouterConfig:
-    """Configuration of the router, which reads the tokenizer of `model`."""
+    """Configuration of the router, which reads the tokenizer of `model`. Raises
+    InvalidRequestError."""
     return load_config(
         RouterConfig,
         overrides={
