@@ -65,9 +65,8 @@ def ray_flags(args: argparse.Namespace) -> list[str]:
     }
     given = {name: str(value) for name, value in values.items() if value is not None}
     if args.runtime != "ray" and given:
-        raise InvalidRequestError(
-            "flags that begin with --ray- need --runtime ray", reason="INVALID_FLAG"
-        )
+        flags = ", ".join(f"--ray-{name.removeprefix('ray-')}" for name in given)
+        raise InvalidRequestError(f"--runtime ray is needed for {flags}", reason="INVALID_FLAG")
     if args.runtime == "ray" and args.drafter_device not in (None, *DEVICES):
         raise InvalidRequestError(
             f"--drafter-device must be {' or '.join(DEVICES)} with --runtime ray, which "

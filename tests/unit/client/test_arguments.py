@@ -95,7 +95,7 @@ def test_true_and_false_are_schemas() -> None:
         ({"api_key": 5}, r"^api_key must be a non-empty string of printable ASCII"),
         ({"api_key": []}, r"^api_key must be a non-empty string of printable ASCII"),
         ({"tenant": 5}, r"^tenant must be a non-empty string of printable ASCII"),
-        ({"metadata": 5}, r"^metadata must be a sequence of pairs .* type int is none$"),
+        ({"metadata": 5}, r"^metadata must be a sequence of pairs .* type int$"),
         ({"metadata": None}, r"^metadata must be a sequence of pairs"),
         ({"metadata": "ab"}, r"^metadata must be a sequence of pairs"),
         ({"metadata": {"a": "b"}}, r"^metadata must be a sequence of pairs"),

@@ -149,8 +149,8 @@ def test_what_only_the_router_needs_is_checked_before_anything_starts(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--head-revision", "v1"], "--head-revision is for a --head from the hub"),
-        (["--draft-model-revision", "v1"], "--draft-model-revision is for a --draft-model from"),
+        (["--head-revision", "v1"], "--head-revision needs a --head from the hub"),
+        (["--draft-model-revision", "v1"], "--draft-model-revision needs a --draft-model from"),
         (["--served-model-name", ""], "--served-model-name must not be empty"),
         (["--served-model-name", " "], "--served-model-name must not be empty"),
     ],
@@ -200,7 +200,7 @@ def test_the_share_of_a_gpu_is_said_for_each_verifier(parsed: Parsed) -> None:
     config = parsed("--device", "cuda", "--gpu-memory-utilization", "0.5")
     assert flags_of(verifier_arguments(config, gpus=1))["memory-fraction"] == "0.5"
     assert flags_of(verifier_arguments(config, gpus=2))["memory-fraction"] == "0.5"
-    with pytest.raises(InvalidRequestError, match="is for --device cuda"):
+    with pytest.raises(InvalidRequestError, match="needs --device cuda"):
         parsed("--gpu-memory-utilization", "0.5")
     with pytest.raises(SystemExit):
         parsed("--device", "cuda", "--gpu-memory-utilization", "1.5")
