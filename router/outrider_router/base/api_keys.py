@@ -23,30 +23,32 @@ from outrider_router.base.tenants import MAX_TENANT_CHARS
 
 MAX_KEYS: Final = 4096
 MAX_HEADER_CHARS: Final = 1024
-"""Longer credentials are nobody's."""
+"""Longest `authorization` header that is looked up."""
 _HASH_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One key; the keys of a table `[keys.NAME]`."""
+    """One API key and its limits; keys of a table `[keys.NAME]`."""
 
     sha256: str
-    """Of the key, 64 hexadecimal digits in lower case."""
+    """SHA-256 of the key, as 64 hexadecimal digits in lower case."""
     tenant: str = ""
-    """Whose requests these are; "" : the key's own name. Its limits are those of this tenant."""
+    """Tenant of requests with this key, whose limits apply; "" is the key's own name."""
     requests_per_s: float = 0.0
-    """Requests a second in the long run; 0 does not bound them."""
+    """Average number of requests per second that are allowed; 0 is no limit."""
     requests_burst: float = 0.0
-    """Requests at once after a pause; 0: what a second brings, at least one."""
+    """Number of requests that are allowed at once after a pause; 0 allows those of one second, at
+    least one."""
     max_concurrent: int = 0
-    """Most requests that wait or are served; one more is refused. 0 does not bound them."""
+    """Largest number of requests that wait or are served; further ones are refused. 0 is no
+    limit."""
     max_tokens: int = 0
-    """Most tokens that a request may ask for; 0 does not bound them."""
+    """Largest max_tokens of a request; 0 is no limit."""
     max_priority: int = MAX_PRIORITY
-    """Greatest priority that a request may ask for: greater ones go first, and preempt others."""
+    """Greatest priority that a request may have."""
     operator: bool = False
-    """Whether it also adds and removes drafters, and reads metrics."""
+    """Whether the key may add and remove drafters and read metrics."""
 
     def __post_init__(self) -> None:
         # Not with the value: somebody may have put the key itself there.
@@ -66,10 +68,10 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysFile:
-    """A file of keys."""
+    """Contents of an API key file."""
 
     keys: Mapping[str, ApiKey] = field(default_factory=dict)
-    """By name; names are in logs and metrics, so they are no secrets."""
+    """API keys by name; names appear in logs and metrics, so they are no secrets."""
 
     def __post_init__(self) -> None:
         if len(self.keys) > MAX_KEYS:
@@ -84,8 +86,11 @@ class KeysFile:
 
 
 def read_keys(path: Path) -> Mapping[str, ApiKey]:
-    """The keys of a file, by name. Raises NotFoundError if it is missing, InvalidRequestError
-    (INVALID_CONFIG) if it is malformed."""
+    """Read the keys of a file, by name.
+
+    Raises NotFoundError if the file is missing and InvalidRequestError (INVALID_CONFIG) if it is
+    malformed.
+    """
     try:
         return load_config(KeysFile, path).keys
     except InvalidRequestError as error:
@@ -95,11 +100,11 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
 
 
 def find_key(keys: Mapping[str, ApiKey], header: str | None) -> str:
-    """The name of the key in an `authorization` header: `Bearer KEY`, or `Basic` with the key as
-    password, which browsers can send.
+    """Return the name of the key in an `authorization` header: `Bearer KEY`, or `Basic` with the
+    key as password, which browsers can send.
 
-    Raises UnauthenticatedError (NO_KEY, WRONG_KEY). How long it takes tells nothing of how near a
-    wrong key is, nor which one a right one is.
+    Raises UnauthenticatedError (NO_KEY, WRONG_KEY). The duration does not depend on how similar a
+    wrong key is, nor on which key matches.
     """
     secret = _secret_of(header)
     digest = hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
@@ -113,7 +118,7 @@ def find_key(keys: Mapping[str, ApiKey], header: str | None) -> str:
 
 
 def check_operator(name: str, key: ApiKey) -> None:
-    """Raises PermissionDeniedError (NOT_OPERATOR) unless it is an operator's key."""
+    """Raise PermissionDeniedError (NOT_OPERATOR) unless the key has the operator permission."""
     if not key.operator:
         raise PermissionDeniedError(
             f"the API key {name!r} does not have the operator permission", reason="NOT_OPERATOR"
