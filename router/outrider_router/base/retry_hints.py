@@ -18,8 +18,8 @@ longer. Clients add random time to retry hints, so that they do not return toget
 MAX_KNOWN_FACTOR = 4
 """Number of refused clients that are remembered, as a multiple of the queue's limit."""
 REFUSALS: Final = {
-    "QUEUE_FULL": "there is no room in the queue, which holds {limit} requests; try again later",
-    "DISPLACED": "the queue is full, and a request that goes first took the place",
+    "QUEUE_FULL": "the queue is full: it holds at most {limit} requests; try again later",
+    "DISPLACED": "the queue is full and a request of higher precedence took the position",
 }
 """Error messages of requests that the queue refuses, by reason."""
 

@@ -80,7 +80,7 @@ class Caller:
 
 
 ANONYMOUS: Final = Caller()
-"""Whoever asks where nobody is asked who they are."""
+"""Caller of all requests if callers are not identified."""
 
 
 class TokenBucket:

@@ -28,8 +28,8 @@ RESOLVE_TIMEOUT_S = 10.0
 """Timeout of one DNS query."""
 
 Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
-"""Resolves a host and a port to all addresses (HOST:PORT). Raises OSError, and UnicodeError for an
-invalid host name."""
+"""Function that resolves a host and a port to all addresses (HOST:PORT). Raises OSError, and
+UnicodeError for an invalid host name."""
 PeerT = TypeVar("PeerT", VerifierPeer, DrafterPeer)
 
 

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class PeerRegistry:
-    """The fleet of one router. Callbacks run on the event loop and must not block."""
+    """Verifiers and drafters of one router. Callbacks run on the event loop and must not block."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class PeerRegistry:
         self._polls: dict[PeerStatus, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        """Begin polling; every peer has its own task, so none delays the look at another."""
+        """Start polling; every peer has its own task, so that none delays another."""
         for verifier in self.verifiers.values():
             self._start(verifier, partial(self._look_at_verifier, verifier))
         for drafter in self.drafters.values():
@@ -103,7 +103,7 @@ class PeerRegistry:
         await asyncio.gather(*polls.values(), return_exceptions=True)
 
     def add_verifier(self, address: str) -> None:
-        """Look for one more verifier from now on; idempotent. Raises ResourceExhaustedError."""
+        """Start polling one more verifier. Idempotent. Raises ResourceExhaustedError."""
         if address not in self.verifiers:
             _check_capacity("verifiers", len(self.verifiers))
             peer = self.verifiers[address] = VerifierPeer(address=address)
@@ -111,7 +111,7 @@ class PeerRegistry:
             logger.info("verifier added", extra={"address": address})
 
     async def forget_verifier(self, peer: VerifierPeer) -> None:
-        """Look no more at a verifier that is gone, and have the drafters dial it no more."""
+        """Stop polling a verifier that is gone, and ask the drafters to disconnect from it."""
         await self._stop(peer)
         if peer.state is PeerState.HEALTHY and peer.info is not None:
             self._lose_verifier(peer, peer.info, "it was removed")
@@ -125,10 +125,10 @@ class PeerRegistry:
         logger.info("verifier removed", extra={"address": peer.address})
 
     def add_drafter(self, address: str, *, recall: bool = True) -> None:
-        """Look for one more drafter from now on; idempotent.
+        """Start polling one more drafter. Idempotent.
 
-        `recall`: it is told that it stays, even if it was about to leave. Raises
-        ResourceExhaustedError; FailedPreconditionError while it is being removed.
+        With `recall` the drafter is told to stay even if it was about to leave. Raises
+        ResourceExhaustedError, and FailedPreconditionError while the drafter is being removed.
         """
         peer = self.drafters.get(address)
         if peer is not None and peer.is_draining:
@@ -145,13 +145,14 @@ class PeerRegistry:
         logger.info("drafter added", extra={"address": address})
 
     async def drain_drafter(self, peer: DrafterPeer) -> None:
-        """Give a drafter no sessions any more, and have it say so to other routers."""
+        """Give a drafter no more sessions, and have it announce to other routers that it will
+        stop."""
         peer.is_draining, peer.is_recalled = True, False
         if peer.control is not None:
             await drafter_commands.announce_drain(peer.control, peer.address, self._silence_s)
 
     async def forget_drafter(self, peer: DrafterPeer) -> None:
-        """Look at a drafter no more and have it leave the verifiers."""
+        """Stop polling a drafter and ask it to disconnect from the verifiers."""
         await self._stop(peer)
         if peer.control is not None:
             # It is among the drafters until it has left: nobody may add it anew meanwhile.
@@ -165,36 +166,37 @@ class PeerRegistry:
         logger.info("drafter removed", extra={"address": peer.address})
 
     def healthy_verifier(self, verifier_id: VerifierId) -> VerifierPeer | None:
-        """The healthy verifier with this id."""
+        """Return the healthy verifier with this id; None if there is none."""
         return next((v for v, info in self._healthy() if info.verifier_id == verifier_id), None)
 
     def any_verifier_info(self) -> VerifierInfo | None:
-        """What a healthy verifier says of its model; None while none takes sessions."""
+        """Return the info of a healthy verifier; None while none takes sessions."""
         return next((info for _, info in self._healthy() if not info.draining), None)
 
     def record_heartbeat(self, peer: VerifierPeer) -> None:
-        """A session's event is a sign of life and of progress."""
+        """Record a sign of life and of progress: an event of a verifier's session."""
         peer.silent_s = peer.stalled_s = 0.0
 
     def mark_verifier_lost(self, peer: VerifierPeer, why: str) -> None:
-        """Its sessions broke off: it is lost until it answers a look, and that begins now."""
+        """Mark a verifier whose streams broke as lost until it answers a poll, which starts at
+        once."""
         if peer.state is PeerState.HEALTHY and peer.info is not None:
             self._lose_verifier(peer, peer.info, why)
         peer.woken.set()
 
     def mark_verifier_draining(self, peer: VerifierPeer) -> None:
-        """It says that it takes no more sessions."""
+        """Mark a verifier that takes no more sessions."""
         if peer.state is PeerState.HEALTHY and peer.info is not None:
             peer.info = replace(peer.info, draining=True)
             self._on_verifier_up(peer.info)
 
     def mark_drafter_detached(self, peer: VerifierPeer, drafter_id: DrafterId) -> None:
-        """A session reports that its drafter is gone; no more sessions until the next look."""
+        """Mark a drafter that a session reported lost; it gets no sessions until the next poll."""
         peer.detached.add(drafter_id)
         self._note_drafters()
 
     def candidates_for(self, peer: VerifierPeer) -> tuple[DrafterCandidate, ...]:
-        """The drafters that the sessions of this verifier can have now."""
+        """Return the drafters that the sessions of this verifier can have now."""
         assert peer.info is not None
         able = [d for d in self.drafters.values() if d.state is PeerState.HEALTHY]
         return drafter_candidates(
@@ -206,12 +208,12 @@ class PeerRegistry:
         )
 
     def candidates(self) -> dict[VerifierId, tuple[DrafterCandidate, ...]]:
-        """The same for each healthy verifier."""
+        """Return the drafters that sessions can have now, by healthy verifier."""
         return {info.verifier_id: self.candidates_for(peer) for peer, info in self._healthy()}
 
     @property
     def other_router_sessions(self) -> dict[DrafterId, int]:
-        """Sessions that drafters follow for other routers."""
+        """Return the number of sessions of other routers by drafter."""
         peers = self.drafters.values()
         return {
             peer.info.drafter_id: peer.other_router_sessions

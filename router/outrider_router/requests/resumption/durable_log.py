@@ -42,13 +42,15 @@ from outrider_router.requests.resumption.log_records import (
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
-"""Time between two looks: the disk's copy, the file's length, a failure to mend."""
+"""Time between two checks in seconds: flush to disk, length of the file, recovery from a
+failure."""
 MIN_BYTES = 4 << 20
-"""A shorter file is not written anew."""
+"""Length in bytes below which the file is not rewritten."""
 MAX_FILE_BYTES = 512 << 20
-"""What is read of a file at the start; one that is written by a router is far shorter."""
+"""Largest part of a file in bytes that is read at the start; files that routers write are far
+shorter."""
 REWRITE_FACTOR = 4
-"""A file is written anew when it is so many times as long as it then was."""
+"""Growth since the last rewrite at which the file is rewritten."""
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class _LoggedRequest:
 
 
 class DurableLog:
-    """The log of one router. Use from one event loop."""
+    """Log of one router. Use from one event loop."""
 
     def __init__(
         self,
@@ -108,11 +110,11 @@ class DurableLog:
 
     @property
     def is_failing(self) -> bool:
-        """Whether what clients are told is not in the log."""
+        """Whether clients receive tokens that are not in the log."""
         return self._failing
 
     def start_writing(self) -> None:
-        """Write the file anew, with what was adopted alone, and go on from there."""
+        """Rewrite the file with the restored requests only, and append to it from then on."""
         if not self._failing:
             try:
                 self._start_anew(self._write_new(self._snapshot()), b"")
@@ -121,7 +123,7 @@ class DurableLog:
         self._task = asyncio.create_task(self._run(), name="journal")
 
     async def close(self) -> None:
-        """Stop; what was written stays. Idempotent."""
+        """Stop writing; the file stays. Idempotent."""
         self._stop.set()
         if self._task is not None:
             await self._task
@@ -147,7 +149,8 @@ class DurableLog:
     def append_opened(
         self, opened: OpenedRequest, emitted: list[int], logprobs: list[TokenLogprobs]
     ) -> int:
-        """A request begins; its number. `emitted` and `logprobs` are the lists that will grow."""
+        """Log a new request and return its number. `emitted` and `logprobs` are the lists that will
+        grow."""
         self._last_number = self._last_number % MAX_NUMBER + 1
         while self._last_number in self._live:
             self._last_number = self._last_number % MAX_NUMBER + 1
@@ -158,11 +161,11 @@ class DurableLog:
         return self._last_number
 
     def append_emitted(self, rows: Sequence[EmittedRow]) -> None:
-        """New ids of requests, before anybody is told of them."""
+        """Log new ids of requests, before any client receives them."""
         self._write(encode_emitted(rows))
 
     def append_ended(self, number: int, finish: FinishInfo | None) -> None:
-        """A request is over; with a finish it is kept until it is forgotten."""
+        """Log the end of a request; with a finish it is kept until it is forgotten."""
         live = self._live.get(number)
         if live is None:
             return
@@ -172,7 +175,7 @@ class DurableLog:
             self.forget_request(number)
 
     def forget_request(self, number: int) -> None:
-        """A request need not be in the next file."""
+        """Leave a request out of the next rewrite."""
         self._live.pop(number, None)
 
     def _write(self, data: bytes) -> None:
