@@ -272,8 +272,11 @@ class ValidatedRequest:
         plan: SpeculationPlan,
         emitted: Sequence[int] = (),
     ) -> SessionSpec:
-        """What a verifier is told; `plan` is the job's as that verifier carries it out, `emitted`
-        what the sessions before this one emitted."""
+        """Build the session specification for a verifier.
+
+        `plan` is the request's plan adapted to that verifier, `emitted` the tokens of earlier
+        sessions.
+        """
         return SessionSpec(
             session_id=session_id,
             epoch=epoch,
@@ -292,7 +295,7 @@ class ValidatedRequest:
         )
 
     def prompt_info(self, request_id: RequestId) -> PromptInfo:
-        """What its client is told first."""
+        """Return the first message to the client."""
         return PromptInfo(
             request_id=request_id,
             prompt_tokens=len(self.prompt_ids),
@@ -301,7 +304,7 @@ class ValidatedRequest:
         )
 
     def make_assembler(self, tokenizer: Tokenizer) -> OutputAssembler:
-        """What makes its text."""
+        """Return the assembler of the text."""
         return OutputAssembler(
             tokenizer.special_pieces if self.special_tokens else tokenizer.pieces,
             self.stop_strings,
@@ -310,7 +313,7 @@ class ValidatedRequest:
         )
 
     def stop_checker(self, tokenizer: Tokenizer) -> StopChecker | None:
-        """The search for its stop strings; None: it has none."""
+        """Return the stop string checker; None if the request has no stop strings."""
         return StopChecker(self.make_assembler(tokenizer)) if self.stop_strings else None
 
 

@@ -63,7 +63,7 @@ Mistake = Mapping[str, Any]
 
 
 def describe_validation_errors(mistakes: Sequence[Mistake], body: object) -> InvalidRequestError:
-    """The error of a body with these mistakes; its `param` is "" where no field is to blame."""
+    """Return the error of a body with these mistakes; its `param` is "" if no field is at fault."""
     unsupported = _unsupported_turn(mistakes, body)
     if unsupported is not None:
         return unsupported
