@@ -178,8 +178,8 @@ def output_budget(
     room = max_context_len - prompt_len
     if room < 1:
         raise InvalidRequestError(
-            f"the prompt has {prompt_len} tokens, but prompt and output together may have "
-            f"at most {max_context_len}",
+            f"the prompt has {prompt_len} tokens, but the context of prompt and output "
+            f"has at most {max_context_len}",
             reason="PROMPT_TOO_LONG",
             param="prompt",
         )
