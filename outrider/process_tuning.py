@@ -75,12 +75,16 @@ def raise_file_limit() -> int:
     return soft
 
 
+CERT_HELP = "Certificate of this process; its DNS name is the role of the process."
+CA_HELP = "Certificate of the authority that signed the other processes' certificates."
+
+
 def add_tls_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of a process's `tls` table."""
     add = parser.add_argument_group("certificates").add_argument
-    add("--tls-cert", metavar="FILE.pem", dest="tls.cert", help="certificate; its name is a role")
-    add("--tls-key", metavar="FILE.pem", dest="tls.key", help="private key of it")
-    add("--tls-ca", metavar="FILE.pem", dest="tls.ca", help="authority of the other processes")
+    add("--tls-cert", metavar="FILE.pem", dest="tls.cert", help=CERT_HELP)
+    add("--tls-key", metavar="FILE.pem", dest="tls.key", help="Private key of --tls-cert.")
+    add("--tls-ca", metavar="FILE.pem", dest="tls.ca", help=CA_HELP)
 
 
 def set_openmp_spin() -> None:

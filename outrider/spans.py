@@ -66,14 +66,14 @@ def add_tracing_flags(parser: ArgumentParser) -> None:
         "--otlp-endpoint",
         metavar="URL",
         dest="tracing.otlp_endpoint",
-        help="collector that request traces are sent to, by OTLP over gRPC",
+        help="OpenTelemetry collector to which request traces are sent by OTLP over gRPC.",
     )
     add(
         "--trace-ratio",
         type=float,
         metavar="R",
         dest="tracing.sample_ratio",
-        help="share of the requests that are traced where their clients do not say",
+        help="Fraction of requests to trace if the client does not decide.",
     )
 
 

@@ -16,11 +16,11 @@ from outrider.wire.checks import quote_value
 ArgumentT = TypeVar("ArgumentT")
 
 MAX_TIMEOUT_S: Final = 365 * 86400.0
-"""Longest bound of a request: a year. gRPC's own arithmetic overflows at some centuries."""
+"""Longest timeout of a request, one year; gRPC's arithmetic overflows at some centuries."""
 
 
 def is_text(value: object) -> bool:
-    """Whether a value is a text that UTF-8 can hold."""
+    """Return whether a value is a string that UTF-8 can encode."""
     if not isinstance(value, str):
         return False
     try:
@@ -31,28 +31,28 @@ def is_text(value: object) -> bool:
 
 
 def invalid_argument(name: str, wanted: str, value: object) -> InvalidRequestError:
-    """The error of an argument that is something else."""
+    """Return the error of an argument with a wrong type or value."""
     return InvalidRequestError(
         f"{name} must be {wanted}, got {quote_value(value)}", reason="INVALID_OPTION"
     )
 
 
 def check_address(address: str) -> str:
-    """The address of a router."""
+    """Check the address of a router. Raises InvalidRequestError."""
     if not (is_text(address) and address and address.isprintable()):
         raise invalid_argument("address", "HOST:PORT of a router", address)
     return address
 
 
 def check_kind(name: str, value: ArgumentT | None, kind: type[ArgumentT]) -> ArgumentT | None:
-    """An optional argument of one class."""
+    """Check that an optional argument is of one class. Raises InvalidRequestError."""
     if value is not None and not isinstance(value, kind):
         raise invalid_argument(name, f"a {kind.__name__} or None", value)
     return value
 
 
 def check_timeout_s(timeout_s: float | None) -> float | None:
-    """Seconds that a request may take; None does not bound it."""
+    """Check a timeout in seconds; None is no limit. Raises InvalidRequestError."""
     if timeout_s is None:
         return None
     is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
@@ -64,7 +64,8 @@ def check_timeout_s(timeout_s: float | None) -> float | None:
 
 
 def check_request_ids(request_ids: Iterable[str]) -> list[RequestId]:
-    """Ids of requests. One text alone is no sequence of ids: its characters would be taken."""
+    """Check a sequence of request ids. A single string is refused, because its characters would be
+    taken for ids. Raises InvalidRequestError."""
     wanted = "a sequence of texts"
     if isinstance(request_ids, (str, bytes, Mapping)) or not isinstance(request_ids, Iterable):
         raise invalid_argument("request_ids", wanted, request_ids)

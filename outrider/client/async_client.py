@@ -180,7 +180,7 @@ class AsyncClient:
         return await self._call(SERVER_INFO, None, INFO_TIMEOUT_S)
 
     async def models(self) -> tuple[ModelInfo, ...]:
-        """Served models."""
+        """Return the served models."""
         return await self._call(LIST_MODELS, None, INFO_TIMEOUT_S)
 
     def _said(self, metadata: Metadata) -> Metadata:
@@ -348,7 +348,7 @@ class AsyncStream:
         return self._collected.result()
 
     async def close(self) -> None:
-        """End the request; idempotent."""
+        """End the request. Idempotent."""
         if not self._over:
             await asyncio.shield(self._leave())
 

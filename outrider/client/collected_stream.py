@@ -69,7 +69,7 @@ class CollectedStream:
         if self.problem is not None:
             raise self.problem
         if self.info is None or self.finish is None:
-            raise InternalError("the stream ended without a finish", reason="BAD_RESPONSE")
+            raise InternalError("the stream ended without its final message", reason="BAD_RESPONSE")
         return GenerateResult(
             request_id=self.info.request_id,
             model=self.info.model,

@@ -17,10 +17,10 @@ from outrider.transport.tls import TlsConfig, TlsFiles
 from outrider.wire.checks import quote_value
 
 API_KEY_VARIABLE: Final = "OUTRIDER_API_KEY"
-"""Environment variable with the key of clients that are given none."""
+"""Environment variable with the API key of clients that are created without one."""
 
 TENANT_KEY: Final = "x-outrider-tenant"
-"""Metadata that says whose a call is, to routers that take the caller's word for it."""
+"""Metadata key of the tenant, for routers that trust the tenant that callers name."""
 _KEY: Final = re.compile(r"[a-z0-9_.-]+")
 
 GrpcOptions: TypeAlias = "Sequence[tuple[str, int | str]]"
@@ -29,9 +29,9 @@ GrpcOptions: TypeAlias = "Sequence[tuple[str, int | str]]"
 def call_metadata(
     metadata: Metadata, *, api_key: str | None = None, tenant: str | None = None
 ) -> Metadata:
-    """What goes with each call. Without a key the environment may name one.
+    """Build the metadata of each call. Without a key, the API key comes from the environment.
 
-    Raises InvalidRequestError for what no header can carry.
+    Raises InvalidRequestError for values that no header can carry.
     """
     found = list(check_metadata(metadata))
     if tenant is not None:
@@ -46,12 +46,13 @@ def call_metadata(
 
 
 def check_metadata(metadata: Metadata) -> Metadata:
-    """The same, as a key of dictionaries; InvalidRequestError for what no header can carry."""
+    """Check metadata and return it as a tuple. Raises InvalidRequestError for values that no header
+    can carry."""
     pairs = tuple(map(_pair, _items(metadata)))
     for key, value in pairs:
         if not (isinstance(key, str) and _KEY.fullmatch(key)):
             raise InvalidRequestError(
-                "a key of metadata must be a text of lower-case letters, digits, '-', '_' and '.', "
+                "a metadata key must consist of lower-case letters, digits, '-', '_' and '.', "
                 f"got {quote_value(key)}",
                 reason="INVALID_METADATA",
             )
@@ -76,8 +77,8 @@ def _pair(item: object) -> tuple[str, str]:
 def _no_pairs(found: object) -> InvalidRequestError:
     # Not shown: it may be a secret.
     return InvalidRequestError(
-        "metadata must be a sequence of pairs (key, value) of texts, "
-        f"a value of type {type(found).__name__} is none",
+        "metadata must be a sequence of pairs (key, value) of strings, "
+        f"got a value of type {type(found).__name__}",
         reason="INVALID_METADATA",
     )
 
@@ -86,7 +87,7 @@ def _printable(value: str, what: str, reason: str) -> str:
     # Not shown: it may be a secret.
     if not (isinstance(value, str) and value and value.isascii() and value.isprintable()):
         raise InvalidRequestError(
-            f"{what} must be a text of printable ASCII, and not empty", reason=reason
+            f"{what} must be a non-empty string of printable ASCII characters", reason=reason
         )
     return value
 
@@ -106,8 +107,8 @@ class RouterConnector:
         self._name = named[0] if named else ""
 
     def channel(self) -> grpc.Channel:
-        """A channel of the synchronous kind, whose streams are read by who iterates over them:
-        without gRPC's thread in between a first message is there .3 to .4 ms sooner."""
+        """Open a synchronous channel. The iterating thread reads its streams itself, because gRPC's
+        extra thread would delay a first message by 0.3 to 0.4 ms."""
         options: GrpcOptions = [*self._options(), (ChannelOptions.SingleThreadedUnaryStream, 1)]
         if self._files is None:
             return grpc.insecure_channel(self._address, options=options)
@@ -115,7 +116,7 @@ class RouterConnector:
         return grpc.secure_channel(self._address, credentials, options=options)
 
     def aio_channel(self) -> grpc.aio.Channel:
-        """A channel of the asynchronous kind."""
+        """Open an asynchronous channel."""
         if self._files is None:
             return grpc.aio.insecure_channel(self._address, options=self._options())
         credentials = channel_credentials(self._files)
@@ -129,7 +130,7 @@ class RouterConnector:
 
 
 def is_serving(address: str, tls: TlsConfig | None, timeout_s: float = 5.0) -> bool:
-    """Whether a process says of itself, to everybody, that it serves."""
+    """Return whether the health service of a process says that it serves."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     with RouterConnector(address, tls).channel() as channel:

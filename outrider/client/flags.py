@@ -17,11 +17,12 @@ from outrider.transport.tls import TlsConfig
 from outrider.wire.limits import MAX_PRIORITY, MAX_TOP_LOGPROBS
 
 AUTO = "auto"
-"""A choice that is left to the server."""
+"""Value of flags whose choice is left to the server."""
+CA_HELP = "Certificate of the authority that signed the router's certificate; enables TLS."
 
 
 def integer_at_least(low: int) -> Callable[[str], int]:
-    """An integer that is not below `low`."""
+    """Type of a flag that takes an integer of at least `low`."""
 
     def parse(text: str) -> int:
         try:
@@ -36,7 +37,7 @@ def integer_at_least(low: int) -> Callable[[str], int]:
 
 
 def number_at_least(low: float) -> Callable[[str], float]:
-    """A finite number that is not below `low`."""
+    """Type of a flag that takes a finite number of at least `low`."""
 
     def parse(text: str) -> float:
         try:
@@ -51,7 +52,7 @@ def number_at_least(low: float) -> Callable[[str], float]:
 
 
 def fraction(text: str) -> float:
-    """A number above 0 that is at most 1."""
+    """Parse a number above 0 and at most 1."""
     value = number_at_least(0.0)(text)
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
@@ -59,7 +60,7 @@ def fraction(text: str) -> float:
 
 
 def parse_look_ahead(text: str) -> int | None:
-    """0, 1, or auto: None."""
+    """Parse 0, 1 or auto; auto becomes None."""
     if text == AUTO:
         return None
     if text not in ("0", "1"):
@@ -68,7 +69,7 @@ def parse_look_ahead(text: str) -> int | None:
 
 
 def parse_fan_out(text: str) -> int:
-    """A number of outcomes that are drafted ahead."""
+    """Parse the number of outcomes that are drafted ahead."""
     value = integer_at_least(0)(text)
     if value > MAX_FAN_OUT:
         raise argparse.ArgumentTypeError(f"must be at most {MAX_FAN_OUT}, got {value}")
@@ -81,64 +82,71 @@ def add_look_ahead_arguments(add: Callable[..., object]) -> None:
         "--look-ahead",
         metavar="0|1|auto",
         type=parse_look_ahead,
-        help="draft ahead of verdicts: never, where the planner finds that it pays, or as the "
-        "router says (default)",
+        help="Look-ahead, drafting before the verdict arrives; 0: never, 1: when the planner "
+        "expects a gain, auto: as the router is configured (default: auto).",
     )
     add(
         "--fan-out",
         metavar="N",
         type=parse_fan_out,
-        help="outcomes drafted ahead; 0: drafter's choice",
+        help="Number of outcomes drafted ahead in each round; 0: chosen by the drafter.",
     )
 
 
 def parse_bias(text: str) -> tuple[int, float]:
-    """ID=AMOUNT of a logit bias."""
+    """Parse ID=AMOUNT of a logit bias."""
     id_, sign, amount = text.partition("=")
     try:
         return integer_at_least(0)(id_), float(amount if sign else "")
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not ID=AMOUNT") from None
+        raise argparse.ArgumentTypeError(
+            f"must be ID=AMOUNT, such as 42=-1.5, got {text!r}"
+        ) from None
 
 
 def parse_priority(text: str) -> int:
-    """A request's priority."""
+    """Parse the priority of a request."""
     try:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
     if abs(value) > MAX_PRIORITY:
-        raise argparse.ArgumentTypeError(f"must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+        raise argparse.ArgumentTypeError(
+            f"must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {value}"
+        )
     return value
 
 
 def parse_top_logprobs(text: str) -> int:
-    """How many of the most probable ids to give with each token."""
+    """Parse the number of most probable token ids that are returned with each token."""
     value = integer_at_least(0)(text)
     if value > MAX_TOP_LOGPROBS:
-        raise argparse.ArgumentTypeError(f"must be in [0, {MAX_TOP_LOGPROBS}]")
+        raise argparse.ArgumentTypeError(f"must be in [0, {MAX_TOP_LOGPROBS}], got {value}")
     return value
 
 
 def parse_seed(text: str) -> int:
-    """An integer that fits in 64 bits."""
+    """Parse a seed: an unsigned integer of 64 bits."""
     value = integer_at_least(0)(text)
     if value > UINT64_MAX:
-        raise argparse.ArgumentTypeError("must fit in 64 bits")
+        raise argparse.ArgumentTypeError(f"must fit in 64 bits, got {value}")
     return value
 
 
 def add_connecting_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare how a command connects to a router: by TLS, mutually if it has a certificate. An API
-    key comes from the variable OUTRIDER_API_KEY: the command line is no place for secrets."""
+    """Declare the TLS flags of commands that connect to a router; a certificate enables mutual TLS.
+
+    The API key comes from the environment variable OUTRIDER_API_KEY, because other users of the
+    machine can read command lines.
+    """
     add = parser.add_argument_group("connection").add_argument
-    add("--tls-ca", metavar="FILE.pem", type=Path, help="authority of the router's certificate")
-    add("--tls-cert", metavar="FILE.pem", type=Path, help="our own certificate")
-    add("--tls-key", metavar="FILE.pem", type=Path, help="private key of it")
+    add("--tls-ca", metavar="FILE.pem", type=Path, help=CA_HELP)
+    add("--tls-cert", metavar="FILE.pem", type=Path, help="Client certificate.")
+    add("--tls-key", metavar="FILE.pem", type=Path, help="Private key of --tls-cert.")
 
 
 def tls_of(args: argparse.Namespace) -> TlsConfig | None:
-    """What these flags say; None: plain text. Raises InvalidRequestError."""
+    """The TLS configuration that the flags set; None for plain text. Raises InvalidRequestError."""
     try:
         tls = TlsConfig(ca=args.tls_ca, cert=args.tls_cert, key=args.tls_key)
     except ValueError as error:

@@ -27,7 +27,7 @@ from outrider.wire.inference import (
 )
 
 PromptLike = str | Sequence[int] | Sequence[ChatMessage] | Prompt
-"""A text, token ids, or a conversation."""
+"""Prompt of a request: a string, token ids, or a conversation."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -50,11 +50,17 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float
     """Sampling temperature; 0 decodes greedily."""
     top_p: float
+    """Total probability of the most probable tokens that are sampled from, in (0, 1]."""
     top_k: int
+    """Number of most probable tokens that are sampled from; 0 is all."""
     min_p: float
+    """Least probability of a sampled token, relative to the most probable one, in [0, 1]."""
     repetition_penalty: float
+    """Factor that penalizes tokens of prompt and answer; 1 is no penalty."""
     presence_penalty: float
+    """Amount subtracted from the logit of each token that the answer contains."""
     frequency_penalty: float
+    """Amount subtracted from a token's logit for each of its occurrences in the answer."""
     seed: int
     """Seed of 64 bits; a negative value means itself plus 2^64. The same seed gives the same text;
     under the rules rejection and target-only the text also depends on the drafts."""
@@ -129,7 +135,7 @@ def user(content: str) -> ChatMessage:
 
 
 def system(content: str) -> ChatMessage:
-    """A system message."""
+    """Create a system message."""
     return ChatMessage(role="system", content=content)
 
 
@@ -139,9 +145,9 @@ def assistant(content: str) -> ChatMessage:
 
 
 def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateRequest:
-    """The request that a prompt and its options mean; InvalidRequestError for what cannot be one.
+    """Build the request of a prompt and its options. Raises InvalidRequestError for invalid values.
 
-    Ranges are checked by the server, which knows the model.
+    The server checks ranges, because it knows the model.
     """
     unknown = set(options) - set(GenerateOptions.__annotations__)
     if unknown:
@@ -206,8 +212,8 @@ def make_prompt(prompt: PromptLike) -> Prompt:
             if made is not None:
                 return made
     raise InvalidRequestError(
-        "a prompt must be a text, a sequence of token ids or one of ChatMessages, and not empty; "
-        "roles and contents of messages are texts",
+        "a prompt must be a non-empty string, sequence of token ids or sequence of ChatMessages; "
+        "roles and contents of messages must be strings",
         reason="INVALID_PROMPT",
     )
 
@@ -244,7 +250,7 @@ def _structured(options: GenerateOptions) -> StructuredOutput | None:
             found.append(StructuredOutput(kind, text))
     if len(found) > 1:
         raise InvalidRequestError(
-            "only one of json_schema, json_object, regex and grammar can be asked for",
+            "at most one of json_schema, json_object, regex and grammar may be given",
             reason="INVALID_STRUCTURE",
         )
     return found[0] if found else None
@@ -276,7 +282,7 @@ def _allowed(options: GenerateOptions) -> tuple[int, ...]:
     allowed = _ids(options, "allowed_token_ids")
     if "allowed_token_ids" in options and not allowed:
         raise InvalidRequestError(
-            "allowed_token_ids must name at least one id", reason="INVALID_OPTION"
+            "allowed_token_ids must contain at least one id", reason="INVALID_OPTION"
         )
     return allowed
 

@@ -29,19 +29,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of `outrider config`."""
-    parser = argparse.ArgumentParser(prog="outrider config", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="outrider config", description="Show, check and describe configurations."
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    schema = commands.add_parser("schema", help="print the JSON Schema of a process's file")
-    schema.add_argument("process", choices=PROCESSES)
-    commands.add_parser("reference", help="print the page of all keys, in Markdown")
-    check = commands.add_parser("check", help="read a file as a process would")
-    check.add_argument("file", metavar="FILE.toml")
-    check.add_argument("--process", choices=PROCESSES, required=True)
-    show = commands.add_parser("show", help="print effective values and where they came from")
-    show.add_argument("--process", choices=PROCESSES, required=True)
-    show.add_argument("--config", metavar="FILE.toml", help="configuration file")
-    show.add_argument("--json", action="store_true", help="one JSON object")
-    show.add_argument("flags", nargs="*", metavar="-- FLAG", help="flags of the process")
+    schema = commands.add_parser(
+        "schema", help="Print the JSON Schema of a process's configuration file."
+    )
+    schema.add_argument("process", choices=PROCESSES, help="Process that reads the file.")
+    commands.add_parser("reference", help="Print the reference page of all keys as Markdown.")
+    check = commands.add_parser("check", help="Check a configuration file.")
+    check.add_argument("file", metavar="FILE.toml", help="File to check.")
+    check.add_argument(
+        "--process", choices=PROCESSES, required=True, help="Process that reads the file."
+    )
+    show = commands.add_parser("show", help="Print the effective values and their sources.")
+    show.add_argument(
+        "--process", choices=PROCESSES, required=True, help="Process whose values are printed."
+    )
+    show.add_argument("--config", metavar="FILE.toml", help="TOML configuration file.")
+    show.add_argument("--json", action="store_true", help="Print one JSON object instead of text.")
+    show.add_argument(
+        "flags", nargs="*", metavar="-- FLAG", help="Flags of the process, after two dashes."
+    )
     return parser
 
 

@@ -52,102 +52,143 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
 def make_parser() -> argparse.ArgumentParser:
     """The command line; flags are stored by the keys that they set."""
     parser = argparse.ArgumentParser(
-        prog="outrider-router", description="Serve clients; place sessions on verifiers."
+        prog="outrider-router",
+        description="Serve clients and assign their requests to verifiers.",
     )
-    parser.add_argument("--config", metavar="FILE.toml", help="configuration file")
-    parser.add_argument("--listen", metavar="HOST:PORT", help="address of the client API")
-    parser.add_argument("--http", metavar="HOST:PORT", help="address of OpenAI's API over HTTP")
+    parser.add_argument("--config", metavar="FILE.toml", help="TOML configuration file.")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="Address of the gRPC client API.")
+    parser.add_argument(
+        "--http", metavar="HOST:PORT", help="Address of the OpenAI-compatible HTTP API."
+    )
     parser.add_argument(
         "--reuse-ports",
         action=argparse.BooleanOptionalAction,
-        help="other routers may serve clients at the same two addresses",
+        help="Whether other routers may listen at the same addresses (default: no).",
     )
     parser.add_argument(
         "--shared-memory",
         action=argparse.BooleanOptionalAction,
-        help="reach verifiers of this host without the network (the default)",
-    )
-    parser.add_argument("--model", metavar="DIR", help="model directory; its tokenizer is read")
-    parser.add_argument("--model-name", metavar="NAME", help="name that clients ask for")
-    parser.add_argument(
-        "--verifier", metavar="ADDR", action="append", dest="verifiers", help="repeatable"
+        help="Whether to use shared memory instead of gRPC with verifiers on this host "
+        "(default: yes).",
     )
     parser.add_argument(
-        "--drafter", metavar="ADDR", action="append", dest="drafters", help="repeatable"
+        "--model", metavar="DIR", help="Model directory from which the tokenizer is loaded."
+    )
+    parser.add_argument("--model-name", metavar="NAME", help="Model name that clients send.")
+    parser.add_argument(
+        "--verifier",
+        metavar="ADDR",
+        action="append",
+        dest="verifiers",
+        help="Address of a verifier; may be repeated.",
+    )
+    parser.add_argument(
+        "--drafter",
+        metavar="ADDR",
+        action="append",
+        dest="drafters",
+        help="Address of a drafter; may be repeated.",
     )
     parser.add_argument(
         "--method",
         choices=[method.value for method in DraftMethod],
         dest="speculation.method",
-        help="draft source of requests that name none; default: eagle3",
+        help="Draft method of requests that name none (default: eagle3).",
     )
     parser.add_argument(
         "--look-ahead",
         type=int,
         choices=(0, 1),
         dest="speculation.look_ahead",
-        help="of requests that leave it open; 0 drafts in lock-step, 1 is the planner's choice",
+        help="Look-ahead of requests that do not set it; 0: never draft before the verdict, 1: "
+        "when the verifier's planner expects a gain (default: 1).",
     )
     parser.add_argument(
         "--fan-out",
         type=int,
         metavar="N",
         dest="speculation.fan_out",
-        help="outcomes drafted ahead, of requests that leave it open; 0: the drafter's choice",
+        help="Number of outcomes drafted ahead for requests that do not set it; 0: chosen by the "
+        "drafter (default: 0).",
     )
     parser.add_argument(
-        "--pool-listen", metavar="HOST:PORT", help="where drafters are added and removed"
+        "--pool-listen",
+        metavar="HOST:PORT",
+        help="Address of the API that adds and removes drafters (default: not served).",
     )
     parser.add_argument(
-        "--journal", metavar="FILE", help="log by which resumable requests survive a restart"
+        "--journal",
+        metavar="FILE",
+        help="Log file from which resumable requests are restored after a restart.",
     )
     parser.add_argument(
         "--journal-fsync",
         choices=("off", "interval", "always"),
-        help="when it is forced to the disk; default: interval, every second",
+        help="When the journal is flushed to disk; interval: every second (default: interval).",
     )
     parser.add_argument(
-        "--drain-timeout-s", type=float, metavar="S", help="that running requests get after SIGTERM"
+        "--drain-timeout-s",
+        type=float,
+        metavar="S",
+        help="Seconds that running requests get to finish after SIGTERM (default: 30).",
     )
-    parser.add_argument("--queue-limit", type=int, metavar="N", help="requests that may wait")
+    parser.add_argument(
+        "--queue-limit",
+        type=int,
+        metavar="N",
+        help="Largest number of requests that wait in the queue (default: 256).",
+    )
     parser.add_argument(
         "--slow-reader-timeout-s",
         type=float,
         metavar="S",
         dest="overload.slow_reader_timeout_s",
-        help="a client that takes nothing for so long is not waited for",
+        help="Seconds after which a client that does not read is disconnected (default: 30).",
     )
-    parser.add_argument("--metrics-port", type=int, metavar="P", help="0 takes a free port")
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="P",
+        help="Port of the Prometheus endpoint; 0: a free port (default: no endpoint).",
+    )
     parser.add_argument(
         "--metrics-compat",
         choices=("none", "vllm"),
-        help="export metrics under these names too, for tools that read them",
+        help="Server under whose metric names the metrics are exported too (default: none).",
     )
     parser.add_argument(
-        "--health-listen", metavar="HOST:PORT", help="address of a port that serves health alone"
+        "--health-listen",
+        metavar="HOST:PORT",
+        help="Address of a plain-text gRPC port that serves only health checks.",
     )
-    parser.add_argument("--api-keys", metavar="FILE.toml", help="keys that clients must have")
+    parser.add_argument(
+        "--api-keys",
+        metavar="FILE.toml",
+        help="Key file; clients must send one of its API keys.",
+    )
     add_tls_arguments(parser)
     parser.add_argument(
         "--tls-client-auth",
         dest="tls.client_auth",
         action=argparse.BooleanOptionalAction,
-        help="clients must show a certificate of the role client, too",
+        help="Whether clients must present a certificate of the role client (default: no).",
     )
     parser.add_argument(
         "--client-api-tls-cert",
         metavar="FILE.pem",
         dest="client_api_tls.cert",
-        help="another for clients",
+        help="Certificate presented to clients (default: that of --tls-cert).",
     )
     parser.add_argument(
         "--client-api-tls-key",
         metavar="FILE.pem",
         dest="client_api_tls.key",
-        help="private key of it",
+        help="Private key of --client-api-tls-cert.",
     )
     add_tracing_flags(parser)
-    parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
+    parser.add_argument(
+        "--log-level", help="Log level: DEBUG, INFO, WARNING or ERROR (default: INFO)."
+    )
     return parser
 
 

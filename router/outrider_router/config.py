@@ -22,39 +22,42 @@ from outrider_router.base.tenants import MAX_TENANT_CHARS, TenantLimits, TenantS
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")
 MAX_SLOW_READER_S = 86400.0
-"""A day: the kernel is told it in milliseconds, and holds its buffers for as long."""
+"""Largest `slow_reader_timeout_s`, a day: the kernel takes the timeout in milliseconds and keeps
+unsent data for as long."""
 
 
 class Fsync(StrEnum):
-    """Flush policy of the durable log (fsync). A killed router loses nothing under any of them."""
+    """When the journal is flushed to disk (fsync). A router that is killed loses nothing under any
+    policy."""
 
     OFF = "off"
-    """Whenever the kernel likes."""
+    """The kernel decides when data reaches the disk."""
     INTERVAL = "interval"
-    """Every second, beside the rounds: a machine that fails may lose the last of it."""
+    """Every second, in the background. A machine that fails may lose the last second."""
     ALWAYS = "always"
-    """Before a client is told of a round; every round waits for the disk."""
+    """Before clients receive the tokens of a round, so that every round waits for the disk."""
 
 
 class MetricsCompat(StrEnum):
-    """Tool under whose metric names the router's metrics are exported, too."""
+    """Server under whose metric names the router's metrics are exported too."""
 
     NONE = "none"
-    """Nobody's."""
+    """No other names."""
     VLLM = "vllm"
-    """vLLM's names (`vllm:...`), for tools that read those."""
+    """vLLM's names (`vllm:...`), for tools that read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationDefaults:
-    """Speculation of sessions whose request does not say otherwise."""
+    """Speculation settings of requests that do not set their own; keys of the table
+    `[speculation]`."""
 
     method: DraftMethod = DraftMethod.EAGLE3
     """Draft method."""
     draft_tokens: int = 4
     """Draft tokens (tree nodes) per round."""
     top_k: int = 1
-    """Children per expanded node; 1 drafts a chain."""
+    """Branching factor of the draft tree; 1 drafts a chain."""
     look_ahead: int = 1
     """1 lets the verifier's planner use look-ahead (drafts made before the verdict that they
     continue); 0 never uses it."""
@@ -74,7 +77,10 @@ class SpeculationDefaults:
             if not 0 <= getattr(self, name) <= MAX_PROPOSAL_TIMEOUT_MS:
                 raise ValueError(f"{name} must be in [0, {MAX_PROPOSAL_TIMEOUT_MS}]")
         if self.draft_tokens > self.max_draft_tokens:
-            raise ValueError("draft_tokens must not be greater than max_draft_tokens")
+            raise ValueError(
+                f"draft_tokens must be at most max_draft_tokens ({self.max_draft_tokens}), "
+                f"got {self.draft_tokens}"
+            )
         SpeculationPlan(
             draft_tokens=self.max_draft_tokens,
             top_k=self.top_k,
@@ -172,7 +178,7 @@ class HttpConfig:
             raise ValueError(f"root_path must begin with / and not end with it, got {path!r}")
         for origin in self.cors_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
-                raise ValueError(f"cors_origins are * or SCHEME://HOST[:PORT], got {origin!r}")
+                raise ValueError(f"cors_origins must be * or SCHEME://HOST[:PORT], got {origin!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +224,7 @@ class RouterConfig:
     metrics_port: int = -1
     """Port of the Prometheus endpoint; 0 picks a free port, -1 disables the endpoint."""
     metrics_host: str = "127.0.0.1"
-    """Address that the Prometheus endpoint listens on."""
+    """Address on which the Prometheus endpoint listens."""
     health_listen: str = ""
     """HOST:PORT of an additional port that serves only grpc.health.v1.Health, in plain text, for a
     supervisor on this machine. Port 0 picks a free port, "" disables it."""
@@ -254,22 +260,23 @@ class RouterConfig:
     journal_fsync: Fsync = Fsync.INTERVAL
     """When the journal is flushed to disk (fsync): off, interval (every second) or always."""
     tracing: TracingConfig = field(default_factory=TracingConfig)
-    """Spans of requests, for OpenTelemetry."""
+    """OpenTelemetry tracing of requests."""
     log_level: Annotated[str, OneOf(LOG_LEVELS)] = "INFO"
     """Lowest log level that is written to stderr."""
     speculation: SpeculationDefaults = field(default_factory=SpeculationDefaults)
-    """Speculation defaults."""
+    """Speculation settings of requests that do not set their own."""
     api_keys: Path | None = None
     """File of the API keys that clients need; None requires no keys."""
     tls: TlsConfig = field(default_factory=TlsConfig)
-    """This process's certificate, for its own ports and for verifiers and drafters."""
+    """Certificate of this process, for its own ports and for connections to verifiers and
+    drafters."""
     client_api_tls: TlsConfig = field(default_factory=TlsConfig)
     """Separate certificate for the client API, for clients that trust another authority; by default
     that of `tls`."""
     overload: OverloadConfig = field(default_factory=OverloadConfig)
-    """Admission, tenants and slow readers."""
+    """Settings of admission, tenants and slow readers."""
     grammar_compile: CompileLimits = field(default_factory=CompileLimits)
-    """Limits of compiling the grammar of a structured output."""
+    """Limits on compiling the grammar of a structured output."""
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     """Limits of tenants by name; `default` applies to each tenant without a table of its own."""
 
@@ -279,7 +286,10 @@ class RouterConfig:
         split_addresses((*self.verifiers, *self.drafters))
         self._check_times()
         if self.reuse_ports and self.journal is not None:
-            raise ValueError("routers that share their ports cannot have a journal")
+            raise ValueError(
+                "reuse_ports and journal exclude each other: routers that share ports cannot have "
+                "a journal"
+            )
         if self.queue_limit < 0:
             raise ValueError(f"queue_limit must be >= 0, got {self.queue_limit}")
         if self.default_max_tokens < 1:
@@ -290,7 +300,9 @@ class RouterConfig:
             raise ValueError("session_slack_tokens must be >= 0")
         for name in self.tenants:
             if not name or len(name) > MAX_TENANT_CHARS:
-                raise ValueError(f"names of tenants have 1 to {MAX_TENANT_CHARS} characters")
+                raise ValueError(
+                    f"names of tenants must have 1 to {MAX_TENANT_CHARS} characters, got {name!r}"
+                )
         self.tls.for_fleet()
         check_level(self.log_level)
 
@@ -306,7 +318,7 @@ class RouterConfig:
 
     @property
     def client_tls(self) -> TlsConfig:
-        """What clients of both fronts are served with."""
+        """TLS configuration of the gRPC and HTTP client APIs."""
         if self.client_api_tls.cert is None:
             return self.tls
         if self.client_api_tls.client_auth or not self.tls.client_auth:

@@ -50,7 +50,7 @@ class Launcher(Process):
         """Process ids of an actor and its replacements, oldest first."""
         lines = self._log_file.read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines if line.startswith("{")]
-        ready = [r for r in records if r["event"] == "actor is ready" and r["actor"] == name]
+        ready = [r for r in records if r["event"] == "actor started" and r["actor"] == name]
         return [record["pid"] for record in ready]
 
     def terminate(self) -> int:

@@ -33,91 +33,198 @@ _EXIT_MISUSE = 2
 
 
 def parse_args(argv: Sequence[str] | None = None) -> RayFleetConfig:
-    """Configuration from a file, the environment and flags. Raises InvalidRequestError."""
+    """Load the configuration from file, environment and flags. Raises InvalidRequestError."""
     return parse_config(RayFleetConfig, make_parser(), argv, "ray").config
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line; flags are stored by the keys that they set."""
+    """The parser of the command line; each flag is stored under the configuration key it sets."""
     parser = argparse.ArgumentParser(
         prog="outrider ray",
         description="Serve a model with verifiers and drafters as Ray actors.",
-        epilog="status, stop and node as a first argument are commands: see `status --help`.",
+        epilog="The first argument may be a command: status, stop or node. See `outrider ray "
+        "status --help`.",
     )
     add = parser.add_argument
-    add("--config", metavar="FILE.toml", help="configuration file")
-    add("--model", metavar="NAME|DIR", help="the target")
-    add("--model-name", metavar="NAME", help="name that clients ask for")
-    add("--head", metavar="DIR", help="EAGLE head")
-    add("--draft-model", metavar="NAME|DIR", help="small model, same tokenizer")
-    add("--methods", type=comma_list, metavar="A,B", help="eagle3, eagle, ngram, model; or none")
-    add("--dtype", help="element type of the models")
-    add("--device", help="of the models: cpu or cuda")
-    add("--drafter-device", metavar="DEVICE", help="cpu or cuda; default: that of the target")
-    add("--memory-fraction", type=float, metavar="F", help="of a GPU, for the verifier")
-    add("--placement", metavar="WHERE", help="of the head: separate, colocated or fused")
+    add("--config", metavar="FILE.toml", help="TOML configuration file.")
+    add("--model", metavar="NAME|DIR", help="Target model: a known name or a directory.")
+    add("--model-name", metavar="NAME", help="Model name that clients send.")
+    add("--head", metavar="DIR", help="Directory of the EAGLE draft head.")
+    add("--draft-model", metavar="NAME|DIR", help="Draft model with the tokenizer of --model.")
+    add(
+        "--methods",
+        type=comma_list,
+        metavar="A,B",
+        help="Comma-separated draft methods: eagle3, eagle, ngram, model; or none.",
+    )
+    add("--dtype", help="Data type of the models (default: float32).")
+    add("--device", help="Device on which the models compute: cpu or cuda.")
+    add(
+        "--drafter-device",
+        metavar="DEVICE",
+        help="Device on which the drafters compute: cpu or cuda (default: that of the target "
+        "model).",
+    )
+    add(
+        "--memory-fraction",
+        type=float,
+        metavar="F",
+        help="Fraction of a GPU's memory that a verifier may use.",
+    )
+    add(
+        "--placement",
+        metavar="WHERE",
+        help="Process in which the draft head runs: separate, colocated or fused.",
+    )
     add(
         "--device-exchange",
         choices=EXCHANGE_MODES,
         nargs="?",
         const=ON,
-        help="exchange drafts and features between GPUs of a node; default: auto",
+        help="Whether verifiers and drafters of a node exchange drafts directly between their GPUs "
+        "(default: auto).",
     )
-    add("--draft-length", type=int, metavar="K", help="of a head's chains")
-    add("--draft-top-k", type=int, metavar="K", help="children it tries of a node")
-    add("--look-ahead", type=int, choices=(0, 1), help="of requests that leave it open")
-    add("--fan-out", type=int, metavar="N", help="outcomes drafted ahead; 0: drafter's choice")
-    add("--planner", help="automatic (default) or fixed: who decides whether drafts pay")
+    add(
+        "--draft-length",
+        type=int,
+        metavar="K",
+        help="Draft tokens per round of a head in the verifier, or of a drafter with device "
+        "exchange.",
+    )
+    add(
+        "--draft-top-k",
+        type=int,
+        metavar="K",
+        help="Branching factor of the draft tree of a head in the verifier.",
+    )
+    add(
+        "--look-ahead",
+        type=int,
+        choices=(0, 1),
+        help="Look-ahead of requests that do not set it: 0 (never) or 1 (chosen by the planner).",
+    )
+    add(
+        "--fan-out",
+        type=int,
+        metavar="N",
+        help="Number of outcomes drafted ahead for requests that do not set it; 0: chosen by the "
+        "drafter.",
+    )
+    add(
+        "--planner",
+        help="Whether speculation adapts to measurements: automatic or fixed (default: automatic).",
+    )
     add(
         "--no-cuda-graphs",
         dest="cuda_graphs",
         action="store_const",
         const=False,
-        help="launch kernels one by one",
+        help="Launch kernels one by one instead of replaying CUDA graphs, for debugging.",
     )
     add(
         "--no-prefix-cache",
         dest="prefix_cache",
         action="store_const",
         const=False,
-        help="compute every prompt from its beginning",
+        help="Disable prefix caching: compute every prompt from its first token.",
     )
     add(
         "--simulated-acceptance",
         metavar="RATES",
-        help="benchmarks only: drafts are accepted by chance",
+        help="Benchmark only: accept drafts at random at these rates.",
     )
-    add("--listen", metavar="HOST:PORT", help="address of the client API")
-    add("--http", metavar="HOST:PORT", help="address of OpenAI's API over HTTP")
-    add("--kv-tokens", type=int, metavar="N", help="KV budget of the verifier")
-    add("--max-sessions", type=int, metavar="N", help="sessions served at once")
-    add("--queue-limit", type=int, metavar="N", help="requests that may wait")
-    add("--journal", type=Path, metavar="FILE", help="log by which requests survive the router")
-    add("--threads", type=int, metavar="N", help="compute threads of each actor")
+    add("--listen", metavar="HOST:PORT", help="Address of the gRPC client API.")
+    add("--http", metavar="HOST:PORT", help="Address of the OpenAI-compatible HTTP API.")
+    add("--kv-tokens", type=int, metavar="N", help="KV cache size of each verifier in tokens.")
+    add(
+        "--max-sessions",
+        type=int,
+        metavar="N",
+        help="Largest number of sessions that each verifier runs at once.",
+    )
+    add(
+        "--queue-limit",
+        type=int,
+        metavar="N",
+        help="Largest number of requests that wait in the queue.",
+    )
+    add(
+        "--journal",
+        type=Path,
+        metavar="FILE",
+        help="Log file from which a restarted router restores resumable requests.",
+    )
+    add("--threads", type=int, metavar="N", help="Compute threads of each actor.")
     add(
         "--busy-polling-cores",
         type=int,
         metavar="N",
-        help="cores that each actor keeps from going idle",
+        help="CPU cores that each actor keeps busy-polling to reduce wake-up latency.",
     )
-    add("--metrics-port", type=int, metavar="P", help="of the router; 0 takes a free one")
-    add("--exchange", help="grpc (default), or refs: actor calls with object refs")
-    add("--ray-address", metavar="ADDR", help="cluster to join: HOST:PORT or auto")
-    add("--namespace", metavar="NAME", help="Ray namespace of the actors")
-    add("--cpus-per-actor", type=float, metavar="N", help="CPUs that Ray reserves; default 0")
-    add("--gpus-per-actor", type=float, metavar="N", help="GPUs that Ray reserves on cuda")
-    add("--strategy", help="pack (default), spread, strict-pack or strict-spread")
-    add("--verifier-resource", metavar="NAME", help="custom resource that places verifiers")
-    add("--drafter-resource", metavar="NAME", help="custom resource that places drafters")
-    add("--detached", action="store_const", const=True, help="leave the fleet running, and go")
-    add("--verifiers", type=int, metavar="N", help="of the fleet; default: 1")
-    add("--drafters", type=int, metavar="N", help="of the fleet; default: 1")
-    most = "MOST, while load asks for it; default: no more than at the start"
-    add("--max-verifiers", type=int, metavar="MOST", dest="autoscale.max_verifiers", help=most)
-    add("--max-drafters", type=int, metavar="MOST", dest="autoscale.max_drafters", help=most)
-    add("--start-timeout-s", type=float, metavar="S", help="longest start of an actor")
-    add("--drain-timeout-s", type=float, metavar="S", help="time of running requests after SIGTERM")
-    add("--log-level", help="DEBUG, INFO, WARNING or ERROR")
+    add(
+        "--metrics-port",
+        type=int,
+        metavar="P",
+        help="Prometheus port of the router; 0: a free port.",
+    )
+    add(
+        "--exchange",
+        help="Transport between actors: grpc, or refs for actor calls with object refs "
+        "(default: grpc).",
+    )
+    add(
+        "--ray-address",
+        metavar="ADDR",
+        help="Ray cluster to join: HOST:PORT or auto (default: start a local Ray).",
+    )
+    add("--namespace", metavar="NAME", help="Ray namespace of the actors (default: outrider).")
+    add(
+        "--cpus-per-actor",
+        type=float,
+        metavar="N",
+        help="CPUs that Ray reserves for each actor (default: 0).",
+    )
+    add(
+        "--gpus-per-actor",
+        type=float,
+        metavar="N",
+        help="GPUs that Ray reserves for each actor on cuda.",
+    )
+    add(
+        "--strategy",
+        help="Placement strategy: pack, spread, strict-pack or strict-spread (default: pack).",
+    )
+    add("--verifier-resource", metavar="NAME", help="Ray custom resource that verifiers need.")
+    add("--drafter-resource", metavar="NAME", help="Ray custom resource that drafters need.")
+    add(
+        "--detached",
+        action="store_const",
+        const=True,
+        help="Exit once the fleet serves, and leave it running.",
+    )
+    add("--verifiers", type=int, metavar="N", help="Number of verifiers (default: 1).")
+    add("--drafters", type=int, metavar="N", help="Number of drafters (default: 1).")
+    for kind in ("verifiers", "drafters"):
+        add(
+            f"--max-{kind}",
+            type=int,
+            metavar="N",
+            dest=f"autoscale.max_{kind}",
+            help=f"Largest number of {kind} under load (default: the number at the start).",
+        )
+    add(
+        "--start-timeout-s",
+        type=float,
+        metavar="S",
+        help="Seconds that an actor may take to start (default: 600).",
+    )
+    add(
+        "--drain-timeout-s",
+        type=float,
+        metavar="S",
+        help="Seconds that running requests get to finish after SIGTERM (default: 5).",
+    )
+    add("--log-level", help="Log level: DEBUG, INFO, WARNING or ERROR (default: INFO).")
     return parser
 
 

@@ -50,7 +50,7 @@ class ActorKeeper:
         self._endpoint = await self._serve()
         seconds = round(time.monotonic() - began, 2)
         facts = {"actor": self.name, "seconds": seconds} | asdict(self._endpoint.where)
-        logger.info("actor is ready", extra=facts)
+        logger.info("actor started", extra=facts)
 
     def keep(self) -> None:
         """Begin to replace the actor when it dies."""
@@ -78,7 +78,7 @@ class ActorKeeper:
             if self._endpoint is not None:
                 await _death(self._endpoint.actor, self.name)
                 self._endpoint = None
-                logger.warning("actor is gone", extra={"actor": self.name})
+                logger.warning("actor lost", extra={"actor": self.name})
             pause_s = next_pause(pause_s, time.monotonic() - began)
             await asyncio.sleep(pause_s)
             try:
@@ -86,7 +86,7 @@ class ActorKeeper:
             except OutriderError as error:
                 # Among them that Ray has not yet freed the name.
                 problem = {"actor": self.name, "problem": error.message, "pause_s": pause_s}
-                logger.error("actor does not start", extra=problem)
+                logger.error("actor start failed", extra=problem)
 
 
 async def _death(actor: Any, name: str) -> None:
@@ -101,8 +101,10 @@ async def _death(actor: Any, name: str) -> None:
         except ActorDiedError:
             return
         except RayError as error:
-            logger.warning("actor is away", extra={"actor": name, "problem": type(error).__name__})
+            logger.warning(
+                "actor did not answer", extra={"actor": name, "problem": type(error).__name__}
+            )
         except TimeoutError:
-            logger.error("actor hangs; killing it", extra={"actor": name})
+            logger.error("actor hung; it is killed", extra={"actor": name})
             ray.kill(actor)
         await asyncio.sleep(POLL_INTERVAL_S)

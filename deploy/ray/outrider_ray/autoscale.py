@@ -48,7 +48,7 @@ class AutoscaleConfig:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive")
         if not 0.0 < self.low_load < self.high_load <= 1.0:
-            raise ValueError("0 < low_load < high_load <= 1 must hold")
+            raise ValueError("low_load and high_load must satisfy 0 < low_load < high_load <= 1")
 
     def max_members(self, role: MemberRole, least: int) -> int:
         """Most members of a role of which `least` are there always."""

@@ -50,7 +50,7 @@ def ray_cluster(config: RayFleetConfig) -> Generator[None]:
     # Ray's own adds a field to every record.
     logging.setLogRecordFactory(logging.LogRecord)
     seconds = round(time.monotonic() - began, 2)
-    logger.info("ray is up", extra={"joined": config.ray_address, "seconds": seconds})
+    logger.info("Ray started", extra={"joined": config.ray_address, "seconds": seconds})
     try:
         yield
     finally:
@@ -89,7 +89,7 @@ def _stop_ray() -> None:
     stopper.start()
     stopper.join(STOP_RAY_S)
     if stopper.is_alive():
-        logger.warning("ray does not stop; killing its processes")
+        logger.warning("Ray did not stop; its processes are killed")
     for process in started:
         process.kill()
     # With its processes gone, nothing is left that a hanging shutdown could wait for.

@@ -21,7 +21,10 @@ DEFAULT_NAMESPACE = "outrider"
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run a command by its arguments, its name first; the exit status. Raises OutriderError."""
+    """Run the command that the first argument names and return its exit status.
+
+    Raises OutriderError.
+    """
     name, *rest = arguments
     if name == NODE:
         from outrider_ray.node_keeper import keep_node
@@ -57,7 +60,7 @@ def describe(status: FleetStatus) -> Iterator[str]:
     yield ", ".join(parts)
     for member in status.members:
         gpus = f", GPUs {', '.join(member.gpus)}" if member.gpus else ""
-        where = f"on {member.node}, pid {member.pid}{gpus}" if member.pid else "being made"
+        where = f"on {member.node}, pid {member.pid}{gpus}" if member.pid else "being created"
         yield f"{member.name} {where}"
 
 
@@ -69,7 +72,9 @@ def joined(address: str, namespace: str) -> Iterator[None]:
     try:
         ray.init(address, namespace=namespace, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, OSError, ValueError) as error:
-        raise UnavailableError(f"no Ray at {address}: {error}", reason="NO_RAY") from error
+        raise UnavailableError(
+            f"cannot connect to Ray at {address}: {error}", reason="NO_RAY"
+        ) from error
     try:
         yield
     finally:
@@ -78,11 +83,23 @@ def joined(address: str, namespace: str) -> Iterator[None]:
 
 def make_command_parser(name: str) -> argparse.ArgumentParser:
     """The command line of `status` or `stop`."""
-    texts = {STATUS: "show a detached fleet", STOP: "drain a detached fleet and stop it"}
+    texts = {
+        STATUS: "Show the state of a detached fleet.",
+        STOP: "Drain a detached fleet and stop it.",
+    }
     parser = argparse.ArgumentParser(prog=f"outrider ray {name}", description=texts[name])
     add = parser.add_argument
-    add("--ray-address", metavar="ADDR", default="auto", help="HOST:PORT; default: auto")
-    add("--namespace", default=DEFAULT_NAMESPACE, help=f"default: {DEFAULT_NAMESPACE}")
+    add(
+        "--ray-address",
+        metavar="ADDR",
+        default="auto",
+        help="Address of the Ray cluster, HOST:PORT or auto (default: auto).",
+    )
+    add(
+        "--namespace",
+        default=DEFAULT_NAMESPACE,
+        help=f"Ray namespace of the fleet (default: {DEFAULT_NAMESPACE}).",
+    )
     if name == STATUS:
-        add("--json", action="store_true", help="one JSON object")
+        add("--json", action="store_true", help="Print one JSON object instead of text.")
     return parser

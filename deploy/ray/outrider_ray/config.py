@@ -36,17 +36,17 @@ class RayFleetConfig:
     model_name: str = ""
     """Model name in requests; "" uses the verifier's name."""
     head: str = ""
-    """Directory of an EAGLE head; needed by the methods eagle3 and eagle."""
+    """Directory of the EAGLE draft head, which the methods eagle3 and eagle need."""
     verifiers: int = 1
     """Number of verifiers at the start."""
     drafters: int = 1
     """Number of drafters at the start; none are started if no draft method needs them."""
     draft_model: str = ""
-    """A small model (directory or name); needed by the method model."""
+    """Draft model (directory or name), which the method model needs."""
     methods: tuple[DraftMethod, ...] | None = None
     """Draft methods; `none` starts no drafter; None uses all methods that `head` allows."""
     dtype: str = "float32"
-    """Element type of target and draft models."""
+    """Data type of the target and draft models."""
     device: Annotated[str, OneOf(("", *DEVICES))] = ""
     """Device of the models, cpu or cuda; "" uses cuda if `gpus_per_actor` is set, else cpu."""
     drafter_device: Annotated[str, OneOf(("", *DEVICES))] = ""
@@ -116,8 +116,8 @@ class RayFleetConfig:
     """GPUs that Ray reserves for each actor on cuda, which computes on the first one; None reserves
     one, or an equal share if there are fewer GPUs than actors."""
     strategy: Annotated[str, OneOf(STRATEGIES)] = PACK
-    """How Ray places the actors of a cell, a verifier and the drafters next to it: pack, spread,
-    strict-pack or strict-spread."""
+    """Placement strategy of a verifier and its drafters: pack, spread, strict-pack or
+    strict-spread."""
     verifier_resource: str = ""
     """Custom Ray resource of which each verifier reserves one unit, so that it runs on nodes that
     offer it."""
@@ -147,12 +147,14 @@ class RayFleetConfig:
     def __post_init__(self) -> None:
         for name in ("verifiers", "drafters"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.detached and not self.ray_address:
-            raise ValueError("detached needs ray_address: a local Ray ends with the launcher")
+            raise ValueError(
+                "detached needs ray_address, because a local Ray stops with the launcher"
+            )
         for name in ("threads", "cpus_per_actor", "gpus_per_actor", "drain_timeout_s"):
             if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} must not be negative")
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         choices = (
             ("device", ("", *DEVICES)),
             ("drafter_device", ("", *DEVICES)),
@@ -171,11 +173,14 @@ class RayFleetConfig:
             raise ValueError("start_timeout_s must be positive")
         if self.ray_address.startswith("ray://"):
             # A client session has no raylet of its own: actor calls would take a detour.
-            raise ValueError("ray_address: start the launcher on a node of the cluster")
+            raise ValueError(
+                "ray_address must not be a ray:// address: start the launcher on a node of the "
+                "cluster"
+            )
 
     @property
     def drafting(self) -> tuple[DraftMethod, ...]:
-        """The ways of drafting; empty without a drafter."""
+        """Draft methods; empty without speculation."""
         if self.methods is None:
             own = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
             return own if self.head else (DraftMethod.NGRAM,)
@@ -183,14 +188,14 @@ class RayFleetConfig:
 
     @property
     def drafter_methods(self) -> tuple[DraftMethod, ...]:
-        """What the drafter offers; empty: there is none."""
+        """Draft methods that drafters offer; empty if there is no drafter."""
         if self.placement == SEPARATE:
             return self.drafting
         return tuple(method for method in self.drafting if method not in HEAD_METHODS)
 
     @property
     def roles(self) -> tuple[MemberRole, ...]:
-        """The actors that there are."""
+        """Roles of the actors that exist."""
         return (
             (MemberRole.VERIFIER, MemberRole.DRAFTER)
             if self.drafter_methods
@@ -199,12 +204,12 @@ class RayFleetConfig:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Verifiers and drafters at the start, which are the least there are."""
+        """Numbers of verifiers and drafters at the start, which are also the smallest numbers."""
         return self.verifiers, self.drafters if self.drafter_methods else 0
 
     @property
     def max_of(self) -> tuple[int, int]:
-        """Verifiers and drafters that there may come to be."""
+        """Largest numbers of verifiers and drafters."""
         return (
             self.autoscale.max_members(MemberRole.VERIFIER, self.counts[MemberRole.VERIFIER]),
             self.autoscale.max_members(MemberRole.DRAFTER, self.counts[MemberRole.DRAFTER])
@@ -214,17 +219,17 @@ class RayFleetConfig:
 
     @property
     def members(self) -> tuple[FleetMember, ...]:
-        """The actors at the start."""
+        """Actors at the start."""
         return members_of(*self.counts)
 
     @property
     def cells(self) -> tuple[MemberGroup, ...]:
-        """Which of them are placed together."""
+        """Groups of actors that are placed together."""
         return cells_of(*self.counts)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """cpu or cuda, of each of `roles`."""
+        """Device of each of `roles`, cpu or cuda."""
         verifier = self.device or (CUDA if self.gpus_per_actor else CPU)
         looks_up = self.drafter_methods == (DraftMethod.NGRAM,)
         drafter = self.drafter_device or (CPU if looks_up else verifier)
@@ -248,32 +253,32 @@ class RayFleetConfig:
 
     @property
     def ray_strategy(self) -> str:
-        """The strategy by Ray's own name."""
+        """Name of the placement strategy in Ray's API."""
         return self.strategy.replace("-", "_").upper()
 
     def torch_device(self, role: MemberRole) -> str:
-        """torch device of an actor: Ray shows each only the GPUs that it reserved."""
+        """torch device of an actor; Ray shows each actor only the GPUs that it reserved."""
         return CPU if self.devices[role] == CPU else "cuda:0"
 
     def gpus_of(self, role: MemberRole) -> float:
-        """GPUs that Ray reserves for an actor; without a number that was given, one."""
+        """Number of GPUs that Ray reserves for an actor, one by default."""
         if self.devices[role] == CPU:
             return 0.0
         return 1.0 if self.gpus_per_actor is None else self.gpus_per_actor
 
     def resource_of(self, role: MemberRole) -> str:
-        """Custom resource that places an actor, "" if there is none."""
+        """Ray custom resource that places an actor; "" if there is none."""
         return (self.verifier_resource, self.drafter_resource)[role]
 
     @property
     def exchange_mode(self) -> str:
-        """`device_exchange` of verifiers and drafters, whose memory passes by the shared-memory
-        channel."""
+        """`device_exchange` of verifiers and drafters; off without shared-memory channels, which it
+        needs."""
         return self.device_exchange if self.exchange == GRPC else OFF
 
     @property
     def verifier_memory_fraction(self) -> float | None:
-        """Share of a GPU's memory for the verifier; None leaves it its default."""
+        """Fraction of a GPU's memory that a verifier may use; None takes the verifier's default."""
         shares = self.devices.count(CUDA) > 1 and self.gpus_of(MemberRole.VERIFIER) < 1.0
         if self.memory_fraction is None and shares:
             return SHARED_MEMORY_FRACTION
@@ -281,7 +286,7 @@ class RayFleetConfig:
 
 
 def verifier_config(config: RayFleetConfig, index: int = 0) -> VerifierConfig:
-    """Configuration of the verifier with this number. Raises InvalidRequestError."""
+    """Configuration of the verifier with this index. Raises InvalidRequestError."""
     uses_head = bool(HEAD_METHODS & set(config.drafting))
     return load_config(
         VerifierConfig,
@@ -312,7 +317,8 @@ def verifier_config(config: RayFleetConfig, index: int = 0) -> VerifierConfig:
 
 
 def drafter_config(config: RayFleetConfig, index: int = 0) -> DrafterConfig | None:
-    """Configuration of the drafter with this number; None without any. InvalidRequestError."""
+    """Configuration of the drafter with this index; None without drafters. Raises
+    InvalidRequestError."""
     methods = config.drafter_methods
     if not methods:
         return None
@@ -342,7 +348,8 @@ def drafter_config(config: RayFleetConfig, index: int = 0) -> DrafterConfig | No
 
 
 def router_config(config: RayFleetConfig, model: Path) -> RouterConfig:
-    """Configuration of the router, which reads the tokenizer of `model`."""
+    """Configuration of the router, which reads the tokenizer of `model`. Raises
+    InvalidRequestError."""
     return load_config(
         RouterConfig,
         overrides={

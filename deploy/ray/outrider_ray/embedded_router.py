@@ -85,4 +85,4 @@ async def _gathered(service: RouterService) -> None:
             ):
                 await asyncio.sleep(_LOOK_S)
     except TimeoutError:
-        logger.warning("the actors have not found each other yet", extra={"seconds": READY_WAIT_S})
+        logger.warning("actors not connected in time", extra={"seconds": READY_WAIT_S})

@@ -66,7 +66,9 @@ class ActorFleet:
     async def add(self, member: FleetMember) -> None:
         """Place and start one more actor. Raises UnavailableError, or what its endpoint raised."""
         if member in self._keepers:
-            raise FailedPreconditionError(f"{member.name} is there", reason="MEMBER_EXISTS")
+            raise FailedPreconditionError(
+                f"the actor {member.name} already exists", reason="MEMBER_EXISTS"
+            )
         keeper = self._keepers[member] = self._keeper(member)
         try:
             await self._places.reserve([(member,)])

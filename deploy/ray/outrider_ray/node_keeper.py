@@ -40,7 +40,9 @@ def keep_node(arguments: Sequence[str]) -> int:
         if stop.is_set():
             break
         pause_s = next_pause(pause_s, time.monotonic() - began)
-        logger.warning("node ended; starting it again", extra={"status": status, "in_s": pause_s})
+        logger.warning(
+            "Ray node exited; it is restarted", extra={"status": status, "in_s": pause_s}
+        )
         stop.wait(pause_s)
     return 0
 
@@ -49,7 +51,7 @@ def _run_node(command: Sequence[str], stop: threading.Event) -> int | None:
     """Its exit status; None if it was stopped. Nothing of it is left afterwards."""
     # A session of its own, so that what it leaves behind can be named.
     with subprocess.Popen(command, start_new_session=True, stdout=sys.stderr) as node:
-        logger.info("node starts", extra={"pid": node.pid})
+        logger.info("Ray node started", extra={"pid": node.pid})
         try:
             while not stop.wait(0.2):
                 if (status := node.poll()) is not None:

@@ -29,7 +29,7 @@ def gpu_share(strategy: str, actors: int, gpus: Sequence[float]) -> float:
     most = max(gpus, default=0.0) if strategy == STRICT_PACK else sum(gpus)
     if most <= 0.0:
         raise UnavailableError(
-            "Ray has no GPU: for nodes that are still to come, say how much of one an actor gets",
+            "the Ray cluster has no GPU; if nodes with GPUs join later, set gpus_per_actor",
             reason="NO_GPU",
         )
     # Actors that are kept apart share nothing with each other.
@@ -50,7 +50,7 @@ def with_gpu_share(config: RayFleetConfig) -> RayFleetConfig:
     share = gpu_share(strategy, actors, nodes)
     if share < 1.0:
         facts = {"actors": actors, "gpus": sum(nodes), "gpus_per_actor": share}
-        logger.warning("fewer GPUs than actors: they share", extra=facts)
+        logger.warning("GPUs shared: there are fewer GPUs than actors", extra=facts)
     return replace(config, gpus_per_actor=share)
 
 
@@ -82,7 +82,7 @@ class ActorPlacement:
                 await asyncio.gather(*(self._wait(cell) for cell in cells))
         except TimeoutError:
             raise UnavailableError(
-                f"Ray found no {self._config.strategy} places for {_names(cells)} within "
+                f"Ray could not place {_names(cells)} with strategy {self._config.strategy} within "
                 f"{self._config.start_timeout_s:g} s",
                 reason="NO_PLACES",
             ) from None
@@ -139,14 +139,16 @@ class ActorPlacement:
                 return get_placement_group(name)
         bundles = [actor_bundle(config, member.role) for member in cell]
         facts = {"group": name, "strategy": config.strategy, "bundles": bundles}
-        logger.info("reserving places", extra=facts)
+        logger.info("placement groups requested", extra=facts)
         lifetime = "detached" if config.detached else None
         try:
             return placement_group(
                 bundles, strategy=config.ray_strategy, name=name, lifetime=lifetime
             )
         except ValueError as error:
-            raise UnavailableError(f"no places: {error}", reason="NO_PLACES") from error
+            raise UnavailableError(
+                f"Ray could not create placement groups: {error}", reason="NO_PLACES"
+            ) from error
 
     async def _wait(self, cell: MemberGroup) -> None:
         from ray.util import placement_group_table
@@ -157,7 +159,7 @@ class ActorPlacement:
             continue
         nodes = placement_group_table(group)["bundles_to_node_id"]
         where = {member.name: nodes[number] for number, member in enumerate(cell)}
-        logger.info("places are reserved", extra={"nodes": where})
+        logger.info("placement groups reserved", extra={"nodes": where})
 
 
 def _names(cells: Sequence[MemberGroup]) -> str:

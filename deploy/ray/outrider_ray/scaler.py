@@ -102,8 +102,8 @@ class FleetScaler:
 
     async def _perform(self, action: Action) -> None:
         facts = {"actor": action.member.name}
-        what = "growing" if isinstance(action, Create) else "shrinking"
-        logger.info("%s the fleet", what, extra=facts)
+        what = "scale-up" if isinstance(action, Create) else "scale-down"
+        logger.info("%s started", what, extra=facts)
         try:
             await (self._create if isinstance(action, Create) else self._drain)(action.member)
         except OutriderError as error:

@@ -53,7 +53,8 @@ def launch_config(args: Mapping[str, Any]) -> RayFleetConfig:
     config = from_plain(RayFleetConfig, {"listen": _DEFAULT_LISTEN} | values)
     if config.detached:
         raise InvalidRequestError(
-            "detached: the fleet of a Serve application is Serve's", reason="INVALID_CONFIG"
+            "detached must not be set: Ray Serve manages the fleet of a Serve application",
+            reason="INVALID_CONFIG",
         )
     # Serve has joined it already.
     return replace(config, ray_address="auto")
@@ -72,7 +73,7 @@ class Ingress:
         await asyncio.wait((self._front, self._running), return_when=asyncio.FIRST_COMPLETED)
         if not self._front.done():
             await self._running
-            raise UnavailableError("the fleet ended before it served", reason="STOPPING")
+            raise UnavailableError("the fleet stopped before it was ready", reason="STOPPING")
 
     def __serve_build_asgi_app__(self) -> Any:
         """The HTTP API; Serve asks for it behind the constructor."""
@@ -84,7 +85,7 @@ class Ingress:
     async def check_health(self) -> None:
         """Serve replaces this replica when it raises: the fleet is not supervised any more."""
         if self._running.done():
-            raise UnavailableError("the supervision of the fleet has ended", reason="STOPPING")
+            raise UnavailableError("the supervisor of the fleet has stopped", reason="STOPPING")
 
     async def __del__(self) -> None:
         """Drain and stop the fleet."""
@@ -98,7 +99,7 @@ class Ingress:
                 return await supervise(self._config, self._stop, self._serving)
             except AlreadyExistsError as error:
                 # Actors of the replica before this one: Ray is about to end them.
-                logger.warning("waiting for a name", extra={"problem": error.message})
+                logger.warning("actor name not registered yet", extra={"problem": error.message})
                 await asyncio.sleep(NAME_PAUSE_S)
 
     def _serving(self, _fleet: ActorFleet, front: EmbeddedRouter) -> None:

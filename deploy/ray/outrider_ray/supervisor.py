@@ -125,7 +125,7 @@ class SupervisorHost:
                 run_event_loop(self._serve())
                 self._become(STOPPED)
             except OutriderError as error:
-                logger.error("fleet does not start", extra={"problem": error.message})
+                logger.error("fleet start failed", extra={"problem": error.message})
                 if not self._restarted:
                     self._become(FAILED, problem=to_status(error))
                     return
@@ -239,7 +239,7 @@ def _kill_members(namespace: str) -> bool:
                 remove_placement_group(get_placement_group(group_name((member,))))
         if time.monotonic() > until:
             names = [member.name for member in there]
-            logger.warning("Ray does not let go of actors", extra={"actors": names})
+            logger.warning("actors not released by Ray", extra={"actors": names})
             return False
         time.sleep(_LOOK_S)
     return True
@@ -250,13 +250,14 @@ def _find(namespace: str) -> Any:
         return actor_named(SUPERVISOR, namespace)
     except UnavailableError:
         raise NotFoundError(
-            f"no detached fleet in the namespace {namespace}", reason="NO_FLEET"
+            f"the namespace {namespace} has no detached fleet", reason="NO_FLEET"
         ) from None
 
 
 def _in_use(namespace: str) -> AlreadyExistsError:
     return AlreadyExistsError(
-        f"the namespace {namespace} has a fleet; `outrider ray stop` ends it", reason="NAME_IN_USE"
+        f"the namespace {namespace} already has a fleet; `outrider ray stop` stops it",
+        reason="NAME_IN_USE",
     )
 
 
@@ -268,7 +269,7 @@ def _ask(actor: Any, method: str, timeout_s: float) -> Any:
         return ray.get(getattr(actor, method).remote(), timeout=timeout_s)
     except RayError as error:
         raise UnavailableError(
-            f"the supervisor does not answer: {type(error).__name__}", reason="PEER_LOST"
+            f"the supervisor did not answer: {type(error).__name__}", reason="PEER_LOST"
         ) from error
 
 

@@ -20,16 +20,21 @@ from outrider.wire.pool_codec import (
 from outrider.wire.v1 import pool_pb2 as pb
 
 REMOVE_TIMEOUT_S = 30.0
-"""Of a removal, which waits until other drafters have taken over."""
+"""Longest time of a removal, which waits until other drafters have taken over the sessions."""
 _SERVICE = "/outrider.wire.v1.PoolService/"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument("action", choices=("add", "remove"))
-    parser.add_argument("address", metavar="HOST:PORT", help="the drafter's")
     parser.add_argument(
-        "--pool", metavar="HOST:PORT", required=True, help="the router's --pool-listen"
+        "action", choices=("add", "remove"), help="Whether to add or to remove the drafter."
+    )
+    parser.add_argument("address", metavar="HOST:PORT", help="Address of the drafter.")
+    parser.add_argument(
+        "--pool",
+        metavar="HOST:PORT",
+        required=True,
+        help="Address that the router's --pool-listen names.",
     )
     add_connecting_arguments(parser)
 
@@ -38,19 +43,20 @@ def run(args: argparse.Namespace) -> int:
     """The exit status. Raises OutriderError."""
     if args.action == "add":
         add_drafter(args.pool, args.address, tls_of(args))
-        sys.stdout.write(f"{args.address} is looked for; `outrider status` tells when it serves\n")
+        sys.stdout.write(
+            f"The router connects to {args.address}; `outrider status` shows when it serves.\n"
+        )
         return 0
     removed = remove_drafter(args.pool, args.address, tls_of(args))
     sys.stdout.write(
-        f"{args.address} is removed and may end: {removed.num_moved} sessions went to other "
-        "drafters, "
-        f"{removed.num_remaining} decode plainly\n"
+        f"{args.address} is removed and may be stopped: {removed.num_moved} sessions moved to "
+        f"other drafters, {removed.num_remaining} decode without speculation.\n"
     )
     return 0
 
 
 def add_drafter(pool: str, address: str, tls: TlsConfig | None = None) -> None:
-    """Have the router whose PoolService is at `pool` look for a drafter. Raises OutriderError."""
+    """Have the router whose PoolService is at `pool` connect to a drafter. Raises OutriderError."""
     request = add_drafter_to_pb(address).SerializeToString()
     _call(pool, "AddDrafter", request, INFO_TIMEOUT_S, tls)
 

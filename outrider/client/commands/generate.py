@@ -12,7 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from outrider.client.async_client import AsyncClient
-from outrider.client.commands.placement_flags import add_placement_arguments, placement_of
+from outrider.client.commands.placement_flags import (
+    DTYPE_HELP,
+    HEAD_HELP,
+    MODEL_HELP,
+    add_placement_arguments,
+    placement_of,
+)
 from outrider.client.commands.prompt_files import Turns, read_prompts
 from outrider.client.commands.request_flags import add_request_arguments, request_options
 from outrider.client.commands.status import simulation_note
@@ -45,46 +51,57 @@ LOCAL_ONLY = (
 
 OnText = Callable[[str], None]
 Answers = list[GenerateResult]
-"""One for each turn of a conversation."""
+"""Answers of a conversation, one for each turn."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT", help="a user message")
+    source.add_argument("--prompt", metavar="TEXT", help="User message to answer.")
     source.add_argument(
         "--prompts",
         metavar="FILE.jsonl",
         type=Path,
-        help='one {"prompt": TEXT} or {"turns": [TEXT, ...]} a line',
+        help='JSON Lines file of prompts: {"prompt": TEXT} or {"turns": [TEXT, ...]} in each line.',
     )
     add_request_arguments(parser)
-    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
+    add("--dtype", choices=("float32", "bfloat16"), help=DTYPE_HELP)
     add_placement_arguments(parser)
-    add("--router", metavar="HOST:PORT", help="use this router instead of starting processes")
+    add("--router", metavar="HOST:PORT", help="Router to use instead of starting local processes.")
     add_connecting_arguments(parser)
-    add("--json", action="store_true", help="one JSON object a prompt, in input order")
-    add("--concurrency", metavar="N", type=integer_at_least(1), default=1, help="prompts at a time")
-    add("--model", metavar="NAME|DIR|HUB-ID", help=f"default: {DEFAULT_MODEL}")
-    add("--head", metavar="DIR|HUB-ID", help="default: the one that ships for the model")
+    add(
+        "--json", action="store_true", help="Print one JSON object for each prompt, in input order."
+    )
+    add(
+        "--concurrency",
+        metavar="N",
+        type=integer_at_least(1),
+        default=1,
+        help="Number of prompts that are answered at the same time (default: 1).",
+    )
+    add("--model", metavar="NAME|DIR|HUB-ID", help=MODEL_HELP)
+    add("--head", metavar="DIR|HUB-ID", help=HEAD_HELP)
     add(
         "--draft-model",
         metavar="NAME|DIR|HUB-ID",
-        help="for --drafter model; default: --model",
+        help="Draft model of --drafter model (default: the value of --model).",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer every prompt; the exit status. Raises OutriderError."""
+    """Answer every prompt and return the exit status. Raises OutriderError."""
     if args.logprobs is not None and not args.json:
-        raise InvalidRequestError("--logprobs needs --json", reason="INVALID_FLAG")
+        raise InvalidRequestError(
+            "--logprobs needs --json: only JSON output contains log probabilities",
+            reason="INVALID_FLAG",
+        )
     options = request_options(args)
     prompts = [(args.prompt,)] if args.prompts is None else read_prompts(args.prompts)
     if args.router is not None:
         ignored = [name for name in LOCAL_ONLY if getattr(args, name) not in (None, False)]
         for name in ignored:
-            print_progress(f"--{name.replace('_', '-')} is ignored: it is the router's own choice")
+            print_progress(f"--{name.replace('_', '-')} is ignored because --router is given")
         return asyncio.run(_answer_all(args, prompts, options, args.router, tls_of(args)))
     concurrency = min(args.concurrency, len(prompts))
     files = find_model(args.model or DEFAULT_MODEL, head=args.head)
@@ -97,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def local_config(args: argparse.Namespace, files: ModelFiles, concurrency: int) -> LocalFleetConfig:
-    """The processes that these flags ask for."""
+    """Configuration of the processes that the flags ask for."""
     method = DraftMethod(args.drafter or DraftMethod.EAGLE3)
     draft_model = None
     if method is DraftMethod.MODEL:
@@ -127,7 +144,7 @@ async def ask_turn(
     options: GenerateOptions,
     on_text: OnText = lambda text: None,
 ) -> GenerateResult:
-    """Ask one turn of a conversation; turn and answer join its history."""
+    """Send one turn of a conversation and append the turn and its answer to `history`."""
     history.append(user(turn))
     async with client.stream(history, **options) as stream:
         async for delta in stream:
@@ -138,13 +155,13 @@ async def ask_turn(
 
 
 async def ask_conversation(client: AsyncClient, turns: Turns, options: GenerateOptions) -> Answers:
-    """Ask the turns one after the other in one conversation; the answer to each."""
+    """Send the turns one after the other in one conversation and return the answer to each."""
     history: list[ChatMessage] = []
     return [await ask_turn(client, history, turn, options) for turn in turns]
 
 
 def describe_answers(answers: Answers) -> dict[str, object]:
-    """The JSON object of a prompt: its last answer, and all of them if there were several."""
+    """The JSON object of a prompt: its last answer, with all answers if there were several."""
     described = [_describe_one(answer) for answer in answers]
     if len(described) == 1:
         return described[0]

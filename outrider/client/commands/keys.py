@@ -17,7 +17,7 @@ from outrider.config.toml import toml_key, toml_value
 from outrider.errors import AlreadyExistsError, FailedPreconditionError, InvalidRequestError
 
 KEY_PREFIX = "sk-outrider-"
-"""By which keys are found where they should not be."""
+"""Prefix of every key, so that secret scanners find keys in wrong places."""
 KEY_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -25,22 +25,52 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     commands = parser.add_subparsers(dest="keys_command", metavar="COMMAND", required=True)
-    new = commands.add_parser("new", help="make a key and print it, once")
+    text = "Create an API key and print it once."
+    new = commands.add_parser("new", help=text, description=text)
     add = new.add_argument
-    add("name", metavar="NAME", help="by which logs and metrics call it")
-    add("--file", metavar="FILE.toml", type=Path, help="add its hash here; default: print that too")
-    add("--tenant", metavar="NAME", help="whose requests these are; default: the key's name")
-    add("--requests-per-s", metavar="N", type=number_at_least(0.0), help="in the long run")
-    add("--max-concurrent", metavar="N", type=integer_at_least(1), help="requests at once")
-    add("--max-tokens", metavar="N", type=integer_at_least(1), help="that a request may ask for")
-    add("--operator", action="store_true", default=None, help="adds drafters, reads metrics")
+    add("name", metavar="NAME", help="Name of the key in logs and metrics.")
+    add(
+        "--file",
+        metavar="FILE.toml",
+        type=Path,
+        help="Key file to which the hash of the key is added (default: the hash is printed too).",
+    )
+    add(
+        "--tenant",
+        metavar="NAME",
+        help="Tenant to which requests with this key belong (default: the name of the key).",
+    )
+    add(
+        "--requests-per-s",
+        metavar="N",
+        type=number_at_least(0.0),
+        help="Average number of requests per second that the key may send.",
+    )
+    add(
+        "--max-concurrent",
+        metavar="N",
+        type=integer_at_least(1),
+        help="Largest number of requests that the key may have in progress.",
+    )
+    add(
+        "--max-tokens",
+        metavar="N",
+        type=integer_at_least(1),
+        help="Largest max_tokens that a request with this key may ask for.",
+    )
+    add(
+        "--operator",
+        action="store_true",
+        default=None,
+        help="Allow the key to add and remove drafters and to read metrics.",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status. Raises OutriderError."""
     if not _NAME.fullmatch(args.name):
         raise InvalidRequestError(
-            f"a key's name has 1 to 64 letters, digits, - and _, got {args.name!r}",
+            f"NAME must consist of 1 to 64 letters, digits, - or _, got {args.name!r}",
             reason="INVALID_FLAG",
         )
     key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
@@ -58,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def format_key_table(name: str, key: str, limits: dict[str, object]) -> str:
-    """A key's part of the file. Limits of None are left out.
+    """The TOML table of a key. Limits that are None are left out.
 
-    Raises InvalidRequestError for a text that no file of TOML can hold.
+    Raises InvalidRequestError for a text that TOML cannot represent.
     """
     values = {"sha256": hashlib.sha256(key.encode()).hexdigest(), **limits}
     lines = [f"[keys.{toml_key(name)}]\n"]
@@ -76,14 +106,16 @@ def format_key_table(name: str, key: str, limits: dict[str, object]) -> str:
 
 
 def append_table(path: Path, name: str, table: str) -> None:
-    """Add a table to a file of keys.
+    """Append the table of a key to a key file.
 
-    Raises AlreadyExistsError if it has a key of this name, FailedPreconditionError (BAD_FILE) for
-    a file to which none can be added.
+    Raises AlreadyExistsError if the file has a key of this name, and FailedPreconditionError
+    (BAD_FILE) if no table can be appended to the file.
     """
     before, there = _read(path)
     if name in there:
-        raise AlreadyExistsError(f"{path} has a key {name!r} already", reason="KEY_EXISTS")
+        raise AlreadyExistsError(
+            f"{path} already has a key named {name!r}; choose another name", reason="KEY_EXISTS"
+        )
     after = f"{before}\n{table}" if before else table
     try:
         tomllib.loads(after)

@@ -110,27 +110,32 @@ def make_parser() -> argparse.ArgumentParser:
     from outrider.client.local import certificates
 
     parser = argparse.ArgumentParser(
-        prog="outrider", description="Speculative decoding in separate processes."
+        prog="outrider",
+        description="Serve a language model by speculative decoding in separate processes.",
     )
     parser.add_argument("--version", action="version", version=outrider.__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module, text in (
-        ("serve", serve, "run router, verifier and drafter"),
-        ("generate", generate, "answer prompts"),
-        ("status", status, "show a router and its fleet"),
-        ("drafters", drafters, "add drafters to a running router, or remove them"),
-        ("certs", certificates, "make an authority and certificates for a fleet"),
-        ("keys", keys, "make API keys"),
-        ("models", models, "pull and list models"),
+        ("serve", serve, "Run a router, verifiers and drafters on this machine."),
+        ("generate", generate, "Generate answers to prompts."),
+        ("status", status, "Show the state of a router and its fleet."),
+        ("drafters", drafters, "Add drafters to a running router, or remove them."),
+        ("certs", certificates, "Create a certificate authority and TLS certificates for a fleet."),
+        ("keys", keys, "Create API keys."),
+        ("models", models, "Download or list models."),
     ):
-        module.add_arguments(commands.add_parser(name, help=text, allow_abbrev=False))
-    commands.add_parser("config", help="show, check and describe configurations", add_help=False)
-    commands.add_parser("train-head", help="train a draft head for a model", add_help=False)
-    commands.add_parser("bench", help="run a benchmark of this checkout", add_help=False)
+        module.add_arguments(
+            commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        )
+    commands.add_parser("config", help="Show, check and describe configurations.", add_help=False)
+    commands.add_parser("train-head", help="Train a draft head for a model.", add_help=False)
+    commands.add_parser("bench", help="Run a benchmark from a source checkout.", add_help=False)
     commands.add_parser(
-        "ray", help="run a fleet on a Ray cluster, look at it, stop it", add_help=False
+        "ray", help="Run a fleet on a Ray cluster, show its state, or stop it.", add_help=False
     )
-    commands.add_parser("chaos", help="cause faults and check what they change", add_help=False)
+    commands.add_parser(
+        "chaos", help="Inject faults into a local fleet and check their effects.", add_help=False
+    )
     return parser
 
 

@@ -12,10 +12,18 @@ from outrider.models import builtin_head, is_pulled, list_models, resolve_model
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     commands = parser.add_subparsers(dest="models_command", metavar="COMMAND", required=True)
-    pull = commands.add_parser("pull", help="fetch and convert a model, once")
-    pull.add_argument("model", metavar="NAME|DIR|FILE.gguf|HUB-ID")
-    listing = commands.add_parser("list", help="list the known models")
-    listing.add_argument("--json", action="store_true", help="one JSON object a model")
+    pull = commands.add_parser(
+        "pull", help="Download a model and convert it if it is not in the cache."
+    )
+    pull.add_argument(
+        "model",
+        metavar="NAME|DIR|FILE.gguf|HUB-ID",
+        help="Known name, directory, GGUF file, or OWNER/NAME on the Hugging Face hub.",
+    )
+    listing = commands.add_parser("list", help="List the known models.")
+    listing.add_argument(
+        "--json", action="store_true", help="Print one JSON object for each model."
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,16 @@ from typing import TypedDict
 
 from outrider.client.flags import integer_at_least
 from outrider.client.local.config import CPU, DEVICES, PLACEMENTS, SEPARATE
+from outrider.client.local.model_files import DEFAULT_MODEL
 from outrider.spec.exchange_mode import AUTO, EXCHANGE_MODES, ON
+
+MODEL_HELP = (
+    "Target model: known name, directory, .gguf file, or OWNER/NAME on the Hugging Face hub "
+    f"(default: {DEFAULT_MODEL})."
+)
+HEAD_HELP = "Draft head (default: the head that ships for the model, if there is one)."
+DTYPE_HELP = "Data type of the models (default: bfloat16 on GPUs, float32 on CPUs)."
+DEVICE_HELP = "Device on which the target and draft models compute (default: cpu)."
 
 
 class PlacementOptions(TypedDict):
@@ -27,54 +36,61 @@ class PlacementOptions(TypedDict):
 def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
-    add("--device", choices=DEVICES, help="of target and draft models; default: cpu")
+    add("--device", choices=DEVICES, help=DEVICE_HELP)
     add(
         "--drafter-device",
         metavar="DEVICE",
-        help="of the drafters; default: GPUs of their own where there are enough",
+        help="Device on which the drafters compute (default: separate GPUs if there are enough).",
     )
     add(
         "--placement",
         choices=PLACEMENTS,
-        help="where the head drafts: a drafter (default), or the verifier",
+        help="Process in which the draft head runs: separate (the drafter), colocated or fused "
+        "(the verifier) (default: separate).",
     )
     add(
         "--device-exchange",
         choices=EXCHANGE_MODES,
         nargs="?",
         const=ON,
-        help="whether verifier and separate drafter exchange between their devices; default: auto, "
-        "which is on where each has a GPU of its own",
+        help="Whether a verifier and a separate drafter exchange drafts directly between their "
+        "GPUs; auto: if each has its own GPU (default: auto).",
     )
     add(
         "--draft-length",
         type=integer_at_least(1),
         metavar="K",
-        help="of a head in the verifier, or of a drafter that exchanges between devices",
+        help="Draft tokens per round of a head in the verifier, or of a drafter with device "
+        "exchange.",
     )
-    add("--no-cuda-graphs", action="store_true", help="launch kernels one by one (debugging)")
+    add(
+        "--no-cuda-graphs",
+        action="store_true",
+        help="Launch kernels one by one instead of replaying CUDA graphs, for debugging.",
+    )
     add(
         "--busy-polling-cores",
         type=integer_at_least(0),
         metavar="N",
-        help="that each model process keeps awake",
+        help="CPU cores that each model process keeps busy-polling to reduce wake-up latency.",
     )
     add(
         "--simulated-acceptance",
         metavar="MEAN|R1,R2,...",
-        help="random weights only: drafts are accepted by chance",
+        help="Benchmark only: accept drafts at random at these rates; for models with random "
+        "weights.",
     )
 
 
 def placement_of(args: argparse.Namespace) -> PlacementOptions:
-    """What the flags say."""
+    """The options that the flags set."""
     return {
         "device": args.device or CPU,
         "drafter_device": args.drafter_device or "",
         "placement": args.placement or SEPARATE,
         "device_exchange": args.device_exchange or AUTO,
         "draft_length": args.draft_length,
-        # What else it means is for each command to say, so not all have the flag.
+        # Only some commands declare this flag, because its meaning depends on the command.
         "draft_top_k": getattr(args, "draft_top_k", None),
         "cuda_graphs": not args.no_cuda_graphs,
         "busy_polling_cores": args.busy_polling_cores,

@@ -14,23 +14,47 @@ STRATEGIES = PACK, SPREAD, STRICT_PACK, STRICT_SPREAD = (
     "strict-pack",
     "strict-spread",
 )
-"""Ray's ways of placing a group: on few nodes or on many; strict ones on one, or on one each."""
+"""Placement strategies of Ray: on few nodes or on many; a strict one on exactly one, or on one
+node for each actor."""
 
 
 def add_ray_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    add = parser.add_argument_group("with --runtime ray").add_argument
-    add("--ray-address", metavar="ADDR", help="cluster to join, HOST:PORT or auto; default: none")
-    add("--ray-strategy", choices=STRATEGIES, help="how two actors are placed; default: pack")
-    add("--ray-exchange", choices=EXCHANGES, help="gRPC (default), or calls with object refs")
-    add("--ray-gpus-per-actor", type=float, metavar="N", help="default: one, or an equal share")
-    add("--ray-cpus-per-actor", type=float, metavar="N", help="default: none are reserved")
+    add = parser.add_argument_group("options of --runtime ray").add_argument
+    add(
+        "--ray-address",
+        metavar="ADDR",
+        help="Ray cluster to join, HOST:PORT or auto (default: start a local Ray).",
+    )
+    add(
+        "--ray-strategy",
+        choices=STRATEGIES,
+        help="Placement strategy of a verifier and its drafters (default: pack).",
+    )
+    add(
+        "--ray-exchange",
+        choices=EXCHANGES,
+        help="Transport between actors: gRPC, or actor calls with object refs (default: grpc).",
+    )
+    add(
+        "--ray-gpus-per-actor",
+        type=float,
+        metavar="N",
+        help="GPUs that Ray reserves for each actor on cuda (default: one, or an equal share if "
+        "there are fewer GPUs than actors).",
+    )
+    add(
+        "--ray-cpus-per-actor",
+        type=float,
+        metavar="N",
+        help="CPUs that Ray reserves for each actor (default: 0).",
+    )
 
 
 def ray_flags(args: argparse.Namespace) -> list[str]:
-    """The launcher's flags for those that are given.
+    """Translate the given flags into flags of the Ray launcher.
 
-    Raises InvalidRequestError for flags that mean nothing to the runtime.
+    Raises InvalidRequestError for flags that do not apply to the selected runtime.
     """
     values = {
         "ray-address": args.ray_address,
@@ -41,12 +65,12 @@ def ray_flags(args: argparse.Namespace) -> list[str]:
     }
     given = {name: str(value) for name, value in values.items() if value is not None}
     if args.runtime != "ray" and given:
-        raise InvalidRequestError(
-            "flags like --ray-address and --ray-exchange need --runtime ray", reason="INVALID_FLAG"
-        )
+        flags = ", ".join(f"--ray-{name.removeprefix('ray-')}" for name in given)
+        raise InvalidRequestError(f"--runtime ray is needed for {flags}", reason="INVALID_FLAG")
     if args.runtime == "ray" and args.drafter_device not in (None, *DEVICES):
         raise InvalidRequestError(
-            f"--drafter-device: Ray chooses among GPUs, say {' or '.join(DEVICES)}",
+            f"--drafter-device must be {' or '.join(DEVICES)} with --runtime ray, which "
+            "chooses the GPU",
             reason="INVALID_FLAG",
         )
     return [part for name, value in given.items() for part in (f"--{name}", value)]

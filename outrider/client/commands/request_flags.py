@@ -26,12 +26,12 @@ DRAFTERS: Final = tuple(method.value for method in DraftMethod)
 class _Flag(NamedTuple):
     flag: str
     option: str
-    """In `GenerateOptions`; left out of a request where nothing is said."""
+    """Key in `GenerateOptions`; a request omits it if the flag is not given."""
     facts: dict[str, Any]
 
     @property
     def name(self) -> str:
-        """Among parsed arguments."""
+        """Name of the flag among the parsed arguments."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
@@ -47,39 +47,124 @@ FLAGS: Final = (
     _Flag(
         "--max-tokens",
         "max_tokens",
-        {"type": integer_at_least(1), "metavar": "N", "default": DEFAULT_MAX_TOKENS},
+        {
+            "type": integer_at_least(1),
+            "metavar": "N",
+            "default": DEFAULT_MAX_TOKENS,
+            "help": f"Largest number of tokens in the answer (default: {DEFAULT_MAX_TOKENS}).",
+        },
     ),
     _Flag(
         "--min-tokens",
         "min_tokens",
-        {"type": integer_at_least(0), "metavar": "N", "help": "no end of text before so many"},
+        {
+            "type": integer_at_least(0),
+            "metavar": "N",
+            "help": "Number of tokens before which the answer does not end (default: 0).",
+        },
     ),
-    _Flag("--stop", "stop", {**_TEXT, "help": "the text ends before it; may be given again"}),
-    _Flag("--stop-token", "stop_token_ids", {**_ID, "help": "ends the text, too"}),
-    _Flag("--ignore-eos", "ignore_eos", _said(True, "go on past the model's own end of turn")),
+    _Flag(
+        "--stop",
+        "stop",
+        {**_TEXT, "help": "String at which the answer ends; may be repeated."},
+    ),
+    _Flag(
+        "--stop-token",
+        "stop_token_ids",
+        {**_ID, "help": "Token id at which the answer ends; may be repeated."},
+    ),
+    _Flag(
+        "--ignore-eos",
+        "ignore_eos",
+        _said(True, "Continue after the model's end-of-sequence tokens."),
+    ),
     _Flag(
         "--include-stop",
         "include_stop_str_in_output",
-        _said(True, "what ends the text is part of it"),
+        _said(True, "Include the stop string in the answer."),
     ),
     _Flag(
         "--keep-special-tokens",
         "skip_special_tokens",
-        _said(False, "special tokens are part of the text"),
+        _said(False, "Keep special tokens in the answer's text."),
     ),
     _Flag(
         "--temperature",
         "temperature",
-        {**_NUMBER, "metavar": "T", "default": 0.0, "help": "0 (default) is greedy"},
+        {
+            **_NUMBER,
+            "metavar": "T",
+            "default": 0.0,
+            "help": "Sampling temperature; 0: greedy (default: 0).",
+        },
     ),
-    _Flag("--top-p", "top_p", {**_NUMBER, "metavar": "P"}),
-    _Flag("--top-k", "top_k", {"type": integer_at_least(0), "metavar": "K"}),
-    _Flag("--min-p", "min_p", {**_NUMBER, "metavar": "P"}),
-    _Flag("--repetition-penalty", "repetition_penalty", {**_NUMBER, "metavar": "X"}),
-    _Flag("--presence-penalty", "presence_penalty", {**_NUMBER, "metavar": "X"}),
-    _Flag("--frequency-penalty", "frequency_penalty", {**_NUMBER, "metavar": "X"}),
-    _Flag("--seed", "seed", {"type": parse_seed, "metavar": "N"}),
-    _Flag("--rule", "rule", {"choices": [rule.value for rule in Rule], "help": "default: coupled"}),
+    _Flag(
+        "--top-p",
+        "top_p",
+        {
+            **_NUMBER,
+            "metavar": "P",
+            "help": "Total probability of the tokens that are sampled from.",
+        },
+    ),
+    _Flag(
+        "--top-k",
+        "top_k",
+        {
+            "type": integer_at_least(0),
+            "metavar": "K",
+            "help": "Number of most probable tokens that are sampled from; 0: all.",
+        },
+    ),
+    _Flag(
+        "--min-p",
+        "min_p",
+        {
+            **_NUMBER,
+            "metavar": "P",
+            "help": "Least probability of a sampled token, relative to the most probable one.",
+        },
+    ),
+    _Flag(
+        "--repetition-penalty",
+        "repetition_penalty",
+        {
+            **_NUMBER,
+            "metavar": "X",
+            "help": "Factor that penalizes tokens of prompt and answer; 1: no penalty.",
+        },
+    ),
+    _Flag(
+        "--presence-penalty",
+        "presence_penalty",
+        {
+            **_NUMBER,
+            "metavar": "X",
+            "help": "Amount subtracted from the logit of each token that the answer contains.",
+        },
+    ),
+    _Flag(
+        "--frequency-penalty",
+        "frequency_penalty",
+        {
+            **_NUMBER,
+            "metavar": "X",
+            "help": "Amount subtracted from a token's logit for each occurrence in the answer.",
+        },
+    ),
+    _Flag(
+        "--seed",
+        "seed",
+        {"type": parse_seed, "metavar": "N", "help": "Seed of the sampling (default: random)."},
+    ),
+    _Flag(
+        "--rule",
+        "rule",
+        {
+            "choices": [rule.value for rule in Rule],
+            "help": "Rule by which the verifier accepts draft tokens (default: coupled).",
+        },
+    ),
     _Flag(
         "--logit-bias",
         "logit_bias",
@@ -87,31 +172,63 @@ FLAGS: Final = (
             "type": parse_bias,
             "action": "append",
             "metavar": "ID=AMOUNT",
-            "help": "added to the logit of a token id; may be given more than once",
+            "help": "Amount added to the logit of a token id; may be repeated.",
         },
     ),
-    _Flag("--ban-token", "banned_token_ids", {**_ID, "help": "never emitted; may be given again"}),
-    _Flag("--allow-token", "allowed_token_ids", {**_ID, "help": "only such; may be given again"}),
-    _Flag("--bad-word", "bad_words", {**_TEXT, "help": "never written; may be given again"}),
+    _Flag(
+        "--ban-token",
+        "banned_token_ids",
+        {**_ID, "help": "Token id that the answer must not contain; may be repeated."},
+    ),
+    _Flag(
+        "--allow-token",
+        "allowed_token_ids",
+        {
+            **_ID,
+            "help": "Token id that the answer may contain (default: all); may be repeated.",
+        },
+    ),
+    _Flag(
+        "--bad-word",
+        "bad_words",
+        {**_TEXT, "help": "Text that the answer must not contain; may be repeated."},
+    ),
     _Flag(
         "--logprobs",
         "top_logprobs",
-        {"type": parse_top_logprobs, "metavar": "N", "help": "with --json: and the N best ids'"},
+        {
+            "type": parse_top_logprobs,
+            "metavar": "N",
+            "help": "Return log probabilities of each token and of the N most probable ones; needs "
+            "--json.",
+        },
     ),
     _Flag(
         "--priority",
         "priority",
-        {"type": parse_priority, "metavar": "N", "help": "greater goes first; default: 0"},
+        {
+            "type": parse_priority,
+            "metavar": "N",
+            "help": "Priority; requests with a greater one are served first (default: 0).",
+        },
     ),
     _Flag(
         "--drafter",
         "drafter",
-        {"choices": DRAFTERS, "help": "default: eagle3; ngram for a model without a head"},
+        {
+            "choices": DRAFTERS,
+            "help": "Draft method (default: eagle3, or ngram if the model has no draft head).",
+        },
     ),
     _Flag(
         "--draft-tokens",
         "draft_tokens",
-        {"type": integer_at_least(0), "metavar": "N", "default": 4, "help": "a round; default: 4"},
+        {
+            "type": integer_at_least(0),
+            "metavar": "N",
+            "default": 4,
+            "help": "Number of draft tokens in each round (default: 4).",
+        },
     ),
     _Flag(
         "--draft-top-k",
@@ -120,7 +237,7 @@ FLAGS: Final = (
             "type": integer_at_least(1),
             "metavar": "K",
             "default": 1,
-            "help": "1 (default) is a chain",
+            "help": "Branching factor of the draft tree; 1: a chain (default: 1).",
         },
     ),
 )
@@ -128,14 +245,18 @@ STRUCTURED_FLAGS: Final = (
     _Flag(
         "--json-schema",
         "json_schema",
-        {"type": Path, "metavar": "FILE", "help": "JSON that fits this schema"},
+        {"type": Path, "metavar": "FILE", "help": "JSON Schema that the answer must match."},
     ),
-    _Flag("--json-object", "json_object", _said(True, "a JSON object")),
-    _Flag("--regex", "regex", {"metavar": "PATTERN", "help": "a text that matches it, whole"}),
+    _Flag("--json-object", "json_object", _said(True, "Require the answer to be a JSON object.")),
+    _Flag(
+        "--regex",
+        "regex",
+        {"metavar": "PATTERN", "help": "Regular expression that the whole answer must match."},
+    ),
     _Flag(
         "--grammar",
         "grammar",
-        {"type": Path, "metavar": "FILE", "help": "a text of this grammar (Lark)"},
+        {"type": Path, "metavar": "FILE", "help": "Lark grammar that the answer must match."},
     ),
 )
 
@@ -145,14 +266,14 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     for flag in FLAGS:
         parser.add_argument(flag.flag, **flag.facts)
     add_look_ahead_arguments(parser.add_argument)
-    group = parser.add_argument_group("form of the answer, one of")
+    group = parser.add_argument_group("structured output (at most one of these)")
     forms = group.add_mutually_exclusive_group()
     for flag in STRUCTURED_FLAGS:
         forms.add_argument(flag.flag, **flag.facts)
 
 
 def request_options(args: argparse.Namespace) -> GenerateOptions:
-    """What every request asks for. Raises InvalidRequestError where a file cannot be read."""
+    """Options of every request. Raises InvalidRequestError if a file cannot be read."""
     options = {flag.option: getattr(args, flag.name) for flag in (*FLAGS, *STRUCTURED_FLAGS)}
     options |= {"look_ahead": args.look_ahead, "fan_out": args.fan_out}
     said: dict[str, Any] = {
@@ -172,5 +293,5 @@ def _text_of(file: Path) -> str:
     except OSError as error:
         why = error.strerror
     except UnicodeDecodeError:
-        why = "it is not UTF-8"
+        why = "it is not UTF-8 text"
     raise InvalidRequestError(f"{file} cannot be read: {why}", reason="INVALID_FLAG")

@@ -11,7 +11,13 @@ from types import FrameType
 from typing import NoReturn
 
 from outrider.client.commands.module_runner import run_module
-from outrider.client.commands.placement_flags import add_placement_arguments, placement_of
+from outrider.client.commands.placement_flags import (
+    DTYPE_HELP,
+    HEAD_HELP,
+    MODEL_HELP,
+    add_placement_arguments,
+    placement_of,
+)
 from outrider.client.commands.ray_flags import add_ray_arguments, ray_flags
 from outrider.client.flags import (
     add_look_ahead_arguments,
@@ -37,83 +43,131 @@ from outrider.spec.plan import DraftMethod
 from outrider.transport.tls import CertificateRole
 
 POLL_INTERVAL_S = 0.2
-"""Time between two looks at the processes."""
+"""Time between two checks of the processes, in seconds."""
 SIGNAL_EXIT_BASE = 128
-"""What shells add to the number of the signal that ended a process."""
+"""Number that shells add to the signal number for the exit status of a killed process."""
 RAY_MODULE = "outrider_ray"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 CONFIG_HELP = (
-    "YAML (.yaml, .yml) or TOML file of these flags by their names without dashes; flags of the "
-    "command line override it"
+    "YAML (.yaml, .yml) or TOML file whose keys are these flags without their dashes. Flags on the "
+    "command line override the file."
 )
-MODEL_HELP = (
-    "known name, directory, .gguf file, or OWNER/NAME of the Hugging Face hub; "
-    f"default: {DEFAULT_MODEL}"
+SERVED_NAME_HELP = "Model name that clients send (default: the name or hub id of --model)."
+MAX_LEN_HELP = "Largest number of prompt and output tokens together (default: the model's limit)."
+PLANNER_HELP = (
+    "Whether the verifier adapts speculation to measurements, or always carries out what requests "
+    "ask for (default: automatic)."
 )
-SERVED_NAME_HELP = "name that clients ask for; default: the name or hub id of --model"
-MAX_LEN_HELP = "longest prompt plus output; default: the model's own limit"
+METHODS_HELP = (
+    "Comma-separated draft methods that requests may use: eagle3, eagle, ngram, model; or none. "
+    "Requests without a method use eagle3 if it is listed, else the first one."
+)
 UTILIZATION_HELP = (
-    "share of a GPU's memory that a verifier may use, weights included; default: 0.9, or "
-    f"{SHARED_MEMORY_FRACTION:g} beside a drafter"
+    "Fraction of a GPU's memory that a verifier may use, weights included (default: 0.9, or "
+    f"{SHARED_MEMORY_FRACTION:g} if a drafter uses the same GPU)."
 )
 HEALTH_TIMEOUT_HELP = (
-    "kill and restart a process that has not answered its health checks for S seconds; 0 never "
-    f"does; default: {HEALTH_TIMEOUT_S:g}"
+    "Seconds without an answer to health checks after which a process is killed and restarted; "
+    f"0: never (default: {HEALTH_TIMEOUT_S:g})."
 )
-DRAIN_HELP = f"that running requests get after SIGTERM; default: {DRAIN_S:g}"
+DRAIN_HELP = f"Seconds that running requests get to finish after SIGTERM (default: {DRAIN_S:g})."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
-    add("--runtime", choices=("processes", "ray"), default="processes", help="default: processes")
+    add(
+        "--runtime",
+        choices=("processes", "ray"),
+        default="processes",
+        help="Whether to run local processes or Ray actors (default: processes).",
+    )
     add("--config", metavar="FILE", type=Path, help=CONFIG_HELP)
     add("--model", metavar="NAME|DIR|HUB-ID", default=DEFAULT_MODEL, help=MODEL_HELP)
-    add("--revision", metavar="REV", help="branch, tag or commit of a --model from the hub")
+    add("--revision", metavar="REV", help="Branch, tag or commit of a --model from the hub.")
     add("--served-model-name", metavar="NAME", help=SERVED_NAME_HELP)
     add("--max-model-len", type=integer_at_least(1), metavar="TOKENS", help=MAX_LEN_HELP)
-    add("--head", metavar="DIR|HUB-ID", help="draft head; default: the one that ships for --model")
-    add("--head-revision", metavar="REV", help="branch, tag or commit of a --head from the hub")
-    add("--draft-model", metavar="NAME|DIR|HUB-ID", help="for the draft method `model`")
-    add("--draft-model-revision", metavar="REV", help="likewise, of a --draft-model from the hub")
+    add("--head", metavar="DIR|HUB-ID", help=HEAD_HELP)
+    add("--head-revision", metavar="REV", help="Branch, tag or commit of a --head from the hub.")
+    add("--draft-model", metavar="NAME|DIR|HUB-ID", help="Draft model of the method model.")
     add(
-        "--drafter-methods",
-        metavar="A,B",
-        help="draft methods on offer: eagle3, eagle, ngram, model; or none. A request that names "
-        "none gets eagle3, or else the first",
+        "--draft-model-revision",
+        metavar="REV",
+        help="Branch, tag or commit of a --draft-model from the hub.",
     )
-    add("--verifiers", type=integer_at_least(1), metavar="N", default=1, help="default: 1")
-    add("--drafters", type=integer_at_least(1), metavar="N", default=1, help="default: 1")
+    add("--drafter-methods", metavar="A,B", help=METHODS_HELP)
+    add(
+        "--verifiers",
+        type=integer_at_least(1),
+        metavar="N",
+        default=1,
+        help="Number of verifier processes (default: 1).",
+    )
+    add(
+        "--drafters",
+        type=integer_at_least(1),
+        metavar="N",
+        default=1,
+        help="Number of drafter processes (default: 1).",
+    )
     add(
         "--routers",
         type=integer_at_least(1),
         metavar="N",
         default=1,
-        help="at one address; default: 1",
+        help="Number of router processes that share one address (default: 1).",
     )
-    add("--host", default="127.0.0.1", help="default: 127.0.0.1")
-    add("--port", type=integer_at_least(0), default=50050, help="of the router; default: 50050")
-    add("--http", metavar="HOST:PORT", help="OpenAI's API over HTTP; default: none")
-    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="Address on which the router's gRPC API listens (default: 127.0.0.1).",
+    )
+    add(
+        "--port",
+        type=integer_at_least(0),
+        default=50050,
+        help="Port of the router's gRPC API; 0: a free port (default: 50050).",
+    )
+    add(
+        "--http",
+        metavar="HOST:PORT",
+        help="Address of the OpenAI-compatible HTTP API (default: no HTTP API).",
+    )
+    add("--dtype", choices=("float32", "bfloat16"), help=DTYPE_HELP)
     add_placement_arguments(parser)
-    add("--planner", choices=("automatic", "fixed"), help="whether plans follow measurements")
+    add("--planner", choices=("automatic", "fixed"), help=PLANNER_HELP)
     add(
         "--draft-top-k",
         type=integer_at_least(1),
         metavar="K",
-        help="children that head tries of a node",
+        help="Branching factor of the draft tree of a head in the verifier (default: 1, a chain).",
     )
     add_look_ahead_arguments(add)
     add("--gpu-memory-utilization", type=fraction, metavar="F", help=UTILIZATION_HELP)
-    add("--kv-tokens", type=integer_at_least(1), metavar="N", help="KV budget of each verifier")
-    add("--no-prefix-cache", action="store_true", help="compute every prompt from its beginning")
+    add(
+        "--kv-tokens",
+        type=integer_at_least(1),
+        metavar="N",
+        help="KV cache size of each verifier in tokens (default: what fits into the GPU's memory, "
+        "or 32768 on a CPU).",
+    )
+    add(
+        "--no-prefix-cache",
+        action="store_true",
+        help="Disable prefix caching: compute every prompt from its first token.",
+    )
     add(
         "--max-sessions",
         type=integer_at_least(1),
         metavar="N",
-        help="that each verifier serves at once",
+        help="Largest number of sessions that each verifier runs at once (default: 64).",
     )
-    add("--queue-limit", type=integer_at_least(0), metavar="N", help="requests that may wait")
+    add(
+        "--queue-limit",
+        type=integer_at_least(0),
+        metavar="N",
+        help="Largest number of requests that wait in each router's queue (default: 256).",
+    )
     add(
         "--drain-timeout-s",
         type=number_at_least(0.0),
@@ -128,33 +182,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=HEALTH_TIMEOUT_S,
         help=HEALTH_TIMEOUT_HELP,
     )
-    add("--journal", type=Path, metavar="FILE", help="log by which requests survive the router")
-    add("--threads", type=integer_at_least(1), metavar="N", help="of each verifier and drafter")
-    add("--tls-dir", type=Path, metavar="DIR", help="certificates, from `outrider certs DIR`")
-    add("--api-keys", type=Path, metavar="FILE", help="keys that clients must have")
+    add(
+        "--journal",
+        type=Path,
+        metavar="FILE",
+        help="Log file from which a restarted router restores resumable requests.",
+    )
+    add(
+        "--threads",
+        type=integer_at_least(1),
+        metavar="N",
+        help="Compute threads of each verifier and drafter (default: chosen automatically).",
+    )
+    add(
+        "--tls-dir",
+        type=Path,
+        metavar="DIR",
+        help="Directory of certificates that `outrider certs DIR` created; enables TLS.",
+    )
+    add(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="Key file; clients must send one of its API keys.",
+    )
     add(
         "--metrics-port",
         type=integer_at_least(0),
         metavar="P",
-        help="of the router, of others P + 1 ...",
+        help="Prometheus port of the router; further routers use P+1, P+2, ... (default: none).",
     )
-    add("--metrics-compat", choices=("vllm",), help="export its metrics under these names, too")
-    add("--log-level", type=str.upper, choices=LOG_LEVELS, help="of all processes; default: INFO")
-    add("--trace-dir", type=Path, help="verifiers and drafters leave their timelines there")
+    add(
+        "--metrics-compat",
+        choices=("vllm",),
+        help="Export the router's metrics under the metric names of this server too.",
+    )
+    add(
+        "--log-level",
+        type=str.upper,
+        choices=LOG_LEVELS,
+        help="Log level of all processes (default: INFO).",
+    )
+    add(
+        "--trace-dir",
+        type=Path,
+        metavar="DIR",
+        help="Directory into which verifiers and drafters write their timelines when they end.",
+    )
     for kind in ("verifier", "drafter"):
         add(
             f"--{kind}-hook",
             action="append",
             default=[],
             metavar="MODULE[:KEY=VALUE,...]",
-            help=f"module of your own to run in each {kind}; may be repeated",
+            help=f"Python module to load into each {kind}; may be repeated.",
         )
     add_ray_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM, SIGINT or SIGHUP; the exit status. Raises OutriderError, and SystemExit
-    (143, 130, 129) when one of them came before a router was launched: nothing was served."""
+    """Serve until SIGTERM, SIGINT or SIGHUP and return the exit status.
+
+    Raises OutriderError, and SystemExit (143, 130, 129) when a signal arrives before the router is
+    started.
+    """
     own = ray_flags(args)
     config = make_config(args)
     if args.runtime == "ray":
@@ -185,7 +276,8 @@ def run(args: argparse.Namespace) -> int:
         while not stop.wait(POLL_INTERVAL_S):
             supervisor.look()
         print_progress(
-            f"stopping: what runs gets {config.drain_timeout_s:g} s, or until a second signal"
+            f"stopping: running requests get {config.drain_timeout_s:g} s to finish; a second "
+            "signal ends them"
         )
         supervisor.release(cluster.members[CertificateRole.ROUTER])
         cluster.drain(enough, supervisor.look)
@@ -200,13 +292,15 @@ def _on_stop(handler: Callable[[int, FrameType | None], None]) -> None:
 def _give_up(number: int) -> NoReturn:
     # Another one must not disturb what stops the processes on the way out.
     _on_stop(lambda *_: None)
-    print_progress("stopping before all was up")
+    print_progress("stopping before all processes were ready")
     raise SystemExit(SIGNAL_EXIT_BASE + number)
 
 
 def make_config(args: argparse.Namespace) -> LocalFleetConfig:
-    """The processes that these flags ask for; pulls the model if it is missing. Raises
-    InvalidRequestError (INVALID_FLAG) for flags that would do nothing."""
+    """Configuration of the processes that the flags ask for; downloads the model if it is missing.
+
+    Raises InvalidRequestError (INVALID_FLAG) for flags that would have no effect.
+    """
     _check_names(args)
     files = find_model(
         args.model, head=args.head, revision=args.revision, head_revision=args.head_revision
@@ -257,8 +351,8 @@ def _check_names(args: argparse.Namespace) -> None:
     """Refuse an empty served name, and revisions of what is not given, which nothing would use."""
     if args.served_model_name is not None and not args.served_model_name.strip():
         raise InvalidRequestError(
-            "--served-model-name must not be empty; without the flag clients ask for the name or "
-            "hub id of --model",
+            "--served-model-name must not be empty; without the flag it is the name or hub id of "
+            "--model",
             reason="INVALID_FLAG",
         )
     revised = (
@@ -268,13 +362,13 @@ def _check_names(args: argparse.Namespace) -> None:
     for flag, value, revision in revised:
         if revision is not None and value is None:
             raise InvalidRequestError(
-                f"{flag}-revision is for a {flag} from the hub; give {flag} OWNER/NAME, too",
+                f"{flag}-revision needs a {flag} from the hub: give {flag} OWNER/NAME too",
                 reason="INVALID_FLAG",
             )
 
 
 def parse_methods(text: str | None, *, has_head: bool) -> tuple[DraftMethod, ...]:
-    """Draft methods from a flag; without one, all that the files at hand allow."""
+    """Draft methods of --drafter-methods; without the flag, those that the files allow."""
     if text is None:
         own = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
         return own if has_head else (DraftMethod.NGRAM,)
@@ -283,42 +377,43 @@ def parse_methods(text: str | None, *, has_head: bool) -> tuple[DraftMethod, ...
     except ValueError:
         allowed = ", ".join(method.value for method in DraftMethod)
         raise InvalidRequestError(
-            f"--drafter-methods: {text!r} must be a list of {allowed}", reason="INVALID_FLAG"
+            f"--drafter-methods must be a comma-separated list of {allowed}; got {text!r}",
+            reason="INVALID_FLAG",
         ) from None
     return tuple(method for method in methods if method is not DraftMethod.NONE)
 
 
 def ray_args(config: LocalFleetConfig) -> list[str]:
-    """Flags of the Ray launcher. Raises InvalidRequestError for what it has not."""
+    """Flags of the Ray launcher. Raises InvalidRequestError for flags that it does not support."""
     if config.verifier_hooks or config.drafter_hooks:
         raise InvalidRequestError(
-            "--verifier-hook and --drafter-hook are for --runtime processes; for Ray: `hooks` of "
-            "[verifier] and [drafter] in the file of `outrider ray`",
+            "--verifier-hook and --drafter-hook need --runtime processes; with Ray, set `hooks` in "
+            "[verifier] and [drafter] of the configuration file of `outrider ray`",
             reason="INVALID_FLAG",
         )
     if config.trace_dir is not None:
-        raise InvalidRequestError("--trace-dir is for --runtime processes", reason="INVALID_FLAG")
+        raise InvalidRequestError("--trace-dir needs --runtime processes", reason="INVALID_FLAG")
     if config.routers > 1:
-        raise InvalidRequestError("--routers is for --runtime processes", reason="INVALID_FLAG")
+        raise InvalidRequestError("--routers needs --runtime processes", reason="INVALID_FLAG")
     if config.metrics_compat is not None:
         raise InvalidRequestError(
-            "--metrics-compat is for --runtime processes; for Ray: [router] metrics_compat in the "
-            "file of `outrider ray`",
+            "--metrics-compat needs --runtime processes; with Ray, set metrics_compat in [router] "
+            "of the configuration file of `outrider ray`",
             reason="INVALID_FLAG",
         )
     if config.max_model_len or config.gpu_memory_utilization or config.log_level:
         raise InvalidRequestError(
-            "--max-model-len, --gpu-memory-utilization and --log-level are for --runtime "
-            "processes; for Ray: the file of `outrider ray`",
+            "--max-model-len, --gpu-memory-utilization and --log-level need --runtime processes; "
+            "with Ray, set them in the configuration file of `outrider ray`",
             reason="INVALID_FLAG",
         )
     if config.health_timeout_s != HEALTH_TIMEOUT_S:
         raise InvalidRequestError(
-            "--health-timeout-s is for --runtime processes", reason="INVALID_FLAG"
+            "--health-timeout-s needs --runtime processes", reason="INVALID_FLAG"
         )
     if config.tls_dir is not None or config.api_keys is not None:
         raise InvalidRequestError(
-            "--tls-dir and --api-keys are for --runtime processes", reason="INVALID_FLAG"
+            "--tls-dir and --api-keys need --runtime processes", reason="INVALID_FLAG"
         )
     values: dict[str, object] = {
         "model": config.model,

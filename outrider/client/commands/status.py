@@ -15,6 +15,7 @@ from outrider.wire.inference import DrafterLink, DrafterSummary, ServerInfo, Ver
 from outrider.wire.messages import DeviceExchangeInfo, MemoryKind
 
 DEFAULT_ROUTER = "127.0.0.1:50050"
+ROUTER_HELP = f"Address of the router's gRPC API (default: {DEFAULT_ROUTER})."
 _MEMORY = {
     MemoryKind.DEVICE: "device memory",
     MemoryKind.HOST: "pinned memory of the host",
@@ -24,9 +25,9 @@ _MEMORY = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
-    add("--router", metavar="HOST:PORT", default=DEFAULT_ROUTER, help=f"default: {DEFAULT_ROUTER}")
+    add("--router", metavar="HOST:PORT", default=DEFAULT_ROUTER, help=ROUTER_HELP)
     add_connecting_arguments(parser)
-    add("--json", action="store_true", help="one JSON object")
+    add("--json", action="store_true", help="Print one JSON object instead of text.")
 
 
 def run(args: argparse.Namespace) -> int:

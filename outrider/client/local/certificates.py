@@ -33,15 +33,26 @@ CA = "ca"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
-    add("directory", metavar="DIR", type=Path, help="made if it is not there")
+    add(
+        "directory",
+        metavar="DIR",
+        type=Path,
+        help="Directory for the certificates; created if it does not exist.",
+    )
     add(
         "--host",
         metavar="NAME|IP",
         action="append",
         default=[],
-        help="where clients reach the router, beside localhost; repeatable",
+        help="Name or address at which clients reach the router, besides localhost; may be "
+        "repeated.",
     )
-    add("--days", type=integer_at_least(1), default=DEFAULT_DAYS, help=f"default: {DEFAULT_DAYS}")
+    add(
+        "--days",
+        type=integer_at_least(1),
+        default=DEFAULT_DAYS,
+        help=f"Days for which the certificates are valid (default: {DEFAULT_DAYS}).",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tls_from(directory: Path, role: CertificateRole) -> TlsConfig:
-    """The files of a role in a folder that `outrider certs` made."""
+    """The TLS files of a role in a directory that `outrider certs` created."""
     return TlsConfig(
         cert=directory / f"{role}.pem",
         key=directory / f"{role}-key.pem",
@@ -63,15 +74,18 @@ def tls_from(directory: Path, role: CertificateRole) -> TlsConfig:
 def make_certificates(
     directory: Path, *, hosts: list[str] | None = None, days: int = DEFAULT_DAYS
 ) -> None:
-    """Make an authority and a certificate for each role, in files of their own.
+    """Create a certificate authority and a certificate for each role, as PEM files in `directory`.
 
-    Raises NotFoundError without the package `cryptography`, AlreadyExistsError where there is an
-    authority already: others may trust it.
+    Raises NotFoundError without the package `cryptography`, and AlreadyExistsError if the directory
+    already has an authority, which other machines may trust.
     """
     with explain_missing_packages("outrider certs"):
         import cryptography  # noqa: F401
     if (directory / f"{CA}.pem").exists():
-        raise AlreadyExistsError(f"there is an authority in {directory}", reason="CERTS_EXIST")
+        raise AlreadyExistsError(
+            f"{directory} already has a certificate authority; choose another directory",
+            reason="CERTS_EXIST",
+        )
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority = _Authority(days)
     _write(directory, CA, authority.certificate, authority.key)

@@ -15,9 +15,10 @@ from outrider.spec.plan import DraftMethod, default_method
 CPU, CUDA = DEVICES = ("cpu", "cuda")
 SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
 SHARED_MEMORY_FRACTION = 0.7
-"""Share of a GPU's memory for a verifier that a drafter computes beside."""
+"""Fraction of a GPU's memory for a verifier that shares the GPU with a drafter."""
 MAX_ROUTERS = 8
-"""At one address: a client whose connection broke finds its router again by trying."""
+"""Largest number of routers at one address: a client that lost its connection finds its router by
+trying."""
 DRAIN_S = 30.0
 HEALTH_TIMEOUT_S = 10.0
 """Time without an answer to health checks after which a process is killed and restarted."""
@@ -25,12 +26,12 @@ HEAD_METHODS = frozenset({DraftMethod.EAGLE3, DraftMethod.EAGLE})
 
 
 def default_dtype(device: str) -> str:
-    """Element type of models on a device, where none is said."""
+    """Data type of models on a device, if none is given."""
     return "float32" if device == CPU else "bfloat16"
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """Host, without the brackets of an IPv6 address, and port."""
+    """Split HOST:PORT into the host, without the brackets of an IPv6 address, and the port."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), port
 
@@ -40,96 +41,108 @@ class LocalFleetConfig:
     """Configuration of the processes of a local fleet."""
 
     model: Path
-    """Directory of the target."""
+    """Directory of the target model."""
     model_name: str = ""
-    """Name that clients ask for; "" takes the directory's."""
+    """Model name that clients send; "" takes the directory's name."""
     max_model_len: int | None = None
-    """Longest prompt plus output in tokens; None takes the model's own limit."""
+    """Largest number of prompt and output tokens together; None takes the model's limit."""
     gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory that each verifier may use; None takes its default, or less where a
-    drafter is on its GPU."""
+    """Fraction of a GPU's memory that each verifier may use; None takes its default, or less if a
+    drafter shares its GPU."""
     log_level: str | None = None
-    """Level of the logs of all processes; None takes their default."""
+    """Log level of all processes; None takes their default."""
     methods: tuple[DraftMethod, ...] = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
-    """Draft sources; none at all starts no drafter."""
+    """Draft methods; an empty tuple starts no drafter."""
     head: Path | None = None
-    """Directory of the EAGLE head; needed by eagle3 and eagle."""
+    """Directory of the EAGLE draft head, which the methods eagle3 and eagle need."""
     draft_model: Path | None = None
-    """Directory of the small model; needed by model."""
+    """Directory of the draft model, which the method model needs."""
     verifiers: int = 1
+    """Number of verifier processes, each on its own GPU if there are enough."""
     drafters: int = 1
-    """Processes of either kind, each on a GPU of its own where there are as many; every drafter
-    drafts for every verifier. Without a method that needs one there is no drafter."""
+    """Number of drafter processes, each on its own GPU if there are enough. Every drafter drafts
+    for every verifier; none is started if no draft method needs one."""
     routers: int = 1
-    """Processes that clients ask, all at the same address; a connection stays with one of them."""
+    """Number of router processes, all at the same address; a connection stays with one of them."""
     dtype: str = ""
-    """Element type of the models; "" takes float32 on a CPU, bfloat16 on a GPU."""
+    """Data type of the models; "" takes float32 on a CPU and bfloat16 on a GPU."""
     device: str = "cpu"
-    """cpu or cuda: where target and draft models compute."""
+    """Device on which the target and draft models compute: cpu or cuda."""
     drafter_device: str = ""
-    """torch device of the drafters; "" takes GPUs of their own where there are enough."""
+    """torch device of the drafters; "" takes separate GPUs if there are enough."""
     placement: str = SEPARATE
-    """Where the head drafts: separate (in the drafter), colocated or fused (in the verifier)."""
+    """Process in which the draft head runs: separate (the drafter), colocated or fused (the
+    verifier)."""
     device_exchange: str = AUTO
     """Whether a verifier and a separate drafter with an EAGLE-3 head exchange drafts and features
-    between their devices: on, off, or auto, which is on where each has a GPU of its own. Where they
-    cannot, they use messages."""
+    directly between their GPUs: on, off, or auto, which is on if each has its own GPU. Pairs that
+    cannot do so exchange messages."""
     draft_length: int | None = None
-    """Draft tokens a round of a head in the verifier, or of a drafter by device_exchange; None
+    """Draft tokens per round of a head in the verifier, or of a drafter with device exchange; None
     takes the verifier's default."""
     draft_top_k: int | None = None
-    """Children that a head in the verifier tries of a node; None takes its default."""
+    """Branching factor of the draft tree of a head in the verifier; None takes the verifier's
+    default."""
     planner: str | None = None
-    """automatic, where the verifier decides whether and how far sessions speculate, or fixed, where
-    it does what they ask for; None takes its default, automatic."""
+    """Whether the verifier adapts speculation to measurements (automatic) or carries out what
+    requests ask for (fixed); None takes its default, automatic."""
     look_ahead: int | None = None
-    """Of requests that leave it open: 0 drafts in lock-step, 1 is the planner's choice; None takes
-    the router's default."""
+    """Look-ahead of requests that do not set it: 0 never drafts before the verdict, 1 does so if
+    the planner expects a gain; None takes the router's default."""
     fan_out: int | None = None
-    """Outcomes drafted ahead a round, of requests that leave them open; None as above."""
+    """Outcomes drafted ahead for requests that do not set it; None takes the router's default."""
     cuda_graphs: bool = True
+    """Whether GPUs replay rounds from CUDA graphs."""
     simulated_acceptance: str = ""
-    """Benchmarks with random weights only: see the verifier's option of this name."""
+    """Benchmark only: accept drafts at random, as the verifier's key of this name describes."""
     listen: str = "127.0.0.1:0"
     """HOST:PORT of the routers; port 0 takes a free one."""
     http: str | None = None
-    """HOST:PORT of the router's HTTP API; port 0 takes a free one, None serves none."""
+    """HOST:PORT of the router's HTTP API; port 0 takes a free one, None disables it."""
     prefix_cache: bool = True
-    """Whether verifiers keep what others may begin with."""
+    """Whether verifiers keep the KV cache of prompts for other requests with the same prefix."""
     kv_tokens: int | None = None
-    """KV budget of each verifier; None takes its default, which on a GPU is what there is."""
+    """KV cache size of each verifier in tokens; None takes its default, which is the free memory on
+    a GPU."""
     max_sessions: int | None = None
+    """Largest number of sessions that each verifier runs at once; None takes the verifier's
+    default."""
     queue_limit: int | None = None
+    """Largest number of queued requests; None takes the router's default."""
     drain_timeout_s: float = DRAIN_S
-    """Time that running requests get to end when all is to stop."""
+    """Time that running requests get to finish when the fleet stops, in seconds."""
     health_timeout_s: float = HEALTH_TIMEOUT_S
-    """Time without an answer to its health checks after which a supervised process is killed and
-    restarted, in seconds; 0 never does."""
+    """Time without an answer to health checks after which a process is killed and restarted, in
+    seconds; 0 disables the check."""
     journal: Path | None = None
-    """Log by which resumable requests survive a restart of the router; None keeps none."""
+    """Log file from which a restarted router restores resumable requests; None disables it."""
     slow_reader_timeout_s: float | None = None
-    """Time after which the router gives up a client that does not read; None takes its default."""
+    """Time after which the router disconnects a client that does not read, in seconds; None takes
+    the router's default."""
     threads: int | None = None
-    """Threads of verifier and drafter each; None takes torch's choice."""
+    """Compute threads of each verifier and drafter; None takes their default."""
     busy_polling_cores: int | None = None
-    """Cores that verifier and drafter each keep from going idle while they serve; GPUs only."""
+    """CPU cores that each verifier and drafter keeps busy-polling to reduce wake-up latency; for
+    GPUs only."""
     verifier_hooks: tuple[str, ...] = ()
+    """Python modules to load into each verifier, as the verifier's key `hooks` describes."""
     drafter_hooks: tuple[str, ...] = ()
-    """Code of the operator's own that runs in each process of the kind: see its option `hooks`."""
+    """Python modules to load into each drafter, as the drafter's key `hooks` describes."""
     trace_dir: Path | None = None
-    """Where verifier and drafter leave their timelines when they end; None: they keep none."""
+    """Directory into which verifiers and drafters write their timelines when they end; None writes
+    none."""
     metrics_port: int | None = None
-    """Prometheus port of the router, the next ones of further routers; None serves none."""
+    """Prometheus port of the router; further routers use the next ports. None disables it."""
     metrics_compat: str | None = None
-    """See the router's option of this name."""
+    """Server under whose metric names the router's metrics are exported too; None for none."""
     tls_dir: Path | None = None
-    """Certificates that `outrider certs` made; None: all connections are plain text."""
+    """Directory of certificates that `outrider certs` created; None uses plain text."""
     api_keys: Path | None = None
-    """File of the API keys that clients must have; None asks for none."""
+    """API key file; clients must send one of its keys. None requires no keys."""
     log_dir: Path | None = None
-    """Where the processes' logs go; None takes a folder that is removed at the end."""
+    """Directory of the processes' logs; None takes a temporary one that is removed at the end."""
     inherit_logs: bool = False
-    """Let the processes log to our stderr instead."""
+    """Whether the processes log to this process's stderr instead of files."""
 
     def __post_init__(self) -> None:
         if self.device_exchange not in EXCHANGE_MODES:
@@ -152,7 +165,8 @@ class LocalFleetConfig:
             )
         if self.gpu_memory_utilization is not None and self.device == CPU:
             raise InvalidRequestError(
-                "--gpu-memory-utilization is for --device cuda; on a CPU --kv-tokens sizes the K/V",
+                "--gpu-memory-utilization needs --device cuda; on a CPU, --kv-tokens sets the KV "
+                "cache size",
                 reason="INVALID_DEVICE",
             )
         if self.placement not in PLACEMENTS:
@@ -162,16 +176,18 @@ class LocalFleetConfig:
             )
         if self.placement != SEPARATE and DraftMethod.EAGLE3 not in self.methods:
             raise InvalidRequestError(
-                f"{self.placement} drafting is for the method eagle3", reason="INVALID_PLACEMENT"
+                f"placement {self.placement} needs the draft method eagle3",
+                reason="INVALID_PLACEMENT",
             )
         if HEAD_METHODS & set(self.methods) and self.head is None:
             raise InvalidRequestError(
-                "drafting with a head needs one: no head ships for this model, give --head DIR",
+                "the draft methods eagle3 and eagle need a draft head: no head ships for this "
+                "model, so give --head DIR",
                 reason="NO_HEAD",
             )
         if DraftMethod.MODEL in self.methods and self.draft_model is None:
             raise InvalidRequestError(
-                "drafting with a small model needs --draft-model", reason="NO_DRAFT_MODEL"
+                "the draft method model needs --draft-model", reason="NO_DRAFT_MODEL"
             )
 
     def _check_front(self) -> None:
@@ -184,11 +200,12 @@ class LocalFleetConfig:
         host, port = split_address(self.listen)
         if self.http is not None and port != "0" and split_address(self.http) == (host, port):
             raise InvalidRequestError(
-                f"http and listen must differ, both are {self.listen}", reason="INVALID_ADDRESS"
+                f"http and listen must be different addresses, both are {self.listen}",
+                reason="INVALID_ADDRESS",
             )
         if self.api_keys is not None and not self.api_keys.is_file():
             raise InvalidRequestError(
-                f"there is no file of API keys at {self.api_keys}", reason="NO_KEYS_FILE"
+                f"API key file {self.api_keys} does not exist", reason="NO_KEYS_FILE"
             )
 
     def _check_routers(self) -> None:
@@ -201,18 +218,19 @@ class LocalFleetConfig:
             return
         if self.journal is not None:
             raise InvalidRequestError(
-                "a journal is for one router: who comes back for an answer need not come to the "
-                "one of several that has it",
+                "a journal needs a single router: with several, a client that resumes a stream may "
+                "reach another router",
                 reason="INVALID_COUNT",
             )
         if self.http is not None and self.http.endswith(":0"):
             raise InvalidRequestError(
-                "several routers need to be told their HTTP port", reason="INVALID_COUNT"
+                "several routers need a fixed HTTP port; port 0 is allowed for one router only",
+                reason="INVALID_COUNT",
             )
 
     @property
     def element_type(self) -> str:
-        """Element type of the models."""
+        """Data type of the models."""
         return self.dtype or default_dtype(self.device)
 
     @property
@@ -222,12 +240,12 @@ class LocalFleetConfig:
 
     @property
     def default_method(self) -> DraftMethod | None:
-        """Draft source of requests that name none; None leaves it to the router."""
+        """Draft method of requests that name none; None leaves the choice to the router."""
         return default_method(self.methods)
 
     @property
     def drafter_methods(self) -> tuple[DraftMethod, ...]:
-        """What drafter processes offer; none at all: there is no such process."""
+        """Draft methods that drafter processes offer; empty if no drafter is started."""
         if self.placement == SEPARATE:
             return self.methods
         return tuple(method for method in self.methods if method not in HEAD_METHODS)

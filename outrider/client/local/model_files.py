@@ -50,10 +50,10 @@ def find_head(name_or_path: str | Path, revision: str | None = None) -> Path:
         return resolve_model(name_or_path, revision=revision)
     path = Path(name_or_path).expanduser()
     if not (path / "config.json").is_file():
-        raise NotFoundError(f"no draft head at {path}: there is no config.json", reason="NO_HEAD")
+        raise NotFoundError(f"no draft head at {path}: config.json is missing", reason="NO_HEAD")
     if revision is not None:
         raise InvalidRequestError(
-            f"a revision is for hub ids (OWNER/NAME), and the head {path} is a directory",
+            f"a revision needs a hub id (OWNER/NAME), but the head {path} is a directory",
             reason="NO_REVISION",
         )
     return path

@@ -57,8 +57,8 @@ def _check_tokenizer(model: Path, target: ModelConfig) -> tuple[str, ...]:
         tokenizer = Tokenizer.load(model)
     if tokenizer.num_ids > target.vocab_size:
         raise FailedPreconditionError(
-            f"{model}: the tokenizer has ids up to {tokenizer.num_ids - 1}, the vocabulary of the "
-            f"model {target.vocab_size} ids",
+            f"{model}: the tokenizer has ids up to {tokenizer.num_ids - 1}, but the vocabulary of "
+            f"the model has {target.vocab_size} ids",
             reason="VOCAB_MISMATCH",
         )
     if tokenizer.has_chat_template:
@@ -72,5 +72,6 @@ def _check_same_tokenizer(draft_model: Path, model: Path) -> None:
     own = tokenizer_hash(draft_model)
     if own and own != tokenizer_hash(model):
         raise FailedPreconditionError(
-            f"{draft_model} has another tokenizer than {model}", reason="TOKENIZER_MISMATCH"
+            f"{draft_model} must have the tokenizer of {model}, but has another one",
+            reason="TOKENIZER_MISMATCH",
         )

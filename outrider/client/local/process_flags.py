@@ -85,8 +85,8 @@ def plan_placement(
     if config.uses_gpus and not gpus:
         flag = "--device" if config.device != CPU else "--drafter-device"
         raise FailedPreconditionError(
-            f"{flag} {CUDA} needs a GPU, and CUDA sees none on this machine (`nvidia-smi -L`, "
-            f"CUDA_VISIBLE_DEVICES); {flag} {CPU} needs none",
+            f"{flag} {CUDA} needs a GPU, but CUDA finds none on this machine (check `nvidia-smi "
+            f"-L` and CUDA_VISIBLE_DEVICES); use {flag} {CPU} without a GPU",
             reason="NO_GPU",
         )
     drafters = config.drafters if config.drafter_methods else 0
@@ -98,8 +98,8 @@ def plan_placement(
 
     if config.kv_tokens is None and config.device != CPU and config.verifiers > gpus:
         raise InvalidRequestError(
-            f"{config.verifiers} verifiers on {gpus} GPUs: give --kv-tokens, what each is to hold, "
-            "or at most as many verifiers as GPUs",
+            f"{config.verifiers} verifiers share {gpus} GPUs: set the KV cache size of each with "
+            "--kv-tokens, or start at most as many verifiers as there are GPUs",
             reason="TOO_FEW_GPUS",
         )
 

@@ -92,7 +92,8 @@ def wait_healthy(
             if waited_s > timeout_s:
                 words = "".join(process.log_tail() for process in processes)
                 raise UnavailableError(
-                    f"the processes did not find each other in {timeout_s:g} s: {trouble}{words}",
+                    f"the processes did not connect to each other within {timeout_s:g} s: "
+                    f"{trouble}{words}",
                     reason="NOT_HEALTHY",
                 )
             if waited_s > PROGRESS_DELAY_S and trouble != said:

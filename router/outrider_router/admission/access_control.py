@@ -31,14 +31,14 @@ from outrider_router.config import RouterConfig
 logger = logging.getLogger(__name__)
 
 RELOAD_INTERVAL_S: Final = 1.0
-"""Time between two looks whether the file of keys has changed."""
+"""Time between two checks whether the key file has changed, in seconds."""
 KEY_RATE_LIMITED, KEY_BUSY, KEY_TOO_MANY = "KEY_RATE_LIMITED", "KEY_BUSY", "KEY_TOO_MANY"
 _BUSY_S = 1.0
 """Hint of a key that has as many requests as it may: one may have ended by then."""
 
 
 class AccessGrant:
-    """One admitted request; released when it is over, however it ends."""
+    """Permission of one admitted request; it is released when the request ends, however it ends."""
 
     __slots__ = ("_left", "request")
 
@@ -48,14 +48,15 @@ class AccessGrant:
         self._left: Callable[[], None] | None = left
 
     def release(self) -> None:
-        """It is over; idempotent."""
+        """Release the grant. Idempotent."""
         left, self._left = self._left, None
         if left is not None:
             left()
 
 
 class AccessControl:
-    """Authenticates callers and enforces the limits of their keys; without keys all may enter."""
+    """Authenticates callers and enforces the limits of their API keys; without keys everybody is
+    allowed."""
 
     def __init__(
         self, config: RouterConfig, metrics: RouterMetrics, *, clock: Callable[[], float]
@@ -81,13 +82,13 @@ class AccessControl:
 
     @property
     def requires_keys(self) -> bool:
-        """Whether API keys are asked for."""
+        """Whether callers must send an API key."""
         return self._path is not None
 
     def authorize(self, header: str | None) -> Caller:
-        """Who sends this `authorization` header; anybody where no keys are asked for.
+        """Identify the API key of an `authorization` header; without keys the caller is anonymous.
 
-        Raises UnauthenticatedError, which is counted. Never logs what it is given.
+        Raises UnauthenticatedError, which is counted. Never logs the header.
         """
         if not self.requires_keys:
             return ANONYMOUS
@@ -95,11 +96,13 @@ class AccessControl:
         return Caller(tenant=TenantId(key.tenant or name), key_name=name)
 
     def authorize_call(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
-        """Like `authorize`, by the metadata of a call (keys in lower case)."""
+        """Identify the API key of a call by its metadata (keys in lower case). Raises like
+        `authorize`."""
         return self.authorize(authorization_of(metadata))
 
     def authorize_operator(self, header: str | None) -> None:
-        """Like `authorize`; also PermissionDeniedError for a key that is not an operator's."""
+        """Identify the API key like `authorize`. Raises PermissionDeniedError for a key without the
+        operator permission."""
         if self.requires_keys:
             name, key = self._find(header)
             try:
@@ -109,24 +112,26 @@ class AccessControl:
                 raise
 
     def identify_caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
-        """Who makes a call with this metadata (keys in lower case): by API key where they are
-        asked for, else by what `overload.tenant_from` says. Raises UnauthenticatedError,
-        InvalidRequestError."""
+        """Identify the caller of a call by its metadata (keys in lower case): by API key if keys
+        are required, else by `overload.tenant_from`.
+
+        Raises UnauthenticatedError and InvalidRequestError.
+        """
         if self.requires_keys:
             return self.authorize_call(metadata)
         return Caller(tenant=tenant_of(self._config.overload.tenant_from, metadata))
 
     def count_refusal(self, reason: str) -> None:
-        """Count somebody who was turned away."""
+        """Count a refused call."""
         self._metrics.access_refusals.labels(reason).inc()
 
     def enter_requests(
         self, caller: Caller, requests: Sequence[GenerateRequest]
     ) -> tuple[AccessGrant, ...]:
-        """Let in what is asked for at once: all of it or nothing. One request counts one.
+        """Admit requests of one call, all of them or none.
 
-        Raises ResourceExhaustedError (KEY_BUSY, KEY_RATE_LIMITED), InvalidRequestError
-        (KEY_MAX_TOKENS, KEY_PRIORITY; KEY_TOO_MANY for more than the key can ever have at once).
+        Raises ResourceExhaustedError (KEY_BUSY, KEY_RATE_LIMITED) and InvalidRequestError
+        (KEY_MAX_TOKENS, KEY_PRIORITY, or KEY_TOO_MANY for more than the key can ever have at once).
         """
         # None: no key, or one that was taken away since its call was let in.
         key = self._keys.get(caller.key_name)
@@ -138,9 +143,11 @@ class AccessControl:
 
     @contextmanager
     def limit_call(self, caller: Caller) -> Generator[None]:
-        """Let in, for as long as the block lasts, a call that generates nothing and costs work all
-        the same: it counts like a request. Raises ResourceExhaustedError as `enter_requests`
-        does."""
+        """Admit a call that generates nothing but costs work, such as tokenization, for the length
+        of a block. It counts like a request.
+
+        Raises ResourceExhaustedError as `enter_requests` does.
+        """
         self._admit(caller, self._keys.get(caller.key_name), 1)
         try:
             yield
@@ -148,7 +155,7 @@ class AccessControl:
             self._hold(caller, -1)
 
     def reload_keys(self) -> None:
-        """Read the file of keys again; one that is no good changes nothing, and is told of."""
+        """Reload the key file; an invalid file is logged and changes nothing."""
         self._problem = ""
         if self._path is not None:
             self._reload(self._path)
@@ -162,11 +169,13 @@ class AccessControl:
             self._metrics.keys_failing.set(1)
             if error.message != self._problem:
                 self._problem = error.message
-                logger.error("the API keys are kept", extra={"reason": error.message})
+                logger.error(
+                    "API key file rejected; previous keys kept", extra={"reason": error.message}
+                )
             return
         self._stamp, self._problem = stamp, ""
         self._metrics.keys_failing.set(0)
-        logger.info("the API keys were read again", extra={"keys": len(self._keys)})
+        logger.info("API keys reloaded", extra={"keys": len(self._keys)})
 
     def _find(self, header: str | None) -> tuple[str, ApiKey]:
         self._look()
@@ -202,7 +211,7 @@ class AccessControl:
         if self._held.get(name, 0) + count > key.max_concurrent:
             self._metrics.refusals.labels(KEY_BUSY).inc()
             raise ResourceExhaustedError(
-                f"the API key {name!r} may have {key.max_concurrent} requests at once",
+                f"the API key {name!r} may have at most {key.max_concurrent} requests in progress",
                 reason=KEY_BUSY,
                 retry_after_s=_BUSY_S,
             )
@@ -222,7 +231,7 @@ class AccessControl:
         if bucket.shortage(count, now):
             self._metrics.refusals.labels(KEY_RATE_LIMITED).inc()
             raise ResourceExhaustedError(
-                f"the API key {name!r} may send {key.requests_per_s:g} requests a second",
+                f"the API key {name!r} may send at most {key.requests_per_s:g} requests per second",
                 reason=KEY_RATE_LIMITED,
                 retry_after_s=bucket.hint_s(count, now),
             )
@@ -239,7 +248,7 @@ class AccessControl:
 
 
 def authorization_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """The `authorization` field of a call's metadata."""
+    """Return the `authorization` field of a call's metadata."""
     value = next((value for key, value in metadata if key == AUTHORIZATION_KEY), None)
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 

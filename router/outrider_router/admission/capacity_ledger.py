@@ -18,9 +18,9 @@ from outrider.wire.messages import VerifierInfo
 from outrider_router.admission.policy import FULL_BACKOFF_S, AdmissionRequest, VerifierLoad
 
 WINDOW_REQUESTS = 512
-"""Ended requests that the expectation follows."""
+"""Number of most recent answers from which output lengths are estimated."""
 MIN_REQUESTS = 8
-"""Fewer comparable requests than this say nothing."""
+"""Smallest number of comparable answers that give an estimate."""
 
 
 class OutputLengthEstimator:
@@ -38,7 +38,7 @@ class OutputLengthEstimator:
         """Lengths of those that their bound cut, ascending: as long, or longer."""
 
     def add_answer(self, emitted: int, bound: int) -> None:
-        """An answer has ended with `emitted` tokens, of at most `bound`."""
+        """Record an answer that ended with `emitted` tokens, of at most `bound`."""
         if len(self._newest) == WINDOW_REQUESTS:
             length, cut = self._newest.popleft()
             known = self._cut if cut else self._whole
@@ -48,10 +48,10 @@ class OutputLengthEstimator:
         insort(self._cut if entry[1] else self._whole, emitted)
 
     def expected_len(self, bound: int, emitted: int = 0) -> int:
-        """Tokens that an answer of at most `bound` will have which has `emitted` now.
+        """Estimate the length of an answer of at most `bound` tokens that has `emitted` tokens now.
 
-        An answer that a smaller bound cut says nothing of how this one goes on; one that outgrew
-        all others is expected to double.
+        Answers that a smaller limit cut are ignored. An answer that outgrew all others is expected
+        to double.
         """
         longer = len(self._whole) - bisect_right(self._whole, emitted)
         at_bound = len(self._cut) - bisect_right(self._cut, bound - 1)

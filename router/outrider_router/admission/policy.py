@@ -32,31 +32,33 @@ class AdmissionRequest:
 
     request_id: RequestId
     kv_tokens: int
-    """Tokens of KV that the session may need at most."""
+    """Largest number of KV cache tokens that the session may need."""
     prompt_tokens: int = 0
-    """Those of them that it needs from the beginning."""
+    """KV cache tokens that the session needs from the start."""
     max_new_tokens: int = 0
-    """Those of them that it may emit."""
+    """Largest number of tokens that the session may emit."""
     sequence: int
-    """Order of arrival; a admission request that is queued again keeps it."""
+    """Order of arrival; a request that is queued again keeps it."""
     priority: int = 0
-    """Greater goes first, and may displace and preempt lesser ones."""
+    """Priority of the request; a greater one is served first and may displace and preempt lower
+    ones."""
     deadline: float | None = None
     """Clock time after which waiting is pointless, seconds."""
     waits_until: float | None = None
-    """Clock time until which it waits although no verifier can ever serve it, seconds: one may
-    come back. None: not at all."""
+    """Clock time until which the request waits although no known verifier could ever serve it, in
+    seconds, because a verifier may return; None: it does not wait."""
     tenant: TenantId = SHARED_TENANT
     arrived_at: float = 0.0
-    """Clock time of its arrival, seconds."""
+    """Clock time of the arrival, in seconds."""
     virtual_start: float = 0.0
-    """Virtual time of its turn among those of its priority."""
+    """Virtual start time that orders the requests of one priority fairly."""
     expected_tokens: int = 0
-    """Tokens of KV that it is expected to hold at its end; 0: `kv_tokens`."""
+    """KV cache tokens that the session is expected to hold at its end; 0 means `kv_tokens`."""
     is_client_named: bool = False
-    """Whether its client chose its id, by which it is known when it comes back."""
+    """Whether the client chose the request id, which identifies the request when the client
+    retries."""
     was_assigned: bool = False
-    """Whether it was placed before: it is not refused for want of room in the queue."""
+    """Whether the request was assigned before; a full queue does not refuse it then."""
 
     @property
     def counted_tokens(self) -> int:
@@ -70,11 +72,11 @@ _turn = attrgetter("virtual_start", "sequence")
 def admission_order(
     queue: Iterable[AdmissionRequest], now: float, aging_s: float
 ) -> Iterator[AdmissionRequest]:
-    """Those that wait, first to last: by priority, then by turn.
+    """Sort waiting requests by priority, then by virtual start time.
 
-    Of each priority only the next one ages: every `priority_aging_s` that it has waited count as
-    one level of priority. So those of a priority keep their fair order, and none of them waits for
-    ever. `priority_aging_s` 0: nobody ages.
+    Only the next request of each priority ages: each `priority_aging_s` of waiting raises it by one
+    level of priority. Thus requests of one priority keep their fair order, and none waits forever.
+    With `priority_aging_s` 0 no request ages.
     """
     classes: dict[int, list[AdmissionRequest]] = {}
     for admission_request in queue:
@@ -104,10 +106,11 @@ def admission_order(
 def request_to_displace(
     queue: Sequence[AdmissionRequest], newcomer: AdmissionRequest, weights: Mapping[TenantId, float]
 ) -> AdmissionRequest | None:
-    """Who leaves a full queue for `newcomer`; None: nobody, it is refused itself.
+    """Choose the request that leaves a full queue for `newcomer`; None: the newcomer is refused.
 
-    Of the lowest priority, of the tenant that has most waiting for its weight, the last one. At
-    the newcomer's own priority only if its tenant would still have less waiting than that one.
+    It is the last request of the lowest priority, of the tenant with the most waiting requests
+    relative to its weight. At the newcomer's own priority it is chosen only if the newcomer's
+    tenant would still have fewer waiting requests than that tenant.
     """
     able = [ticket for ticket in queue if not ticket.was_assigned]
     lowest = min((ticket.priority for ticket in able), default=math.inf)
@@ -129,10 +132,10 @@ NO_VERIFIER = "NO_VERIFIER"
 """Reason of errors: no verifier is healthy."""
 MIN_PRIORITY = -MAX_PRIORITY
 MAX_EXCESS_SESSIONS = 32
-"""Sessions beyond those that a verifier serves that are placed there for others to make way; it
-lets some more wait, 64 unless it is told otherwise."""
+"""Largest number of sessions beyond its capacity that a verifier is given, for which it preempts
+others; by default a verifier lets 64 sessions wait."""
 FULL_BACKOFF_S = 0.1
-"""Pause after a verifier refused a session that the ledger thought would fit."""
+"""Pause in seconds after a verifier refused a session that the ledger expected to fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,55 +144,55 @@ class AssignedLoad:
 
     sessions: int = 0
     tokens: int = 0
-    """Tokens of KV that they are expected to hold."""
+    """KV cache tokens that the sessions are expected to hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierLoad:
-    """A healthy verifier's budget and what the ledger has given away."""
+    """KV cache capacity of a healthy verifier and the reservations against it."""
 
     verifier_id: VerifierId
     total_tokens: int
-    """Tokens that its KV cache holds."""
+    """KV cache size in tokens."""
     block_tokens: int = 1
-    """Sessions are counted in multiples of this."""
+    """KV cache block size in tokens; sessions occupy whole blocks."""
     overcommit: float = 1.0
-    """So many times the cache is given away."""
+    """Factor by which the KV cache is overcommitted."""
     assigned_by_priority: Mapping[int, AssignedLoad] = field(default_factory=dict)
-    """What this router has placed there, by priority."""
+    """Sessions that this router assigned to the verifier, by priority."""
     max_sessions: int
     others_tokens: int = 0
-    """Tokens that sessions of other routers held there at the last look."""
+    """KV cache tokens that sessions of other routers held at the last poll."""
     waiting: int = 0
-    """Sessions that waited for KV there at the last look."""
+    """Sessions that waited for KV cache at the last poll."""
     free_tokens: int = 0
-    """Tokens that were free there at the last look, less the prompts placed since."""
+    """KV cache tokens that were free at the last poll, minus the prompts assigned since."""
     is_draining: bool = False
-    """Whether it takes no new sessions any more."""
+    """Whether the verifier takes no new sessions."""
     not_before: float = 0.0
-    """Clock time before which nothing is placed here, seconds."""
+    """Clock time before which the verifier gets no sessions, in seconds."""
 
     @property
     def sessions(self) -> int:
-        """Sessions that were placed here."""
+        """Number of sessions that this router assigned to the verifier."""
         return sum(placed.sessions for placed in self.assigned_by_priority.values())
 
     @property
     def tokens(self) -> int:
-        """Tokens of KV that are given away."""
+        """KV cache tokens reserved on the verifier."""
         return sum(placed.tokens for placed in self.assigned_by_priority.values())
 
     def round_to_blocks(self, tokens: int) -> int:
-        """`tokens` in whole blocks."""
+        """Round `tokens` up to whole blocks."""
         return -(-tokens // self.block_tokens) * self.block_tokens
 
     def could_ever_fit(self, tokens: int) -> bool:
-        """Whether a session that may grow to this size could ever be served here."""
+        """Return whether the verifier could ever serve a session that may grow to this size."""
         fits = self.round_to_blocks(tokens) <= self.total_tokens and self.max_sessions > 0
         return fits and not self.is_draining
 
     def fits_now(self, admission_request: AdmissionRequest, now: float) -> bool:
-        """Whether a session fits beside those that were placed."""
+        """Return whether a session fits beside the assigned ones."""
         if (
             self.sessions
             and self.waiting
@@ -200,9 +203,10 @@ class VerifierLoad:
         return self._takes(admission_request, now, self.sessions, self.tokens)
 
     def fits_by_preempting(self, admission_request: AdmissionRequest, now: float) -> bool:
-        """Whether it fits beside those of its priority and above: others can be preempted for it.
+        """Return whether a session fits if sessions of lower priority are preempted.
 
-        Few are made to wait at once: a verifier holds no more than it is told to.
+        The number of sessions that wait at once is limited, because a verifier lets only a limited
+        number wait.
         """
         above = self.from_priority(admission_request.priority)
         most = self.max_sessions + MAX_EXCESS_SESSIONS
@@ -211,14 +215,14 @@ class VerifierLoad:
         return self._takes(admission_request, now, above.sessions, above.tokens)
 
     def from_priority(self, priority: int) -> AssignedLoad:
-        """What is placed here of this priority and above."""
+        """The load of sessions with this priority or a greater one."""
         above = [placed for level, placed in self.assigned_by_priority.items() if level >= priority]
         return AssignedLoad(
             sum(each.sessions for each in above), sum(each.tokens for each in above)
         )
 
     def with_session(self, admission_request: AdmissionRequest) -> VerifierLoad:
-        """The load after a session is placed."""
+        """The load after a session is assigned."""
         load = self.with_change(
             admission_request.priority, 1, self.round_to_blocks(admission_request.counted_tokens)
         )
@@ -226,7 +230,7 @@ class VerifierLoad:
         return replace(load, free_tokens=max(0, self.free_tokens - used))
 
     def with_change(self, priority: int, sessions: int, tokens: int) -> VerifierLoad:
-        """The load with so many sessions and tokens of a priority more."""
+        """The load after a change of the sessions and tokens of one priority."""
         before = self.assigned_by_priority.get(priority, AssignedLoad())
         after = AssignedLoad(before.sessions + sessions, before.tokens + tokens)
         placed = {**self.assigned_by_priority, priority: after}
@@ -255,33 +259,33 @@ class AdmissionState:
 
     queue: tuple[AdmissionRequest, ...]
     verifiers: tuple[VerifierLoad, ...]
-    """Healthy verifiers only."""
+    """Loads of the healthy verifiers."""
     tenant_room: Mapping[TenantId, int] = field(default_factory=dict)
-    """Requests that tenants may have placed beside those that are, where that is bounded."""
+    """Number of further requests that each limited tenant may have running."""
     aging_s: float = 0.0
-    """As in `admission_order`."""
+    """Waiting time that raises the priority by one level, in seconds, as in `admission_order`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitRequest:
-    """Serve the request on this verifier."""
+    """Decision to serve a request on this verifier."""
 
     request_id: RequestId
     verifier_id: VerifierId
     needs_preemption: bool = False
-    """Whether sessions of lower priority have to make way for it."""
+    """Whether sessions of lower priority must be preempted for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpireRequest:
-    """The request's deadline passed while it waited."""
+    """Decision to end a request whose deadline passed while it waited."""
 
     request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequest:
-    """No verifier is left to wait for, or none that could ever serve it."""
+    """Decision to refuse a request because no verifier is left, or none could ever serve it."""
 
     request_id: RequestId
 
@@ -290,7 +294,7 @@ AdmissionAction = AdmitRequest | ExpireRequest | RefuseRequest
 
 
 def plan_admission(state: AdmissionState, now: float) -> list[AdmissionAction]:
-    """What to do with the waiting requests, in order."""
+    """Decide what happens to the waiting requests, in order."""
     actions: list[AdmissionAction] = []
     loads = {load.verifier_id: load for load in state.verifiers}
     room = dict(state.tenant_room)
@@ -318,10 +322,10 @@ def plan_admission(state: AdmissionState, now: float) -> list[AdmissionAction]:
 def choose_verifier(
     loads: Collection[VerifierLoad], admission_request: AdmissionRequest, now: float
 ) -> tuple[AdmitRequest, VerifierLoad] | None:
-    """Where a session goes, and the load there with it.
+    """Choose the verifier of a session; return it with its new load.
 
-    The largest free share of KV; ties by fewest sessions, then by id. Where it fits nowhere: the
-    largest share that those of its priority and above leave.
+    It is the one with the largest free fraction of KV cache; ties are broken by fewest sessions,
+    then by id. If the session fits nowhere, only sessions of its priority and above count.
     """
     able = [load for load in loads if load.fits_now(admission_request, now)]
     priority, preempts = MIN_PRIORITY, not able
@@ -341,7 +345,7 @@ def choose_verifier(
 
 
 def next_change_at(state: AdmissionState, now: float) -> float | None:
-    """The next clock time at which `plan` may decide differently by itself, or None."""
+    """Return the next clock time at which the plan may change without an event; None: never."""
     ends = [end for ticket in state.queue for end in (ticket.deadline, ticket.waits_until)]
     times = [end for end in ends if end is not None]
     if state.queue:
@@ -350,7 +354,7 @@ def next_change_at(state: AdmissionState, now: float) -> float | None:
 
 
 def no_verifier_error() -> UnavailableError:
-    """The error of a request while no verifier is healthy."""
+    """Return the error of a request while no verifier is healthy."""
     return UnavailableError(
         "no verifier is ready; try again later", reason=NO_VERIFIER, retry_after_s=1.0
     )

@@ -56,7 +56,7 @@ class ArrivalQueue:
         return len(self._waiting)
 
     async def wait_turn(self) -> None:
-        """Wait for a turn; returns at once where nobody else is about to enter."""
+        """Wait for a turn; returns at once if no other request is waiting to enter."""
         loop = asyncio.get_running_loop()
         if self._is_free:
             self._is_free = False
@@ -84,17 +84,17 @@ class QueueEntry:
     admission_request: AdmissionRequest
     tenant: Tenant
     charged: int
-    """Tokens that its tenant was charged."""
+    """Tokens that the tenant was charged for the request."""
     reservation_future: asyncio.Future[CapacityReservation] | None = None
-    """While it waits."""
+    """Future of the reservation while the request waits; None otherwise."""
     reservations: list[CapacityReservation] = field(default_factory=list)
-    """Its reservations: one, or two while its session moves to another verifier."""
+    """Reservations of the request: one, or two while its session moves to another verifier."""
     placed_at: float | None = None
-    """Clock time at which it was placed first, seconds."""
+    """Clock time of the first reservation, in seconds."""
 
     @property
     def is_pending(self) -> bool:
-        """Whether it waits and nothing was decided."""
+        """Whether the request waits and no decision was made."""
         return self.reservation_future is not None and not self.reservation_future.done()
 
     @property
@@ -145,7 +145,7 @@ class AdmissionQueue:
 
     @property
     def num_entries(self) -> int:
-        """Requests that came and have not left."""
+        """Number of requests that arrived and were not removed."""
         return len(self._guests)
 
     @property
@@ -364,7 +364,7 @@ class AdmissionQueue:
             if bucket is not None and bucket.shortage(units, now):
                 self._metrics.refusals.labels("RATE_LIMITED").inc()
                 raise ResourceExhaustedError(
-                    f"the tenant has used up its rate of {what}; try again later",
+                    f"the tenant exceeded its rate limit of {what}; try again later",
                     reason="RATE_LIMITED",
                     retry_after_s=bucket.hint_s(units, now),
                 )
@@ -446,7 +446,7 @@ class AdmissionQueue:
                     self.fail_request(
                         request_id,
                         DeadlineExceededError(
-                            "the deadline passed while the request was queued",
+                            "the deadline of the request passed while it was queued",
                             reason="DEADLINE_IN_QUEUE",
                         ),
                     )

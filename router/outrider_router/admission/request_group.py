@@ -21,20 +21,22 @@ class RequestGroup:
         """What was decided, if anything was."""
 
     def add_request(self, admission_request: AdmissionRequest) -> tuple[AdmissionRequest, ...]:
-        """One more is there; all of them once nobody is missing, until then none. None of a request
-        group that was refused."""
+        """Add one request; return all of them once the group is complete, until then none.
+
+        A refused group returns none.
+        """
         self._admission_requests.append(admission_request)
         complete = len(self._admission_requests) == self._size and not self.refused
         return tuple(self._admission_requests) if complete else ()
 
     def admit(self) -> None:
-        """All of them are in."""
+        """Mark the whole group as admitted."""
         self.inside = True
         # The last one waits like the others: they go on in the order in which they came.
         self._loop.call_soon(self._entered.set_result, None)
 
     def fail_group(self, error: OutriderError) -> None:
-        """None of them gets in; nothing happens once that was decided."""
+        """Refuse the whole group; has no effect once the group was admitted or refused."""
         if not self.inside and not self.refused:
             self.refused = True
             self._entered.set_exception(error)
@@ -42,11 +44,11 @@ class RequestGroup:
             self._entered.exception()
 
     def remove_request(self) -> None:
-        """One of them goes away: who comes later must not wait for it, nor be placed beside it."""
-        self.fail_group(CancelledRequestError("a request of the same call has left"))
+        """Remove a request that ended: later ones must not wait for it, nor be admitted with it."""
+        self.fail_group(CancelledRequestError("another request of the same call ended"))
 
     async def wait_admitted(self) -> None:
-        """Wait until they are in. Raises why they are not."""
+        """Wait until the group is admitted. Raises the error with which it was refused."""
         try:
             # Whoever leaves does not take it from the others.
             await asyncio.shield(self._entered)

@@ -22,12 +22,18 @@ _VERIFIER_GAUGES: dict[str, tuple[str, Callable[[VerifierSummary], float]]] = {
         "Sessions of this verifier without K/V: preempted, or not started",
         lambda v: v.waiting_sessions,
     ),
-    "kv_cache_usage_ratio": ("Share of this verifier's K/V blocks in use", lambda v: kv_usage([v])),
+    "kv_cache_usage_ratio": (
+        "Fraction of this verifier's KV cache blocks in use.",
+        lambda v: kv_usage([v]),
+    ),
     "prefix_found_ratio": (
         "Share of the prompt tokens found in the prefix cache, since this verifier's start",
         lambda v: v.prefix_cache_hit_tokens / max(1, v.prefix_cache_query_tokens),
     ),
-    "draining": ("1 while this verifier takes no new sessions", lambda v: v.draining),
+    "draining": (
+        "1 while this verifier drains and takes no new sessions, else 0.",
+        lambda v: v.draining,
+    ),
     "acceptance_ratio": (
         "Share of the draft nodes that were accepted, since this verifier's start",
         lambda v: v.stats.accepted / v.stats.proposed if v.stats.proposed else 0.0,
@@ -36,7 +42,7 @@ _VERIFIER_GAUGES: dict[str, tuple[str, Callable[[VerifierSummary], float]]] = {
 
 
 def kv_usage(verifiers: list[VerifierSummary]) -> float:
-    """Share of all their K/V blocks in use; 0 without any."""
+    """Fraction of all KV cache blocks of the verifiers in use; 0 without verifiers."""
     total = sum(v.kv_total_blocks for v in verifiers)
     free = sum(v.kv_free_blocks for v in verifiers)
     return 1.0 - free / total if total else 0.0
@@ -46,11 +52,11 @@ class FleetMetrics(Collector):
     """Collector of queue and session totals, and of `outrider_fleet_*` per verifier or link."""
 
     def __init__(self, info: Callable[[], ServerInfo]) -> None:
-        """`info` says what the router knows now; called from the thread that is scraped."""
+        """Create the collector; the scraping thread calls `info` for the state of the fleet."""
         self._info = info
 
     def collect(self) -> Iterator[Metric]:
-        """Everything at this moment; peers that are not healthy are left out."""
+        """Yield all metrics of the healthy verifiers and drafters."""
         info = self._info()
         yield from _sums(info)
         verifiers = [v for v in info.verifiers if v.healthy]
@@ -63,20 +69,23 @@ class FleetMetrics(Collector):
         yield from _links([d for d in info.drafters if d.healthy])
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: registering must not read state that is still being built."""
+        """Yield nothing, because registration must not read state that is not complete yet."""
         return iter(())
 
 
 def _sums(info: ServerInfo) -> Iterator[Metric]:
     counts = {
-        "requests_waiting": ("Requests in the router's queue", info.queued),
-        "queue_limit": ("Requests that may wait in the router's queue", info.queue_bound),
-        "fleet_verifiers": ("Verifiers that this router knows of", len(info.verifiers)),
+        "requests_waiting": ("Requests in the router's queue.", info.queued),
+        "queue_limit": (
+            "Largest number of requests that may wait in the router's queue.",
+            info.queue_bound,
+        ),
+        "fleet_verifiers": ("Verifiers that this router knows.", len(info.verifiers)),
         "fleet_healthy_verifiers": (
             "Healthy verifiers",
             sum(v.healthy for v in info.verifiers),
         ),
-        "fleet_drafters": ("Drafters that this router knows of", len(info.drafters)),
+        "fleet_drafters": ("Drafters that this router knows.", len(info.drafters)),
         "fleet_healthy_drafters": (
             "Healthy drafters that are attached to a healthy verifier",
             sum(d.healthy for d in info.drafters),
@@ -89,7 +98,7 @@ def _sums(info: ServerInfo) -> Iterator[Metric]:
 def _preemptions(verifiers: list[VerifierSummary]) -> Metric:
     family = CounterMetricFamily(
         "outrider_fleet_preemptions",
-        "Sessions that this verifier preempted, by how they get their K/V back",
+        "Sessions that this verifier preempted, by how their KV cache is restored.",
         labels=["verifier", "kind"],
     )
     for verifier in verifiers:

@@ -37,7 +37,7 @@ def make_client_server(service: RouterService) -> GrpcServer:
         service.config.client_tls,
     )
     if access_control.requires_keys and tls.cert is None:
-        logger.warning("API keys cross the network in plain text, unless somebody in front has TLS")
+        logger.warning("API keys accepted without TLS: use TLS here or in a proxy in front")
     access = AccessRules(
         tls=tls,
         require_client=tls.client_auth,

@@ -13,8 +13,10 @@ from outrider_router.requests.service import RouterService
 
 
 def register_fleet_metrics(service: RouterService) -> None:
-    """Have the registry of a router's metrics export its fleet too, and other tools' names if the
-    configuration asks for them. Once a router."""
+    """Register the fleet metrics in the registry of a router, once for each router.
+
+    If the configuration asks for vLLM's metric names, their collector is registered too.
+    """
     registry = service.metrics.registry
     info = partial(server_status.make_server_info, service)
     registry.register(FleetMetrics(info))

@@ -52,7 +52,7 @@ class _PoolServicer(pb_grpc.PoolServiceServicer):
         address, registry = address_from_pb(request), self._service.registry
         peer = registry.drafters.get(address)
         if peer is None:
-            raise NotFoundError(f"no drafter at {address}", reason="NO_DRAFTER")
+            raise NotFoundError(f"the router has no drafter at {address}", reason="NO_DRAFTER")
         removed = await self._service.mover.drain_drafter(peer, DRAIN_S)
         await registry.forget_drafter(peer)
         return removed_to_pb(removed)

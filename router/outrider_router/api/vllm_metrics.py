@@ -18,7 +18,7 @@ from outrider_router.api.fleet_metrics import kv_usage
 from outrider_router.base.metrics import RouterMetrics
 
 _ENGINE = "0"
-"""vLLM numbers its engines; to its readers a router is one."""
+"""Value of the label `engine`, by which vLLM numbers its engines; a router counts as one."""
 _FINISHED = {
     FinishReason.STOP_TOKEN.value: "stop",
     FinishReason.STOP_STRING.value: "stop",
@@ -36,14 +36,16 @@ class VllmMetrics(Collector):
         info: Callable[[], ServerInfo],
         model_name: Callable[[], str],
     ) -> None:
-        """`info` and `served_model_name` say what the router knows now; called where it is
-        scraped."""
+        """Create the collector.
+
+        At each scrape `info` returns the state of the fleet and `model_name` the served model.
+        """
         self._metrics = metrics
         self._info = info
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """Everything at this moment."""
+        """Yield all metrics in their current state."""
         labels = {"model_name": self._model_name(), "engine": _ENGINE}
         for name, source in self._renamed().items():
             for metric in source.collect():
@@ -52,7 +54,7 @@ class VllmMetrics(Collector):
         yield from _state(self._info(), labels)
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: registering must not read state that is still being built."""
+        """Yield nothing, because registration must not read state that is not complete yet."""
         return iter(())
 
     def _renamed(self) -> Mapping[str, Collector]:
@@ -112,7 +114,7 @@ def _state(info: ServerInfo, labels: Mapping[str, str]) -> Iterator[Metric]:
         yield gauge
     counters = {
         "num_preemptions": (
-            "Sessions preempted by verifiers.",
+            "Sessions that verifiers preempted.",
             sum(v.preemptions_swap + v.preemptions_recompute for v in verifiers),
         ),
         "prefix_cache_queries": (

@@ -23,13 +23,13 @@ from outrider_router.base.tenants import MAX_TENANT_CHARS
 
 MAX_KEYS: Final = 4096
 MAX_HEADER_CHARS: Final = 1024
-"""Longer credentials are nobody's."""
+"""Longest `authorization` header that is looked up."""
 _HASH_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One key; the keys of a table `[keys.NAME]`."""
+    """One API key and its limits; keys of a table `[keys.NAME]`."""
 
     sha256: str
     """SHA-256 of the key, 64 hexadecimal digits in lower case."""
@@ -67,38 +67,43 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysFile:
-    """A file of keys."""
+    """Contents of an API key file."""
 
     keys: Mapping[str, ApiKey] = field(default_factory=dict)
-    """By name; names are in logs and metrics, so they are no secrets."""
+    """API keys by name; names appear in logs and metrics, so they are no secrets."""
 
     def __post_init__(self) -> None:
         if len(self.keys) > MAX_KEYS:
-            raise ValueError(f"a file may hold {MAX_KEYS} keys, this one holds {len(self.keys)}")
+            raise ValueError(f"a key file may hold at most {MAX_KEYS} keys, got {len(self.keys)}")
         for name in self.keys:
             if not name or len(name) > MAX_TENANT_CHARS:
-                raise ValueError(f"names of keys have 1 to {MAX_TENANT_CHARS} characters")
+                raise ValueError(
+                    f"names of keys must have 1 to {MAX_TENANT_CHARS} characters, got {name!r}"
+                )
         if len({key.sha256 for key in self.keys.values()}) != len(self.keys):
-            raise ValueError("a key may be there once only: two names have one sha256")
+            raise ValueError("each key must have one name only: two names have the same sha256")
 
 
 def read_keys(path: Path) -> Mapping[str, ApiKey]:
-    """The keys of a file, by name. Raises NotFoundError if it is missing, InvalidRequestError
-    (INVALID_CONFIG) if it is malformed."""
+    """Read the keys of a file, by name.
+
+    Raises NotFoundError if the file is missing and InvalidRequestError (INVALID_CONFIG) if it is
+    malformed.
+    """
     try:
         return load_config(KeysFile, path).keys
     except InvalidRequestError as error:
         raise InvalidRequestError(
-            f"file of API keys {path}: {error.message}", reason=error.reason
+            f"API key file {path}: {error.message}", reason=error.reason
         ) from error
 
 
 def find_key(keys: Mapping[str, ApiKey], header: str | None) -> str:
-    """The name of the key in an `authorization` header: `Bearer KEY`, or `Basic` with the key as
-    password, which browsers can send.
+    """Return the name of the key in an `authorization` header: `Bearer KEY`, or `Basic` with the
+    key as password, which browsers can send.
 
-    Raises UnauthenticatedError (NO_KEY, WRONG_KEY). How long it takes tells nothing of how near a
-    wrong key is, nor which one a right one is.
+    Raises UnauthenticatedError (NO_KEY, WRONG_KEY). The duration does not depend on how similar a
+    wrong key is, nor on which key matches.
     """
     secret = _secret_of(header)
     digest = hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
@@ -107,22 +112,22 @@ def find_key(keys: Mapping[str, ApiKey], header: str | None) -> str:
         if hmac.compare_digest(digest, key.sha256):
             found = name
     if not found:
-        raise UnauthenticatedError("this API key is not known here", reason="WRONG_KEY")
+        raise UnauthenticatedError("the API key is unknown", reason="WRONG_KEY")
     return found
 
 
 def check_operator(name: str, key: ApiKey) -> None:
-    """Raises PermissionDeniedError (NOT_OPERATOR) unless it is an operator's key."""
+    """Raise PermissionDeniedError (NOT_OPERATOR) unless the key has the operator permission."""
     if not key.operator:
         raise PermissionDeniedError(
-            f"the API key {name!r} is not an operator's", reason="NOT_OPERATOR"
+            f"the API key {name!r} does not have the operator permission", reason="NOT_OPERATOR"
         )
 
 
 def _secret_of(header: str | None) -> str:
     if not header:
         raise UnauthenticatedError(
-            "an API key is needed: authorization: Bearer KEY", reason="NO_KEY"
+            "an API key is required: send the header `authorization: Bearer KEY`", reason="NO_KEY"
         )
     scheme, _, rest = header.strip().partition(" ")
     credential = rest.strip()

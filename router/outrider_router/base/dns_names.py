@@ -13,7 +13,7 @@ SCHEME = "dns:///"
 def split_addresses(
     addresses: Iterable[str],
 ) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
-    """Plain addresses, and (host, port) of those that are DNS names. Raises InvalidRequestError."""
+    """Split addresses into plain ones and (host, port) of DNS names. Raises InvalidRequestError."""
     plain, names = [], []
     for address in addresses:
         if not address.startswith(SCHEME):
@@ -30,17 +30,19 @@ def split_addresses(
 
 @dataclass(slots=True)
 class ResolvedName:
-    """The addresses that a DNS name has resolved to."""
+    """Addresses to which a DNS name has resolved."""
 
     addresses: frozenset[str] = frozenset()
-    """Its last answer."""
+    """Addresses of the last answer."""
     removed_addresses: set[str] = field(default_factory=set)
-    """Addresses that it named once and names no longer, until they are forgotten."""
+    """Addresses of earlier answers that are missing from the last one and were not forgotten
+    yet."""
 
     def update_addresses(self, addresses: frozenset[str]) -> frozenset[str]:
-        """Take an answer in; the addresses that were not in the one before.
+        """Record a DNS answer and return the addresses that the previous answer did not have.
 
-        Those that were are not named again: an operator may have removed one meanwhile.
+        Addresses of the previous answer are not returned again, because an operator may have
+        removed one meanwhile.
         """
         joined = addresses - self.addresses
         self.removed_addresses |= self.addresses - addresses

@@ -37,16 +37,19 @@ from outrider_router.base.reasons import FailoverCause, MoveReason, QuarantineRe
 from outrider_router.base.slow_readers import SLOW_READER
 
 MAX_SINGLE_VALUES: Final = 8
-"""Up to so many values are counted one by one, which is sooner done than an array is made."""
+"""Largest number of values that are counted one by one, which is faster than an array."""
 
 
 class BatchHistogram(Collector):
-    """Counts values by bucket, one call per round. One writing thread."""
+    """Histogram that takes all values of a round in one call; only one thread may write to it."""
 
     def __init__(
         self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry
     ) -> None:
-        """`buckets`: upper bounds in ascending order, without infinity."""
+        """Create and register the histogram.
+
+        `buckets` are the upper bounds in ascending order, without infinity.
+        """
         self._name, self._text = name, text
         self._bounds = [float(bound) for bound in buckets]
         self._counts = np.zeros(len(buckets) + 1, dtype=np.int64)
@@ -55,16 +58,16 @@ class BatchHistogram(Collector):
 
     @property
     def count(self) -> int:
-        """Values so far."""
+        """Number of observed values."""
         return int(self._counts.sum())
 
     @property
     def sum(self) -> float:
-        """Their sum."""
+        """Sum of the observed values."""
         return self._sum
 
     def observe_values(self, *values: float) -> None:
-        """Count values."""
+        """Add values to the histogram."""
         if len(values) <= MAX_SINGLE_VALUES:
             for value in values:
                 self._counts[bisect_left(self._bounds, value)] += 1
@@ -76,7 +79,7 @@ class BatchHistogram(Collector):
         self._sum += float(array.sum())
 
     def collect(self) -> Iterator[Metric]:
-        """The histogram at this moment."""
+        """Yield the current state of the histogram."""
         bounds = [*map(str, self._bounds), "+Inf"]
         counts = np.cumsum(self._counts).tolist()
         yield HistogramMetricFamily(
@@ -101,7 +104,7 @@ LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32
 
 
 class RouterMetrics:
-    """Every metric that the router exports; attributes are prometheus_client objects."""
+    """All metrics of the router itself; the attributes are prometheus_client objects."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
@@ -126,7 +129,7 @@ class RouterMetrics:
         self.requests = self._counter(
             "requests_total", "Requests that ended, by finish reason or error code.", "outcome"
         )
-        self.requests_running = self._gauge("requests_running", "Requests being served.")
+        self.requests_running = self._gauge("requests_running", "Requests that are being served.")
         self.queue_depth = self._gauge(
             "queue_depth", "Requests waiting in the queue, by priority.", "priority"
         )
@@ -134,7 +137,7 @@ class RouterMetrics:
             "kv_reserved_tokens",
             "KV tokens that the placed sessions are expected to need.",
         )
-        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of requests.")
+        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of all requests.")
         self.generation_tokens = self._counter("generation_tokens_total", "Tokens sent to clients.")
         self.queue_time = self._histogram(
             "request_queue_time_seconds",
@@ -172,7 +175,7 @@ class RouterMetrics:
         )
         self.restored_requests = self._counter(
             "restored_requests_total",
-            "Requests found in the journal at the start: running, ended, dropped.",
+            "Requests restored from the journal at the start, by state: running, ended, dropped.",
             "state",
         )
         self.journal_failing = self._gauge(
@@ -185,8 +188,8 @@ class RouterMetrics:
     def _overload(self) -> None:
         self.refusals = self._counter(
             "refusals_total",
-            "Requests that were refused or ended because of overload: RATE_LIMITED, QUEUE_FULL, "
-            "DISPLACED, SLOW_READER, KEY_RATE_LIMITED, KEY_BUSY.",
+            "Requests that were refused or ended because of overload, by reason: RATE_LIMITED, "
+            "QUEUE_FULL, DISPLACED, SLOW_READER, KEY_RATE_LIMITED, KEY_BUSY.",
             "reason",
         )
         self.preempting_placements = self._counter(
@@ -221,25 +224,27 @@ class RouterMetrics:
 
     def _speculation(self) -> None:
         self.rounds = self._counter(
-            "rounds_total", "Verify rounds that emitted tokens, summed over sessions."
+            "rounds_total", "Verification rounds that emitted tokens, summed over sessions."
         )
-        self.round_tokens = self._counter("round_tokens_total", "Tokens emitted by verify rounds.")
+        self.round_tokens = self._counter(
+            "round_tokens_total", "Tokens emitted by verification rounds."
+        )
         self.drafts = self._counter(
             "spec_decode_num_drafts_total", "Verify rounds with a proposal, summed over sessions."
         )
         self.draft_tokens = self._counter(
-            "spec_decode_num_draft_tokens_total", "Draft nodes verified."
+            "spec_decode_num_draft_tokens_total", "Draft tokens that were verified."
         )
         self.accepted_tokens = self._counter(
-            "spec_decode_num_accepted_tokens_total", "Draft nodes accepted."
+            "spec_decode_num_accepted_tokens_total", "Draft tokens that were accepted."
         )
         self.accepted_per_position = self._counter(
             "spec_decode_num_accepted_tokens_per_pos_total",
-            "Draft nodes accepted, by depth (0 is the first draft token).",
+            "Draft tokens that were accepted, by position in the draft (0: the first draft token).",
             "position",
         )
         self.fallback_rounds = self._counter(
-            "fallback_rounds_total", "Rounds of speculative sessions without a proposal."
+            "fallback_rounds_total", "Rounds of speculative sessions that had no proposal."
         )
         self.target_only_rounds = self._counter(
             "target_only_rounds_total",
@@ -263,13 +268,14 @@ class RouterMetrics:
 
     def _fleet(self) -> None:
         self.verifier_up = self._gauge(
-            "verifier_up", "1 while sessions are placed on this verifier.", "verifier"
+            "verifier_up", "1 while this verifier accepts sessions, else 0.", "verifier"
         )
         self.verifier_losses = self._counter(
-            "verifier_losses_total", "Times that this verifier was lost.", "verifier"
+            "verifier_losses_total", "Number of times that this verifier was lost.", "verifier"
         )
         self.failovers = self._counter(
-            "failovers_total", "Times that a request lost its session and was placed again."
+            "failovers_total",
+            "Number of times that a request lost its session and continued in another one.",
         )
         self.resumed_sessions = self._counter(
             "resumed_sessions_total",
@@ -277,10 +283,12 @@ class RouterMetrics:
             "cause",
         )
         self.drafter_up = self._gauge(
-            "drafter_up", "1 while this drafter is reachable and attached.", "drafter"
+            "drafter_up",
+            "1 while this drafter is reachable and attached to a verifier, else 0.",
+            "drafter",
         )
         self.drafter_losses = self._counter(
-            "drafter_losses_total", "Times that this drafter was lost.", "drafter"
+            "drafter_losses_total", "Number of times that this drafter was lost.", "drafter"
         )
         self.drafter_detached_sessions = self._counter(
             "drafter_detached_sessions_total",
@@ -299,7 +307,7 @@ class RouterMetrics:
         )
 
     def _begin_at_zero(self) -> None:
-        """Series whose labels are known are there from the start: a rate sees the first event."""
+        """Create the series of known labels at 0, so that rates include the first event."""
         codes = (error.code for error in _ERRORS)
         known: dict[Counter | Gauge, Iterable[str]] = {
             self.requests: (*FinishReason, *codes),
@@ -329,7 +337,7 @@ class RouterMetrics:
     def record_request_end(
         self, outcome: str, first: float | None, last: float, tokens: int, duration_s: float
     ) -> None:
-        """Count a request that ended; `first` and `last` are clock times of its tokens, seconds."""
+        """Count a request that ended; `first` and `last` are the times of its tokens in seconds."""
         self.requests.labels(outcome).inc()
         self.request_duration.observe_values(duration_s)
         self.request_generation_tokens.observe_values(tokens)
@@ -337,7 +345,7 @@ class RouterMetrics:
             self.time_per_output_token.observe_values((last - first) / (tokens - 1))
 
     def record_events(self, events: SessionEvents) -> None:
-        """Count the rounds of a message of events."""
+        """Count the verification rounds of a message of session events."""
         rounds = (events.round_ids > 0) & (events.counts > 0)
         self.rounds.inc(int(rounds.sum()))
         self.round_tokens.inc(int(events.counts[rounds].sum()))

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 
 class Readiness:
-    """Whether a router can serve requests: a verifier is healthy, and no drain began."""
+    """State of whether a router can serve requests: a verifier is healthy and no drain has
+    begun."""
 
     def __init__(self) -> None:
         self._is_ready = False
@@ -22,7 +23,7 @@ class Readiness:
         self._listeners.append(listener)
 
     def update(self, is_ready: bool) -> None:
-        """Set the state, and tell the listeners if it is another one."""
+        """Set the state and notify the listeners if it changed."""
         if is_ready is not self._is_ready:
             self._is_ready = is_ready
             for listener in self._listeners:

@@ -11,30 +11,34 @@ class FailoverCause(StrEnum):
     VERIFIER_LOST = "verifier_lost"
     DRAINING = "draining"
     FAILED = "failed"
-    """The verifier failed the session and lives on."""
+    """The verifier ended the session with an error and continues to serve."""
     REFUSED = "refused"
-    """The verifier had no room."""
+    """The verifier had no capacity for the session."""
     ROUTER_LOST = "router_lost"
-    """The request is one of a router that ended."""
+    """The router that served the request ended."""
 
 
 class MoveReason(StrEnum):
     """Reason for which a session moves to another drafter."""
 
     LOST = "lost"
-    """Its drafter is gone, or it never had one."""
+    """The drafter of the session is lost, or the session never had one."""
     DRAINED = "drained"
-    """Its drafter is being removed, or is about to stop."""
+    """The drafter of the session is being removed, or is about to stop."""
     QUARANTINED = "quarantined"
-    """Its drafter is slow, silent or wrong."""
+    """The drafter of the session was quarantined."""
     PROBE = "probe"
-    """Such a drafter is given one to see whether it is well again."""
+    """The session tests whether a quarantined drafter works again."""
     BALANCE = "balance"
+    """The sessions are spread more evenly over the drafters."""
 
 
 class QuarantineReason(StrEnum):
     """Fault for which a drafter is quarantined."""
 
     SLOW = "slow"
+    """Its proposals arrive too late."""
     SILENT = "silent"
+    """It sends no proposals."""
     WRONG = "wrong"
+    """It sends invalid messages."""

@@ -13,15 +13,15 @@ from outrider.ids import RequestId
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 30.0
 HOLD_S = 2.0
-"""A place is kept this long for the client that was told of it, or half as long as it had to wait:
-clients add to what they are told, so that they do not come together."""
+"""Time for which a queue position is held for a refused client, or half of its wait if that is
+longer. Clients add random time to retry hints, so that they do not return together."""
 MAX_KNOWN_FACTOR = 4
-"""Refused clients that are known when they come back, as a multiple of the queue's limit."""
+"""Number of refused clients that are remembered, as a multiple of the queue's limit."""
 REFUSALS: Final = {
-    "QUEUE_FULL": "there is no room in the queue, which holds {limit} requests; try again later",
-    "DISPLACED": "the queue is full, and a request that goes first took the place",
+    "QUEUE_FULL": "the queue is full: it holds at most {limit} requests; try again later",
+    "DISPLACED": "the queue is full and a request of higher precedence took the position",
 }
-"""What those are told who have no place in the queue, by reason."""
+"""Error messages of requests that the queue refuses, by reason."""
 
 
 class RetryTimes:
@@ -32,9 +32,9 @@ class RetryTimes:
         """Clock time that was held out last, seconds."""
 
     def next_retry_s(self, now: float, *, first_s: float, each_s: float) -> float:
-        """Seconds until a time that nobody else was told of, within bounds.
+        """Return the seconds until a retry time that no other client was given, within limits.
 
-        `first_s`: until the next one; `each_s`: between one and the next.
+        `first_s` is the time until the next one, `each_s` the time between two.
         """
         at = max(now + first_s, self._last + each_s)
         # Beyond the bound the hints are no more true, and need not be remembered.
@@ -45,8 +45,8 @@ class RetryTimes:
 class HeldQueuePositions:
     """Queue positions that were promised to refused clients and are held for them.
 
-    So those that were refused form a queue behind the queue. What becomes free is theirs, as long
-    as the queue itself is half full: what they may not come back for is not lost.
+    Refused clients thus form a queue behind the queue. Positions are held only while the queue is
+    at least half full, so that clients that do not return waste no capacity.
     """
 
     def __init__(self, queue_limit: int) -> None:
@@ -58,11 +58,12 @@ class HeldQueuePositions:
         """Clock times from which and until which a request finds its place, seconds."""
 
     def next_retry_s(self, request_id: RequestId | None, now: float, each_s: float) -> float:
-        """Seconds until a place is free for a request that is refused now.
+        """Return the seconds until a position is free for a request that is refused now.
 
-        `each_s`: between one place that becomes free and the next; `request_id` None: it will not
-        be known when it comes back, so nothing is kept for it. Whoever comes too early is told
-        the same time again, and whoever comes in time and finds none the time of the next one.
+        `each_s` is the time between two positions that become free. With `request_id` None the
+        request cannot be recognized later, so no position is held for it. A client that returns too
+        early gets the same time again; one that returns in time and finds no position gets the next
+        time.
         """
         known = self._due.get(request_id) if request_id is not None else None
         if known is None:
@@ -77,16 +78,16 @@ class HeldQueuePositions:
         return hint_s
 
     def is_due(self, request_id: RequestId, now: float) -> bool:
-        """Whether a place is kept for this request now."""
+        """Return whether a position is held for this request now."""
         due = self._due.get(request_id)
         return due is not None and due[0] <= now < due[1]
 
     def forget_request(self, request_id: RequestId) -> None:
-        """A request needs no place any more."""
+        """Forget a request that needs no position any more."""
         self._due.pop(request_id, None)
 
     def num_held(self, now: float) -> int:
-        """Places that are kept now."""
+        """Number of positions that are held now."""
         for request_id in [name for name, (_, end) in self._due.items() if end <= now]:
             del self._due[request_id]
         return min(len(self._due), self._max_kept)

@@ -17,7 +17,7 @@ from outrider.errors import ResourceExhaustedError
 EventT = TypeVar("EventT")
 
 SLOW_READER = "SLOW_READER"
-"""Reason of the error of a stream that is ended for its reader."""
+"""Reason of the error that ends a stream whose client does not read."""
 
 
 class _TimedWriter(Generic[EventT]):
@@ -57,7 +57,7 @@ class _TimedWriter(Generic[EventT]):
 async def with_write_timeout(
     write: Callable[[EventT], Awaitable[None]], *, slow_reader_timeout_s: float
 ) -> AsyncGenerator[Callable[[EventT], Awaitable[None]], None]:
-    """The same `write`, whichever task calls it, for the length of a stream.
+    """Wrap `write` for the length of a stream, for whichever task calls it.
 
     The block ends with ResourceExhaustedError (SLOW_READER) once a write has waited for
     `slow_reader_timeout_s`.
@@ -74,6 +74,6 @@ async def with_write_timeout(
         if not limit.expired():
             raise
         raise ResourceExhaustedError(
-            f"the client took nothing for {slow_reader_timeout_s:g} s, though there was something",
+            f"the client read nothing for {slow_reader_timeout_s:g} s although output was waiting",
             reason=SLOW_READER,
         ) from None

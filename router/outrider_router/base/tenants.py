@@ -23,9 +23,9 @@ from outrider_router.base.retry_hints import RetryTimes
 TENANT_KEY: Final = "x-outrider-tenant"
 AUTHORIZATION_KEY: Final = "authorization"
 DEFAULT_TENANT: Final = "default"
-"""Table of the limits of tenants that have none of their own."""
+"""Name of the table of limits for tenants without limits of their own."""
 SHARED_TENANT: Final = TenantId("")
-"""The tenant of requests that name none, and of those beyond the bound on tenants."""
+"""Tenant of requests that name none, and of those beyond the largest number of tenants."""
 MAX_TENANT_CHARS = 64
 _HASH_CHARS = 16
 
@@ -34,11 +34,11 @@ class TenantSource(StrEnum):
     """Source of a request's tenant id."""
 
     NONE = "none"
-    """Nowhere: all requests are of one tenant."""
+    """All requests belong to one tenant."""
     METADATA = "metadata"
-    """In the metadata field `x-outrider-tenant`, which whoever is in front of the router sets."""
+    """The metadata field `x-outrider-tenant`, which a proxy in front of the router sets."""
     AUTHORIZATION = "authorization"
-    """By its credentials: the first 16 hexadecimal digits of the SHA-256 of `authorization`."""
+    """The credentials: the first 16 hexadecimal digits of the SHA-256 of `authorization`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +74,16 @@ class Caller:
 
     tenant: TenantId = SHARED_TENANT
     key_name: str = ""
-    """Name of the API key; "" where none are asked for."""
+    """Name of the API key; "" if keys are not required."""
 
 
 ANONYMOUS: Final = Caller()
-"""Whoever asks where nobody is asked who they are."""
+"""Caller of all requests if callers are not identified."""
 
 
 class TokenBucket:
-    """A rate with bursts. What costs more than a burst is let through when the bucket is full."""
+    """Rate limiter with bursts. An item that costs more than a burst passes when the bucket is
+    full."""
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
         """`rate`: units a second; `burst`: units that it holds, full at the beginning."""
@@ -91,7 +92,7 @@ class TokenBucket:
         self._promises = RetryTimes()
 
     def shortage(self, cost: float, now: float) -> float:
-        """Units that it is short of `cost`; 0 if it may be taken."""
+        """Units that are missing for `cost`; 0 if it may be taken."""
         self._level = min(self._burst, self._level + self._rate * max(0.0, now - self._at))
         self._at = max(self._at, now)
         # The tolerance: a client that waited exactly as long as it was told is let through.
@@ -103,29 +104,30 @@ class TokenBucket:
         self._level = min(self._burst, self._level - cost)
 
     def hint_s(self, cost: float, now: float) -> float:
-        """Seconds until it has `cost` for whoever is refused now, behind those refused before."""
+        """Seconds until `cost` is available for a caller that is refused now, after those refused
+        before."""
         first_s = self.shortage(cost, now) / self._rate
         return self._promises.next_retry_s(now, first_s=first_s, each_s=cost / self._rate)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Tenant:
-    """One tenant while it is known."""
+    """State of one tenant."""
 
     name: TenantId
     limits: TenantLimits
     requests: TokenBucket | None
     tokens: TokenBucket | None
     virtual_end: float = 0.0
-    """Virtual time at which its last request ends."""
+    """Virtual time at which the tenant's last request ends."""
     num_requests: int = 0
-    """Its requests that wait or are served."""
+    """Number of requests that wait or are served."""
     num_running: int = 0
-    """Its requests that are served."""
+    """Number of requests that are served."""
 
 
 class TenantRegistry:
-    """The tenants of one router; at most so many are known at once."""
+    """Tenants of one router, limited in number."""
 
     def __init__(self, limits: Mapping[str, TenantLimits], *, most: int) -> None:
         """`limits` by name; those of `default` are everybody else's."""
@@ -140,8 +142,11 @@ class TenantRegistry:
         return len(self._known)
 
     def get_tenant(self, name: TenantId, now: float) -> Tenant:
-        """The tenant of this name. Beyond the bound the one that was idle longest is forgotten;
-        while all are busy, a new one is counted to the shared tenant."""
+        """Return the tenant of this name.
+
+        At the limit, the tenant that was idle longest is forgotten; while all are busy, a new one
+        is counted as the shared tenant.
+        """
         tenant = self._known.get(name)
         if tenant is not None:
             self._known.move_to_end(name)
@@ -158,22 +163,23 @@ class TenantRegistry:
         return tenant
 
     def metrics_label(self, name: TenantId) -> str:
-        """Its name in metrics: of a set that the configuration bounds."""
+        """Label of the tenant in metrics, from a set that the configuration limits."""
         return name if name in self._limits else DEFAULT_TENANT
 
     def record_queued(self, tenant: Tenant, cost: float) -> float:
-        """A request has come; the virtual time at which it starts: its place among the others."""
+        """Record a new request and return its virtual start time, which orders it among the
+        others."""
         start = max(self._time, tenant.virtual_end)
         tenant.virtual_end = start + cost / tenant.limits.weight
         tenant.num_requests += 1
         return start
 
     def advance_time(self, start: float) -> None:
-        """A request that starts at this virtual time is served."""
+        """Advance the virtual time to that of a request that starts to be served."""
         self._time = max(self._time, start)
 
     def record_withdrawn(self, tenant: Tenant, cost: float) -> None:
-        """A request has left the queue without being served: it took no time."""
+        """Record that a request left the queue without being served, so that it used no time."""
         tenant.virtual_end -= cost / tenant.limits.weight
 
     def _forget_one(self) -> bool:
@@ -185,7 +191,7 @@ class TenantRegistry:
 
 
 def tenant_of(source: TenantSource, metadata: Iterable[tuple[str, str | bytes]]) -> TenantId:
-    """Whose request it is, by the metadata of its call. Raises InvalidRequestError."""
+    """Return the tenant of a call by its metadata. Raises InvalidRequestError."""
     if source is TenantSource.NONE:
         return SHARED_TENANT
     wanted = TENANT_KEY if source is TenantSource.METADATA else AUTHORIZATION_KEY

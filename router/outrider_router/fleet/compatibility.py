@@ -13,25 +13,25 @@ class PeerState(StrEnum):
     """State of a verifier or drafter as the router sees it."""
 
     UNKNOWN = "unknown"
-    """Never reached."""
+    """The router has never reached the peer."""
     HEALTHY = "healthy"
     REFUSED = "refused"
-    """Reachable, but it does not fit (protocol, vocabulary, tokenizer)."""
+    """The peer is reachable, but its protocol, vocabulary or tokenizer does not match."""
     LOST = "lost"
-    """Was healthy; does not answer any more."""
+    """The peer was healthy and does not answer any more."""
 
 
 LOST_AFTER_FAILURES = 2
-"""Refused connections in a row that mean a peer is gone (silence has its own bound)."""
+"""Number of refused connections in a row after which a peer is lost; silence has its own limit."""
 
 
 def state_after_failure(
     state: PeerState, *, failures: int, silence_s: float, bound_s: float
 ) -> PeerState:
-    """State of a peer after a look at it failed.
+    """Return the state of a peer after a poll failed.
 
-    `failures` counts errors in a row, `silence_s` the time since it last gave a sign of life.
-    A late answer alone (a timeout is no failure) is forgiven until `bound_s`.
+    `failures` is the number of errors in a row, `silence_s` the time since the last sign of life. A
+    late answer alone is no failure and is tolerated until `bound_s`.
     """
     if state is PeerState.HEALTHY and (failures >= LOST_AFTER_FAILURES or silence_s >= bound_s):
         return PeerState.LOST
@@ -40,11 +40,11 @@ def state_after_failure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerIdentity:
-    """The router's tokenizer, for handshakes."""
+    """Identity of the router's tokenizer, which peers must match."""
 
     hash: str
     num_ids: int
-    """One more than its largest id."""
+    """Largest token id plus one."""
 
 
 def check_verifier_fits(info: VerifierInfo, tokenizer: TokenizerIdentity) -> None:
@@ -52,8 +52,8 @@ def check_verifier_fits(info: VerifierInfo, tokenizer: TokenizerIdentity) -> Non
     _check_protocol("verifier", info.verifier_id, info.protocol_version)
     if info.vocab_size < tokenizer.num_ids:
         raise FailedPreconditionError(
-            f"verifier {info.verifier_id} has {info.vocab_size} ids, the router's tokenizer writes "
-            f"up to {tokenizer.num_ids}",
+            f"verifier {info.verifier_id} has {info.vocab_size} token ids, but the router's "
+            f"tokenizer produces up to {tokenizer.num_ids}",
             reason="VOCAB_MISMATCH",
         )
     if info.tokenizer_hash and info.tokenizer_hash != tokenizer.hash:
@@ -65,7 +65,8 @@ def check_verifier_fits(info: VerifierInfo, tokenizer: TokenizerIdentity) -> Non
 
 
 def check_drafter_fits(info: DrafterInfo, tokenizer: TokenizerIdentity) -> None:
-    """Raise FailedPreconditionError unless this drafter speaks of the same ids."""
+    """Raise FailedPreconditionError unless this drafter uses the router's tokenizer and
+    protocol."""
     _check_protocol("drafter", info.drafter_id, info.protocol_version)
     if info.tokenizer_hash and info.tokenizer_hash != tokenizer.hash:
         raise FailedPreconditionError(
@@ -78,13 +79,13 @@ def check_drafter_fits(info: DrafterInfo, tokenizer: TokenizerIdentity) -> None:
 def _check_protocol(kind: str, name: str, version: int) -> None:
     if version != PROTOCOL_VERSION:
         raise FailedPreconditionError(
-            f"{kind} {name} speaks protocol {version}, the router {PROTOCOL_VERSION}",
+            f"{kind} {name} speaks protocol version {version}, the router {PROTOCOL_VERSION}",
             reason="PROTOCOL_MISMATCH",
         )
 
 
 def can_serve(drafter: DrafterInfo, verifier: VerifierInfo) -> bool:
-    """Whether a drafter may serve a verifier's sessions."""
+    """Return whether a drafter may draft for a verifier's sessions."""
     if drafter.vocab_size != verifier.vocab_size:
         return False
     if drafter.feature_layout is FeatureLayout.NONE:

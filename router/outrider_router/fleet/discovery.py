@@ -28,8 +28,8 @@ RESOLVE_TIMEOUT_S = 10.0
 """Timeout of one DNS query."""
 
 Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
-"""Resolves a host and a port to all addresses (HOST:PORT). Raises OSError, and UnicodeError for an
-invalid host name."""
+"""Function that resolves a host and a port to all addresses (HOST:PORT). Raises OSError, and
+UnicodeError for an invalid host name."""
 PeerT = TypeVar("PeerT", VerifierPeer, DrafterPeer)
 
 
@@ -96,11 +96,11 @@ class PeerDiscovery:
                 if str(error) != problem:
                     problem = str(error) or "no answer in time"
                     facts = {"host": host, "problem": problem}
-                    logger.warning("a name of peers is not resolved", extra=facts)
+                    logger.warning("peer name not resolved", extra=facts)
             try:
                 await update(resolved, joined)
             except Exception:
-                logger.exception("following a name of peers failed", extra={"host": host})
+                logger.exception("peer name update failed", extra={"host": host})
             await asyncio.sleep(self._interval_s)
 
     async def _update_verifiers(self, resolved: ResolvedName, joined: frozenset[str]) -> None:
@@ -135,8 +135,6 @@ def _add(resolved: ResolvedName, joined: frozenset[str], add: Callable[[str], No
         try:
             add(address)
         except OutriderError as error:
-            logger.warning(
-                "a peer is not added", extra={"address": address, "problem": error.message}
-            )
+            logger.warning("peer not added", extra={"address": address, "problem": error.message})
             # The next poll tries again.
             resolved.addresses -= {address}

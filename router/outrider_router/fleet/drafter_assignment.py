@@ -18,11 +18,11 @@ from outrider_router.base.reasons import MoveReason
 from outrider_router.fleet.compatibility import can_serve
 
 MIN_GAP = 2.0
-"""An imbalance of fewer sessions is let be."""
+"""Smallest imbalance, in sessions, that is corrected."""
 GAP_SHARE = 0.25
-"""The same as a share of the busier drafter's sessions."""
+"""Smallest imbalance that is corrected, as a fraction of the busier drafter's sessions."""
 MIN_WEIGHT_DIFFERENCE = 0.25
-"""Differences in speed below this are noise."""
+"""Smallest difference in weight that is not noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,34 +32,35 @@ class DrafterCandidate:
     drafter_id: DrafterId
     methods: tuple[DraftMethod, ...]
     weight: float = 1.0
-    """How long a round with its drafts takes, over one with those of the soonest."""
+    """Duration of a round with its drafts relative to one with those of the fastest drafter."""
     same_host: bool = False
     accepts_sessions: bool = True
-    """False while it is being removed, or is about to stop."""
+    """Whether it takes new sessions; False while it is being removed or about to stop."""
     max_sessions: int | None = None
-    """Sessions that it drafts for at once, of all verifiers; None: as many as there are."""
+    """Largest number of sessions of all verifiers for which it drafts at once; None: no limit."""
     max_local_sessions: int | None = None
-    """The same of this verifier's; 0: it is in quarantine, 1: it is probed."""
+    """Largest number of sessions of this verifier; 0 in quarantine, 1 while it is probed, None: no
+    limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlacement:
-    """A running session that a drafter is to draft for."""
+    """Running session that needs a drafter."""
 
     request_id: RequestId
     verifier_id: VerifierId
     method: DraftMethod
     drafter_id: DrafterId | None
     tokens: int = 0
-    """Its prefix: what another drafter would have to be told."""
+    """Length of its prefix, which a new drafter must receive."""
     is_movable: bool = True
-    """Whether it may be moved for balance: it has begun, and was not moved a moment ago."""
+    """Whether it may be moved for balance: it has begun and was not moved recently."""
     is_fixed: bool = False
     """Whether it cannot be moved at all."""
 
 
 class SessionDrafter(NamedTuple):
-    """The drafter of a running session; the loads of drafters are counted from these."""
+    """Drafter of a running session, from which the loads of drafters are counted."""
 
     verifier_id: VerifierId
     drafter_id: DrafterId | None
@@ -67,11 +68,11 @@ class SessionDrafter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MoveSession:
-    """Give a session to a drafter."""
+    """Decision to give a session to another drafter."""
 
     request_id: RequestId
     drafter_id: DrafterId | None
-    """None: to nobody, it decodes plainly."""
+    """New drafter; None: the session decodes without speculation."""
     reason: MoveReason
 
 
@@ -79,7 +80,7 @@ Candidates = Mapping[VerifierId, Sequence[DrafterCandidate]]
 
 
 class DrafterLoads:
-    """Sessions by drafter, and by verifier and drafter."""
+    """Numbers of sessions by drafter, and by verifier and drafter."""
 
     def __init__(
         self,
@@ -95,17 +96,17 @@ class DrafterLoads:
     def count_session(
         self, seat: SessionPlacement | SessionDrafter, drafter_id: DrafterId | None, count: int
     ) -> None:
-        """Count a session of this seat's verifier at a drafter, or (-1) no longer."""
+        """Count a session of a verifier at a drafter, or with -1 remove it."""
         if drafter_id is not None:
             self._all[drafter_id] += count
             self._pairs[seat.verifier_id, drafter_id] += count
 
     def cost(self, candidate: DrafterCandidate, more: int = 0) -> float:
-        """Sessions of a drafter and `more`, weighed by how slow it is for a verifier."""
+        """Sessions of a drafter plus `more`, weighted by its slowness for a verifier."""
         return (self._all[candidate.drafter_id] + more) * candidate.weight
 
     def has_room(self, candidate: DrafterCandidate, verifier_id: VerifierId) -> bool:
-        """Whether a drafter may have one more session of a verifier."""
+        """Return whether a drafter may have one more session of a verifier."""
         all_, here = candidate.max_sessions, candidate.max_local_sessions
         mine = self._pairs[verifier_id, candidate.drafter_id]
         return (
@@ -117,9 +118,13 @@ class DrafterLoads:
     def choose_drafter(
         self, candidates: Sequence[DrafterCandidate], verifier_id: VerifierId, method: DraftMethod
     ) -> DrafterId | None:
-        """The drafter for one more session: the cheapest, on the verifier's host if there are
-        several, then where more of the verifier's sessions are, so that the drafts of its rounds
-        are made in few batches. None: no candidate drafts so and has room."""
+        """Choose the drafter of one more session; None: no candidate supports the method and has
+        capacity.
+
+        It is the one with the lowest cost. Ties are broken in favour of the verifier's host, then
+        of drafters with more of the verifier's sessions, so that the drafts of a round are made in
+        few batches.
+        """
         able = [c for c in candidates if method in c.methods and self.has_room(c, verifier_id)]
         chosen = min(
             able,
@@ -135,7 +140,7 @@ class DrafterLoads:
 
 
 def is_attached(drafter: DrafterInfo, verifier: VerifierInfo) -> bool:
-    """Whether the verifier holds a connection of this very start of the drafter."""
+    """Return whether the verifier is connected to this very process of the drafter."""
     return any(
         attached.drafter_id == drafter.drafter_id and attached.incarnation == drafter.incarnation
         for attached in verifier.drafters
@@ -143,7 +148,7 @@ def is_attached(drafter: DrafterInfo, verifier: VerifierInfo) -> bool:
 
 
 def missing_attachments(drafter: DrafterInfo, verifiers: Mapping[str, VerifierInfo]) -> list[str]:
-    """Addresses of the healthy verifiers that this drafter should be told to connect to."""
+    """Addresses of the healthy verifiers to which this drafter should connect."""
     return [
         address
         for address, verifier in verifiers.items()
@@ -159,10 +164,10 @@ def drafter_candidates(
     draining: Collection[DrafterId] = (),
     rooms: Mapping[DrafterId, int] | None = None,
 ) -> tuple[DrafterCandidate, ...]:
-    """The drafters that a verifier's sessions can have now.
+    """Return the drafters that a verifier's sessions can have now.
 
-    `detached` are drafters that a session reported lost since the verifier was last asked, `rooms`
-    bounds the verifier's sessions of some: those in quarantine.
+    `detached` are drafters that a session reported lost since the last poll of the verifier;
+    `rooms` limits the verifier's sessions of quarantined drafters.
     """
     bounds = rooms or {}
     attached = {link.drafter_id: link for link in verifier.drafters}
@@ -198,10 +203,13 @@ def plan_moves(
     max_homeless: int,
     max_balanced: int,
 ) -> list[MoveSession]:
-    """Who should move now: first those whose drafters are lost, then those whose drafters are in
-    quarantine or leave, at most `max_homeless` of all; if there are none, one to each drafter that
-    is to be probed, and at most `max_balanced` from busy drafters to less busy ones, once the
-    imbalance is large, until there is none."""
+    """Decide which sessions move to another drafter.
+
+    Sessions of lost drafters come first, then those of drafters that are quarantined or leave, at
+    most `max_homeless` in all. If there are none, each drafter to be probed gets one session, and
+    at most `max_balanced` sessions move from busy to less busy drafters once the imbalance is
+    large, until there is none.
+    """
     loads = DrafterLoads(seats, others)
     moves = list(_house(seats, candidates, loads, max_homeless))
     moves = moves or list(_probe(seats, candidates, loads))

@@ -16,21 +16,21 @@ logger = logging.getLogger(__name__)
 
 
 async def attach_drafter(control: DrafterControl, address: str, verifier: str) -> None:
-    """Have the drafter at `address` connect to a verifier."""
+    """Ask the drafter at `address` to connect to a verifier."""
     facts = {"address": address, "verifier": verifier}
     try:
         await control.attach(verifier)
     except OutriderError as error:
         # The drafter answers, so it is not lost; the next look tries again.
-        logger.warning("attaching a drafter failed", extra=facts | {"problem": error.message})
+        logger.warning("drafter attach failed", extra=facts | {"problem": error.message})
     else:
-        logger.info("drafter told to attach", extra=facts)
+        logger.info("drafter attach requested", extra=facts)
 
 
 async def detach_drafter(
     control: DrafterControl, address: str, verifiers: Iterable[str], timeout_s: float
 ) -> None:
-    """Have a drafter leave verifiers."""
+    """Ask a drafter to disconnect from verifiers."""
     try:
         async with asyncio.timeout(timeout_s):
             for verifier in verifiers:
@@ -41,7 +41,7 @@ async def detach_drafter(
 
 
 async def announce_drain(control: DrafterControl, address: str, timeout_s: float) -> None:
-    """Have a drafter say to all routers that it leaves."""
+    """Ask a drafter to announce to all routers that it will stop."""
     try:
         async with asyncio.timeout(timeout_s):
             await control.set_draining(True)

@@ -13,20 +13,20 @@ from outrider.wire.messages import DrafterInfo, VerifierInfo
 from outrider_router.fleet.compatibility import PeerState
 
 LOST_INTERVAL_S = 0.1
-"""Time between two looks at a peer that is not healthy, at most: it may have come back."""
+"""Longest time between two polls of a peer that is not healthy, in seconds."""
 _TICKS = 8
 """Steps in which the silence of a peer is counted."""
 
 
 class VerifierProgress(NamedTuple):
-    """Progress mark of a verifier; it differs as soon as the verifier makes progress."""
+    """Progress counters of a verifier; they differ as soon as the verifier makes progress."""
 
     incarnation: str
     engine_steps: int
 
     @classmethod
     def of(cls, info: VerifierInfo) -> VerifierProgress:
-        """What `info` says."""
+        """The progress that `info` reports."""
         return cls(info.incarnation, info.engine_steps)
 
 
@@ -37,37 +37,38 @@ class PeerStatus:
     address: str
     state: PeerState = PeerState.UNKNOWN
     silent_s: float = 0.0
-    """Time without a sign of life, as far as this router was awake to see one."""
+    """Time without a sign of life in seconds, counted only while this router was running."""
     woken: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to have the next look begin at once."""
+    """Event that starts the next poll at once."""
     failures: int = 0
     problem: str = ""
-    """Why the last look failed; logged when it changes."""
+    """Reason why the last poll failed; it is logged when it changes."""
 
     def pass_time(self, seconds: float) -> None:
-        """Count time of this event loop without a sign of life."""
+        """Add time without a sign of life."""
         self.silent_s += seconds
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class VerifierPeer(PeerStatus):
-    """A verifier."""
+    """The router's state of one verifier."""
 
     control: VerifierControl | None = None
     info: VerifierInfo | None = None
     detached: set[DrafterId] = field(default_factory=set)
-    """Drafters that sessions reported lost since the last look."""
+    """Drafters that sessions reported lost since the last poll."""
     losses: int = 0
-    """How often it was lost; tells an answer from before a loss."""
+    """Number of times that the verifier was lost; it identifies answers from before a loss."""
     open_sessions: int = 0
-    """Sessions that this router has open on it."""
+    """Number of open sessions of this router on the verifier."""
     stalled_s: float = 0.0
-    """Time with open sessions in which it made no progress, as far as this router was awake."""
+    """Time with open sessions and without progress in seconds, counted only while this router was
+    running."""
     stalled_at: VerifierProgress | None = None
-    """Where it stood when it was lost because it made no progress; None: it was not."""
+    """Progress of the verifier when it was lost because it made none; None: it was not."""
 
     def pass_time(self, seconds: float) -> None:
-        """Count time of this event loop without a sign of life, or of progress."""
+        """Add time without a sign of life, or without progress."""
         # Named, for a class with slots that is made anew has no argument-free super().
         PeerStatus.pass_time(self, seconds)
         if self.open_sessions:
@@ -76,40 +77,40 @@ class VerifierPeer(PeerStatus):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DrafterPeer(PeerStatus):
-    """A drafter."""
+    """The router's state of one drafter."""
 
     control: DrafterControl | None = None
     info: DrafterInfo | None = None
     is_serving: bool = False
-    """Whether it was reachable and attached to a healthy verifier at the last look."""
+    """Whether it was reachable and attached to a healthy verifier at the last poll."""
     misfits: set[str] = field(default_factory=set)
     """Verifiers that it cannot serve, by address."""
     is_draining: bool = False
-    """Whether it is being removed: it is attached to no more verifiers, and gets no sessions."""
+    """Whether it is being removed: it is attached to no more verifiers and gets no sessions."""
     is_recalled: bool = False
-    """Whether it is to be told that it stays: an operator has added it."""
+    """Whether it must be told to stay, because an operator has added it."""
     recent_other_sessions: tuple[int, int] = (0, 0)
-    """Sessions beyond those that this router placed, at the last two looks."""
+    """Numbers of sessions of other routers at the last two polls."""
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it is being removed, or has said that it is about to stop."""
+        """Whether it is being removed or has announced that it will stop."""
         return self.is_draining or (self.info is not None and self.info.draining)
 
     @property
     def other_router_sessions(self) -> int:
-        """Sessions that it follows for other routers; one look alone may see those of this one
-        that have just ended."""
+        """Number of sessions of other routers; the smaller of two polls, because one poll may
+        include sessions of this router that have just ended."""
         return min(self.recent_other_sessions)
 
 
 async def poll_peer(
     peer: PeerStatus, look: Callable[[], Awaitable[None]], silence_s: float
 ) -> None:
-    """Look at a peer. Raises TimeoutError after a silence, and what the look raises.
+    """Poll a peer. Raises TimeoutError after a silence, and the errors of the poll.
 
-    Silence is counted in steps of this event loop, so that one which was held up (a stopped
-    process, a machine without time for it) takes nobody for lost whose answer it has not read.
+    Silence is counted in steps of this event loop. A router that was itself suspended or overloaded
+    thus does not take a peer for lost whose answer it has not read.
     """
     task = asyncio.ensure_future(look())
     try:
@@ -124,7 +125,7 @@ async def poll_peer(
 
 
 async def wait_next_poll(peer: PeerStatus, interval_s: float) -> None:
-    """Wait for the next look, which is due sooner at a peer that is not healthy."""
+    """Wait until the next poll is due, which is sooner for a peer that is not healthy."""
     if peer.state is not PeerState.HEALTHY:
         interval_s = min(interval_s, LOST_INTERVAL_S)
     try:

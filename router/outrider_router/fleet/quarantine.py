@@ -25,28 +25,31 @@ from outrider_router.base.reasons import QuarantineReason
 logger = logging.getLogger(__name__)
 
 MIN_BACKOFF_S: Final = 1.0
-"""The first back-off."""
+"""First quarantine time in seconds; it grows with each failure."""
 MAX_BACKOFF_S: Final = 60.0
 JITTER_SHARE: Final = 0.2
-"""How much of a back-off is left to chance, so that probes of many drafters do not meet."""
+"""Fraction of a quarantine time that is random, so that probes of many drafters are spread."""
 BREAKER_RESET_S: Final = 60.0
-"""How long a drafter must be well for its next back-off to be a first one."""
+"""Time without a fault after which the next quarantine has the first duration again, in seconds."""
 MAX_PROBE_S: Final = 10.0
-"""A probe that proves nothing for so long is taken for a good one: the session wants no drafts."""
+"""Time after which a probe without a result counts as good, in seconds, because the session needs
+no drafts."""
 MIN_PROBE_ANSWERS: Final = 4
-"""Proposals that could be of use which a probe must bring."""
+"""Number of usable proposals that a successful probe must bring."""
 MAX_SILENCE_S: Final = 0.75
-"""A drafter that is missed for so long is silent."""
+"""Time without a needed proposal after which a drafter is silent, in seconds."""
 MAX_INVALID_MESSAGES: Final = 8
-"""So much that is wrong between two looks is enough, and half of it if nothing was right."""
+"""Number of invalid messages between two polls that opens the breaker; half of it is enough without
+a valid one."""
 MIN_TIMEOUTS: Final = 4
-"""Waits in vain between two looks that may show a drafter to be slow, where they are more than its
+"""Number of timeouts between two polls that may mark a drafter as slow, if they exceed its
 answers."""
 SLOW_FACTOR, SLOW_FLOOR_MS = 8.0, 50.0
 """A drafter is far beyond its peers that answers so many times later than the soonest of them, and
 so much later."""
 MIN_SLOW_POLLS: Final = 3
-"""Looks in a row that must find a drafter slow: a busy machine is slow for a moment."""
+"""Number of polls in a row that must find a drafter slow, because a busy machine is slow for a
+moment."""
 
 
 class BreakerState(StrEnum):
@@ -55,9 +58,9 @@ class BreakerState(StrEnum):
     CLOSED = "closed"
     """The drafter gets sessions."""
     OPEN = "open"
-    """It gets none."""
+    """The drafter gets no sessions."""
     PROBING = "probing"
-    """It gets one."""
+    """The drafter gets one session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +73,9 @@ class DrafterEvidence:
     invalid: int = 0
     silent_s: float = 0.0
     answer_ms: float = 0.0
-    """From a round's end to its proposals; 0: not known."""
+    """Time from the end of a round to its proposals in milliseconds; 0: unknown."""
     soonest_ms: float = 0.0
-    """The same of the other drafter that answers soonest; 0: there is none."""
+    """Same time of the fastest other drafter; 0: there is none."""
 
 
 class CircuitBreaker:
@@ -94,13 +97,16 @@ class CircuitBreaker:
 
     @property
     def max_sessions(self) -> int | None:
-        """Sessions of the verifier that the drafter may have; None: as many as there are."""
+        """Largest number of sessions of the verifier that the drafter may have; None: no limit."""
         return {BreakerState.CLOSED: None, BreakerState.OPEN: 0, BreakerState.PROBING: 1}[
             self.state
         ]
 
     def update(self, seen: DrafterEvidence, now: float, chance: float) -> QuarantineReason | None:
-        """Take in what a verifier says; `chance` in [0, 1). Why the breaker opened, if it did."""
+        """Process the statistics of a poll and return the reason if the breaker opened.
+
+        `chance` is a random number in [0, 1).
+        """
         new = self._since_last(seen)
         if self.state is BreakerState.OPEN:
             if now >= self.until:
@@ -174,7 +180,7 @@ class _EvidenceDelta(NamedTuple):
 
 
 class Quarantine:
-    """The breakers of a fleet."""
+    """Circuit breakers of all drafters of a fleet."""
 
     def __init__(self, chance: Callable[[], float]) -> None:
         """`chance` draws from [0, 1)."""
@@ -184,11 +190,11 @@ class Quarantine:
     def update(
         self, info: VerifierInfo, known: Collection[DrafterId], now: float
     ) -> list[tuple[DrafterId, QuarantineReason | None]]:
-        """Take in what a verifier says of its drafters; whose breakers opened and why, and (None)
-        who may have more sessions than before. Only of those that are `known`: names of others
-        cost nothing here.
+        """Process a verifier's statistics of its drafters.
 
-        That of a drafter which is not attached any more is kept: a new connection does not heal.
+        Returns the drafters whose breakers opened with the reason, and with None those that may
+        have more sessions than before. Drafters that are not `known` are ignored. The breaker of a
+        detached drafter is kept, because a new connection repairs nothing.
         """
         changed: list[tuple[DrafterId, QuarantineReason | None]] = []
         for link in info.drafters:
@@ -204,17 +210,17 @@ class Quarantine:
         return changed
 
     def forget_drafter(self, drafter_id: DrafterId) -> None:
-        """The drafter is another one now, or none."""
+        """Forget the breakers of a drafter that is gone or was replaced."""
         for key in [key for key in self._breakers if key[1] == drafter_id]:
             del self._breakers[key]
 
     def get_breaker(self, verifier_id: VerifierId, drafter_id: DrafterId) -> CircuitBreaker | None:
-        """The breaker of a drafter at a verifier that was seen there."""
+        """Return the breaker of a drafter at a verifier; None if there is none."""
         return self._breakers.get((verifier_id, drafter_id))
 
 
 def make_evidence(link: AttachedDrafter, links: Iterable[AttachedDrafter]) -> DrafterEvidence:
-    """What a verifier that has these drafters says of one of them."""
+    """Return a verifier's statistics of one drafter."""
     others = [o.answer_ms for o in links if o.drafter_id != link.drafter_id and o.answer_ms]
     return DrafterEvidence(
         sessions=link.sessions,
@@ -228,7 +234,7 @@ def make_evidence(link: AttachedDrafter, links: Iterable[AttachedDrafter]) -> Dr
 
 
 class QuarantineManager:
-    """The quarantine of a router's drafters; event loop only."""
+    """Quarantine of a router's drafters. Use from one event loop."""
 
     def __init__(
         self,
@@ -245,29 +251,31 @@ class QuarantineManager:
         self._quarantine = Quarantine(chance)
 
     def update(self, info: VerifierInfo, known: Collection[DrafterId]) -> None:
-        """Put `known` drafters in quarantine that a verifier has something to say against, and let
-        out those whose time has come."""
+        """Quarantine faulty drafters among `known` and probe or release quarantined ones.
+
+        `info` holds the statistics that a verifier reports about its drafters.
+        """
         changed = False
         for drafter_id, reason in self._quarantine.update(info, known, self._clock()):
             changed = True
             facts = {"drafter_id": drafter_id, "verifier_id": info.verifier_id}
             if reason is None:
-                logger.info("drafter is probed or well again", extra=facts)
+                logger.info("drafter released from quarantine or probed", extra=facts)
                 continue
             self._metrics.drafter_quarantines.labels(reason).inc()
             logger.warning(
-                "drafter in quarantine: its sessions go to others, or decode plainly",
+                "drafter quarantined",
                 extra=facts | {"reason": reason.value},
             )
         if changed:
             self._on_change()
 
     def forget_drafter(self, drafter_id: DrafterId) -> None:
-        """The drafter is gone, or another process has its name now."""
+        """Forget a drafter that is gone, or whose name another process has now."""
         self._quarantine.forget_drafter(drafter_id)
 
     def session_limits(self, info: VerifierInfo) -> dict[DrafterId, int]:
-        """How many of a verifier's sessions its drafters in quarantine may have."""
+        """Largest numbers of a verifier's sessions for its quarantined drafters."""
         names = [drafter.drafter_id for drafter in info.drafters]
         breakers = {name: self._quarantine.get_breaker(info.verifier_id, name) for name in names}
         return {
@@ -279,8 +287,8 @@ class QuarantineManager:
     def quarantine_status(
         self, verifier_id: VerifierId, drafter_id: DrafterId
     ) -> tuple[str, float]:
-        """Why a drafter gets no sessions of a verifier, and in how many seconds one, to see; ""
-        where it gets them."""
+        """Return why a drafter gets no sessions of a verifier, and the seconds until it is probed;
+        "" if it gets them."""
         breaker = self._quarantine.get_breaker(verifier_id, drafter_id)
         if breaker is None or breaker.reason is None:
             return "", 0.0

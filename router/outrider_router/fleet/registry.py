@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class PeerRegistry:
-    """The fleet of one router. Callbacks run on the event loop and must not block."""
+    """Verifiers and drafters of one router. Callbacks run on the event loop and must not block."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class PeerRegistry:
         self._polls: dict[PeerStatus, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        """Begin polling; every peer has its own task, so none delays the look at another."""
+        """Start polling; every peer has its own task, so that none delays another."""
         for verifier in self.verifiers.values():
             self._start(verifier, partial(self._look_at_verifier, verifier))
         for drafter in self.drafters.values():
@@ -103,7 +103,7 @@ class PeerRegistry:
         await asyncio.gather(*polls.values(), return_exceptions=True)
 
     def add_verifier(self, address: str) -> None:
-        """Look for one more verifier from now on; idempotent. Raises ResourceExhaustedError."""
+        """Start polling one more verifier. Idempotent. Raises ResourceExhaustedError."""
         if address not in self.verifiers:
             _check_capacity("verifiers", len(self.verifiers))
             peer = self.verifiers[address] = VerifierPeer(address=address)
@@ -111,7 +111,7 @@ class PeerRegistry:
             logger.info("verifier added", extra={"address": address})
 
     async def forget_verifier(self, peer: VerifierPeer) -> None:
-        """Look no more at a verifier that is gone, and have the drafters dial it no more."""
+        """Stop polling a verifier that is gone, and ask the drafters to disconnect from it."""
         await self._stop(peer)
         if peer.state is PeerState.HEALTHY and peer.info is not None:
             self._lose_verifier(peer, peer.info, "it was removed")
@@ -125,10 +125,10 @@ class PeerRegistry:
         logger.info("verifier removed", extra={"address": peer.address})
 
     def add_drafter(self, address: str, *, recall: bool = True) -> None:
-        """Look for one more drafter from now on; idempotent.
+        """Start polling one more drafter. Idempotent.
 
-        `recall`: it is told that it stays, even if it was about to leave. Raises
-        ResourceExhaustedError; FailedPreconditionError while it is being removed.
+        With `recall` the drafter is told to stay even if it was about to leave. Raises
+        ResourceExhaustedError, and FailedPreconditionError while the drafter is being removed.
         """
         peer = self.drafters.get(address)
         if peer is not None and peer.is_draining:
@@ -145,13 +145,14 @@ class PeerRegistry:
         logger.info("drafter added", extra={"address": address})
 
     async def drain_drafter(self, peer: DrafterPeer) -> None:
-        """Give a drafter no sessions any more, and have it say so to other routers."""
+        """Give a drafter no more sessions, and have it announce to other routers that it will
+        stop."""
         peer.is_draining, peer.is_recalled = True, False
         if peer.control is not None:
             await drafter_commands.announce_drain(peer.control, peer.address, self._silence_s)
 
     async def forget_drafter(self, peer: DrafterPeer) -> None:
-        """Look at a drafter no more and have it leave the verifiers."""
+        """Stop polling a drafter and ask it to disconnect from the verifiers."""
         await self._stop(peer)
         if peer.control is not None:
             # It is among the drafters until it has left: nobody may add it anew meanwhile.
@@ -165,36 +166,37 @@ class PeerRegistry:
         logger.info("drafter removed", extra={"address": peer.address})
 
     def healthy_verifier(self, verifier_id: VerifierId) -> VerifierPeer | None:
-        """The healthy verifier with this id."""
+        """Return the healthy verifier with this id; None if there is none."""
         return next((v for v, info in self._healthy() if info.verifier_id == verifier_id), None)
 
     def any_verifier_info(self) -> VerifierInfo | None:
-        """What a healthy verifier says of its model; None while none takes sessions."""
+        """Return the info of a healthy verifier; None while none takes sessions."""
         return next((info for _, info in self._healthy() if not info.draining), None)
 
     def record_heartbeat(self, peer: VerifierPeer) -> None:
-        """A session's event is a sign of life and of progress."""
+        """Record a sign of life and of progress: an event of a verifier's session."""
         peer.silent_s = peer.stalled_s = 0.0
 
     def mark_verifier_lost(self, peer: VerifierPeer, why: str) -> None:
-        """Its sessions broke off: it is lost until it answers a look, and that begins now."""
+        """Mark a verifier whose streams broke as lost until it answers a poll, which starts at
+        once."""
         if peer.state is PeerState.HEALTHY and peer.info is not None:
             self._lose_verifier(peer, peer.info, why)
         peer.woken.set()
 
     def mark_verifier_draining(self, peer: VerifierPeer) -> None:
-        """It says that it takes no more sessions."""
+        """Mark a verifier that takes no more sessions."""
         if peer.state is PeerState.HEALTHY and peer.info is not None:
             peer.info = replace(peer.info, draining=True)
             self._on_verifier_up(peer.info)
 
     def mark_drafter_detached(self, peer: VerifierPeer, drafter_id: DrafterId) -> None:
-        """A session reports that its drafter is gone; no more sessions until the next look."""
+        """Mark a drafter that a session reported lost; it gets no sessions until the next poll."""
         peer.detached.add(drafter_id)
         self._note_drafters()
 
     def candidates_for(self, peer: VerifierPeer) -> tuple[DrafterCandidate, ...]:
-        """The drafters that the sessions of this verifier can have now."""
+        """Return the drafters that the sessions of this verifier can have now."""
         assert peer.info is not None
         able = [d for d in self.drafters.values() if d.state is PeerState.HEALTHY]
         return drafter_candidates(
@@ -206,12 +208,12 @@ class PeerRegistry:
         )
 
     def candidates(self) -> dict[VerifierId, tuple[DrafterCandidate, ...]]:
-        """The same for each healthy verifier."""
+        """Return the drafters that sessions can have now, by healthy verifier."""
         return {info.verifier_id: self.candidates_for(peer) for peer, info in self._healthy()}
 
     @property
     def other_router_sessions(self) -> dict[DrafterId, int]:
-        """Sessions that drafters follow for other routers."""
+        """Return the number of sessions of other routers by drafter."""
         peers = self.drafters.values()
         return {
             peer.info.drafter_id: peer.other_router_sessions
@@ -245,7 +247,7 @@ class PeerRegistry:
             except (OutriderError, TimeoutError) as error:
                 self._failed(peer, error)
             except Exception:
-                logger.exception("look at peer failed", extra={"address": peer.address})
+                logger.exception("peer poll failed", extra={"address": peer.address})
             self._note_drafters()
             await wait_next_poll(peer, self._interval_s)
 
@@ -294,14 +296,17 @@ class PeerRegistry:
             why = f"its sessions made no progress for {peer.stalled_s:.1f} s"
             self._lose_verifier(peer, info, why)
         if peer.stalled_at == standing:
-            raise UnavailableError("it answers and makes no progress", reason="VERIFIER_STALLED")
+            raise UnavailableError(
+                "the verifier answers but makes no progress", reason="VERIFIER_STALLED"
+            )
 
     def _check_name(self, peer: VerifierPeer, info: VerifierInfo) -> None:
         """Places, sessions and losses go by the name: two verifiers must not share one."""
         namesake = self.healthy_verifier(info.verifier_id)
         if namesake is not None and namesake is not peer:
             raise FailedPreconditionError(
-                f"{namesake.address} is called {info.verifier_id} too", reason="NAME_TAKEN"
+                f"the verifier id {info.verifier_id} is already used by {namesake.address}",
+                reason="NAME_TAKEN",
             )
 
     async def _look_at_drafter(self, peer: DrafterPeer) -> None:
@@ -316,7 +321,7 @@ class PeerRegistry:
             if peer.is_serving and not before.draining:
                 self._drafter_lost(peer, "it was restarted")
         if info.draining and not (before is not None and before.draining):
-            logger.info("drafter is about to stop", extra={"drafter_id": info.drafter_id})
+            logger.info("drafter drain started", extra={"drafter_id": info.drafter_id})
             self._on_drafters_changed()
         self._seen(peer)
         placed = self._placed().get(info.drafter_id, 0)
@@ -337,7 +342,7 @@ class PeerRegistry:
         misfits = {address for address, verifier in known.items() if not can_serve(info, verifier)}
         for address in misfits - peer.misfits:
             logger.warning(
-                "drafter does not fit verifier: vocabulary or features differ",
+                "drafter does not match verifier: vocabulary or features differ",
                 extra={"drafter_id": info.drafter_id, "verifier": address},
             )
         peer.misfits = misfits
@@ -348,7 +353,7 @@ class PeerRegistry:
         if peer.state is PeerState.HEALTHY:
             return False
         peer.state = PeerState.HEALTHY
-        logger.info("peer is healthy", extra={"address": peer.address})
+        logger.info("peer became healthy", extra={"address": peer.address})
         return True
 
     def _refuse(self, peer: PeerStatus, error: OutriderError) -> None:
@@ -357,7 +362,7 @@ class PeerRegistry:
 
     def _failed(self, peer: PeerStatus, error: OutriderError | TimeoutError) -> None:
         message = str(error) or "no answer in time"
-        self._complain(peer, "peer does not answer", message)
+        self._complain(peer, "peer did not answer", message)
         if not isinstance(error, (TimeoutError, DeadlineExceededError)):
             peer.failures += 1
         state = state_after_failure(
@@ -380,7 +385,7 @@ class PeerRegistry:
     def _lose_verifier(self, peer: VerifierPeer, info: VerifierInfo, why: str) -> None:
         facts = {"verifier_id": info.verifier_id, "address": peer.address, "problem": why}
         if info.draining:
-            logger.info("verifier has stopped", extra=facts)
+            logger.info("verifier stopped", extra=facts)
         else:
             logger.error("verifier lost", extra=facts)
             self._metrics.verifier_losses.labels(info.verifier_id).inc()
@@ -398,7 +403,7 @@ class PeerRegistry:
             if peer.is_serving and not serving and self._healthy() and not peer.is_leaving:
                 self._drafter_lost(peer, peer.problem or "its verifier lost the connection")
             if serving and not peer.is_serving:
-                logger.info("drafter serves", extra={"drafter_id": peer.info.drafter_id})
+                logger.info("drafter connected", extra={"drafter_id": peer.info.drafter_id})
             peer.is_serving = serving
             self._metrics.drafter_losses.labels(peer.info.drafter_id)
             self._metrics.drafter_up.labels(peer.info.drafter_id).set(serving)
@@ -414,7 +419,7 @@ class PeerRegistry:
         peer.is_serving = False
         self._metrics.drafter_losses.labels(peer.info.drafter_id).inc()
         logger.warning(
-            "drafter lost; its sessions decode plainly until others take them",
+            "drafter lost",
             extra={
                 "drafter_id": peer.info.drafter_id,
                 "address": peer.address,
@@ -425,4 +430,6 @@ class PeerRegistry:
 
 def _check_capacity(kind: str, count: int) -> None:
     if count >= MAX_PEERS:
-        raise ResourceExhaustedError(f"there are {MAX_PEERS} {kind}", reason="TOO_MANY_PEERS")
+        raise ResourceExhaustedError(
+            f"the router already has the maximum of {MAX_PEERS} {kind}", reason="TOO_MANY_PEERS"
+        )

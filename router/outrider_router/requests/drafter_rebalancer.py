@@ -26,19 +26,21 @@ from outrider_router.requests.running_requests import RequestEntry, RequestSessi
 logger = logging.getLogger(__name__)
 
 MAX_REATTACHED = 32
-"""Sessions that get a drafter again in one look: each must be told to it from its beginning on."""
+"""Largest number of sessions that get a new drafter in one check, because each must be sent to it
+in full."""
 MAX_BALANCE_MOVES = 4
-"""Sessions that are moved for balance in one look."""
+"""Largest number of sessions that are moved for balance in one check."""
 MIN_MOVE_INTERVAL_S = 5.0
-"""A session is not moved for balance again so soon."""
+"""Shortest time between two moves of a session for balance, in seconds."""
 MAX_REFUSED_MOVES = 3
-"""A session that its verifier would not move so often stays where it is."""
+"""Number of moves refused by the verifier after which a session stays where it is."""
 MIN_CHECK_INTERVAL_S = 0.05
-"""Least time between two looks."""
+"""Shortest time between two checks, in seconds."""
 
 
 class DrafterRebalancer:
-    """Moves sessions between drafters, at intervals and when it is woken; event loop only."""
+    """Moves sessions between drafters, at intervals and when it is woken. Use from one event
+    loop."""
 
     def __init__(
         self,
@@ -62,22 +64,22 @@ class DrafterRebalancer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the checks."""
         self._task = asyncio.create_task(self._run(), name="moving")
 
     async def stop(self) -> None:
-        """Look no more."""
+        """Stop the checks."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def wake_up(self) -> None:
-        """A drafter was lost or is to leave: look soon."""
+        """Check soon, because a drafter was lost or is about to leave."""
         self._wakeup.set()
 
     def choose_drafter(self, peer: VerifierPeer, method: DraftMethod) -> DrafterId | None:
-        """The drafter of a session that is about to be opened on this verifier, or None for plain
-        decoding until there is one."""
+        """Choose the drafter of a session that is about to be opened on this verifier; None: it
+        decodes without speculation until there is one."""
         assert peer.info is not None
         here = self._registry.candidates_for(peer)
         if not here:
@@ -90,7 +92,7 @@ class DrafterRebalancer:
         return loads.choose_drafter(here, peer.info.verifier_id, method)
 
     async def drain_drafter(self, peer: DrafterPeer, timeout_s: float) -> RemovedDrafter:
-        """Give all sessions of a drafter to others and no more to it, within a bound."""
+        """Move all sessions of a drafter to others within a time limit, and give it no more."""
         await self._registry.drain_drafter(peer)
         if peer.info is None:
             return RemovedDrafter(0, 0)
@@ -107,7 +109,7 @@ class DrafterRebalancer:
         return RemovedDrafter(num_moved=gone, num_remaining=left)
 
     def rebalance_now(self) -> int:
-        """Move who should move now; how many these are."""
+        """Move the sessions that should move now and return their number."""
         candidates: Candidates = self._registry.candidates()
         moves = plan_moves(
             self._sessions(),
@@ -126,7 +128,7 @@ class DrafterRebalancer:
         assert session is not None, "nothing has happened since the move was planned"
         self._metrics.session_moves.labels(move.reason).inc()
         logger.info(
-            "session moves",
+            "session moved",
             extra={
                 "request_id": move.request_id,
                 "drafter_id": session.drafter.drafter_id,
@@ -165,7 +167,7 @@ class DrafterRebalancer:
             try:
                 self.rebalance_now()
             except Exception:
-                logger.exception("sessions could not be moved")
+                logger.exception("session rebalancing failed")
             await asyncio.sleep(MIN_CHECK_INTERVAL_S)
             try:
                 async with asyncio.timeout(self._interval_s):

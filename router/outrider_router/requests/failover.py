@@ -20,11 +20,11 @@ from outrider.wire.messages import FinishReason
 from outrider_router.base.reasons import FailoverCause
 
 MAX_REFUSALS = 20
-"""Refusals of one request by verifiers on which nothing else of ours runs."""
+"""Number of times that verifiers without other sessions of this router may refuse one request."""
 DRAINING = "DRAINING"
-"""Reason of errors: the verifier is about to stop."""
+"""Reason of errors of a verifier that is about to stop."""
 FINAL_REASONS = ("DEVICE_LOST", "ENGINE_STALLED", "STOPPING")
-"""Reasons of errors: the verifier serves nobody any more."""
+"""Reasons of errors of a verifier that serves no sessions any more."""
 MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 
@@ -34,19 +34,20 @@ class RequestHistory:
     """Failures and progress of a request so far."""
 
     losses: int = 0
-    """Sessions of it that were lost or failed."""
+    """Number of its sessions that were lost or failed."""
     refusals: int = 0
-    """Sessions of it that found no room."""
+    """Number of its sessions that verifiers refused for lack of capacity."""
     emitted: int = 0
-    """Tokens of its text so far."""
+    """Number of tokens emitted so far."""
     is_alone: bool = False
     """Whether its verifier has no other session of this router."""
     is_in_time: bool = True
-    """Whether the time that a failover may take is not over."""
+    """Whether the time limit of a failover has not passed."""
 
 
 def failover_cause(error: OutriderError) -> FailoverCause | None:
-    """Why a session with this error is opened again; None: it would meet the same error."""
+    """Return why a session with this error is opened again; None: a new session would meet the same
+    error."""
     if isinstance(error, ResourceExhaustedError):
         return FailoverCause.REFUSED
     if isinstance(error, UnavailableError):
@@ -58,7 +59,8 @@ def failover_cause(error: OutriderError) -> FailoverCause | None:
 
 
 def should_retry(cause: FailoverCause | None, past: RequestHistory, *, max_failovers: int) -> bool:
-    """Whether a request goes on in another session; `past` counts the one that just ended."""
+    """Return whether a request continues in another session; `past` includes the session that just
+    ended."""
     match cause:
         case None:
             return False
@@ -71,7 +73,8 @@ def should_retry(cause: FailoverCause | None, past: RequestHistory, *, max_failo
 
 
 def pause_s(losses: int) -> float:
-    """How long to wait after a loss before a place is asked for: not at all after the first."""
+    """Return the pause after a loss before the request is queued again, in seconds; the first loss
+    has none."""
     if losses <= 1:
         return 0.0
     return min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(losses - 2, 10))
@@ -80,9 +83,10 @@ def pause_s(losses: int) -> float:
 def implied_finish(
     emitted: list[int], *, stop_ids: tuple[int, ...], max_new_tokens: int
 ) -> FinishReason | None:
-    """The end that a text has come to, whoever could not say so any more; None: it goes on.
+    """Return the finish reason that the emitted tokens imply without a message of the verifier;
+    None: the answer continues.
 
-    A stop token before its time is never emitted, so the last one tells.
+    A stop token is emitted only at the end, so the last token decides.
     """
     if emitted and emitted[-1] in stop_ids:
         return FinishReason.STOP_TOKEN
@@ -90,7 +94,7 @@ def implied_finish(
 
 
 def incomplete_error(cause: FailoverCause, past: RequestHistory) -> UnavailableError:
-    """The error of a request that nobody serves any more."""
+    """Return the error of a request that no verifier continues."""
     why = {
         FailoverCause.VERIFIER_LOST: "its verifier was lost",
         FailoverCause.DRAINING: "its verifier stopped",
@@ -99,7 +103,7 @@ def incomplete_error(cause: FailoverCause, past: RequestHistory) -> UnavailableE
     if past.losses > 1:
         why += f" ({past.losses} times so far)"
     return UnavailableError(
-        f"{why} and no other took it over in time; {past.emitted} tokens were emitted, "
-        "the answer is incomplete",
+        f"{why} and no other one took the request over in time; the answer is incomplete after "
+        f"{past.emitted} tokens",
         reason="VERIFIER_LOST",
     )

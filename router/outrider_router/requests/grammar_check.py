@@ -16,7 +16,7 @@ from outrider.spec.structured_output import StructuredOutput
 
 
 class GrammarChecker:
-    """Compiles grammars in processes of their own; asyncio thread only."""
+    """Compiles grammars in separate processes. Use from the asyncio thread only."""
 
     def __init__(
         self, tokenizer_file: Path | None, *, vocab_size: int, limits: CompileLimits
@@ -32,24 +32,24 @@ class GrammarChecker:
         )
 
     def prepare(self) -> None:
-        """Read the tokenizer's file. Idempotent."""
+        """Load the tokenizer file. Idempotent."""
         if self._compiler is None and self._file is not None:
             self._compiler = GrammarCompiler.load(
                 self._file, vocab_size=self._vocab_size, limits=self._limits
             )
 
     def close(self) -> None:
-        """End the compile process and all that it compiles; idempotent."""
+        """Stop the compile process with all its work. Idempotent."""
         if self._compiler is not None:
             self._compiler.close()
 
     async def check_grammar(self, structured: StructuredOutput, *, tenant: str) -> None:
-        """Refuse a form that no verifier could serve. Tenants take turns.
+        """Check that verifiers can serve a structured output. Tenants take turns.
 
         Raises InvalidRequestError with the reason for a schema, expression or grammar that cannot
-        be compiled; ResourceExhaustedError while too many are being compiled;
-        FailedPreconditionError where there is no structured output at all; UnavailableError where
-        no compile process can be started.
+        be compiled, ResourceExhaustedError while too many are being compiled,
+        FailedPreconditionError if structured output is not available, and UnavailableError if no
+        compile process can be started.
         """
         verdict = None if self._compiler is None else self._compiler.find_verdict(structured)
         if verdict is None:
@@ -64,7 +64,8 @@ class GrammarChecker:
         self.prepare()
         if self._compiler is None:
             raise FailedPreconditionError(
-                "this router has no structured output: it needs a tokenizer.json and llguidance",
+                "structured output is not available: it needs the model's tokenizer.json and the "
+                "package llguidance",
                 reason="NO_STRUCTURED_OUTPUT",
             )
         self._compiler.validate(structured, cancellation, is_first_try=is_first_try)

@@ -56,11 +56,11 @@ class RequestIntake:
         self._on_failing = on_failing
 
     def prepare(self) -> None:
-        """Have done what takes long, before anybody is served."""
+        """Do slow preparation before requests are served."""
         self._forms.prepare()
 
     def close(self) -> None:
-        """Give back what `prepare` took; idempotent."""
+        """Release what `prepare` acquired. Idempotent."""
         self._forms.close()
 
     def open_entry(
@@ -74,13 +74,14 @@ class RequestIntake:
         passed: AccessGrant | None = None,
         group: RequestGroup | None = None,
     ) -> tuple[RequestEntry, GenerateRequest]:
-        """The entry of a new request, and the request as its caller may have it.
+        """Open the registry entry of a new request; return it with the request as its caller may
+        send it.
 
-        The entry gives its access grant back when it ends. A request without a name gets one.
-        `passed`: the grant of a request that access control has let in already. `group`: the
-        request group that the request belongs to.
+        The entry releases its access grant when it ends. A request without an id gets one. `passed`
+        is the grant of a request that access control has already admitted. `group` is the request
+        group of the request.
 
-        Raises InvalidRequestError, AlreadyExistsError, and what access control raises.
+        Raises InvalidRequestError, AlreadyExistsError, and the errors of access control.
         """
         if request.request_id == "":
             raise InvalidRequestError("request_id must not be empty", reason="INVALID_REQUEST_ID")
@@ -103,8 +104,10 @@ class RequestIntake:
         return entry, passed.request
 
     async def validate_request(self, request: GenerateRequest, caller: Caller) -> ValidatedRequest:
-        """What is to be done for a request. Raises InvalidRequestError, NotFoundError, and
-        UnavailableError while no verifier is known."""
+        """Validate a request and return the validated form.
+
+        Raises InvalidRequestError, NotFoundError, and UnavailableError while no verifier is known.
+        """
         info = self._registry.any_verifier_info()
         if info is None:
             raise no_verifier_error()

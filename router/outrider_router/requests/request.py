@@ -45,9 +45,9 @@ _Ids = tuple[int, ...]
 def make_token_limits(
     options: SamplingOptions, tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[_Ids, TokenLimits | None]:
-    """Ids that are never emitted, and the limits that say more than that, if there are any.
+    """Return the banned token ids, and the further token limits if there are any.
 
-    A bad word of one token is a banned id, which costs nothing. Raises InvalidRequestError.
+    A bad word of one token becomes a banned id, which costs nothing. Raises InvalidRequestError.
     """
     allowed = tuple(dict.fromkeys(options.allowed_token_ids))
     check_ids(allowed, vocab_size, "allowed_token_ids")
@@ -78,7 +78,7 @@ def _token_id_variants(word: str, tokenizer: Tokenizer) -> Iterator[_Ids]:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if not ids:
             raise InvalidRequestError(
-                f"bad_words holds {word!r}, which has no tokens",
+                f"bad_words contains {word!r}, which has no tokens",
                 reason="INVALID_SAMPLING",
                 param="bad_words",
             )
@@ -86,7 +86,8 @@ def _token_id_variants(word: str, tokenizer: Tokenizer) -> Iterator[_Ids]:
 
 
 def make_plan(options: SpeculationOptions, defaults: SpeculationDefaults) -> SpeculationPlan:
-    """The plan of a session; wishes beyond the router's bounds are cut to them.
+    """Build the speculation plan of a session; values beyond the router's limits are reduced to
+    them.
 
     Raises InvalidRequestError for values that no plan may have.
     """
@@ -112,9 +113,9 @@ def make_plan(options: SpeculationOptions, defaults: SpeculationDefaults) -> Spe
 
 
 def plan_for_verifier(plan: SpeculationPlan, info: VerifierInfo) -> SpeculationPlan:
-    """The plan as this verifier carries it out.
+    """Adapt a plan to a verifier.
 
-    A verifier that drafts by itself does so in chains of one length, whatever was wished for.
+    A verifier with an in-process drafter always drafts chains of one fixed length.
     """
     if not needs_no_drafter(plan, info):
         return plan
@@ -124,7 +125,7 @@ def plan_for_verifier(plan: SpeculationPlan, info: VerifierInfo) -> SpeculationP
 
 
 def needs_no_drafter(plan: SpeculationPlan, info: VerifierInfo) -> bool:
-    """Whether the verifier needs no drafter for sessions of this plan."""
+    """Return whether the verifier needs no drafter for sessions of this plan."""
     return (
         plan.is_speculative
         and info.in_process_draft_length > 0
@@ -139,9 +140,9 @@ _LISTS = ("banned_token_ids", "logit_bias", "allowed_token_ids", "bad_words")
 def make_sampling(
     options: SamplingOptions, *, seed: int, vocab_size: int, banned: tuple[int, ...] | None = None
 ) -> SamplingParams:
-    """Sampling parameters; what is not set is greedy decoding without any penalty.
+    """Build sampling parameters; the default is greedy decoding without penalties.
 
-    `seed` is used where the request sets none; `banned`: ids that are never emitted, by default
+    `seed` is used if the request sets none; `banned` are ids that are never emitted, by default
     those of the request. Raises InvalidRequestError.
     """
     banned = options.banned_token_ids if banned is None else banned
@@ -159,7 +160,8 @@ def make_sampling(
 def stop_ids(
     options: StoppingOptions, eos_ids: tuple[int, ...], vocab_size: int
 ) -> tuple[int, ...]:
-    """Ids that end the session: the model's own unless ignored, and the request's."""
+    """Return the ids that end the session: those of the request, and the model's own unless
+    ignored."""
     check_ids(options.stop_token_ids, vocab_size, "stop_token_ids")
     own = () if options.ignore_eos else eos_ids
     return tuple(dict.fromkeys((*own, *options.stop_token_ids)))
@@ -168,17 +170,16 @@ def stop_ids(
 def output_budget(
     options: StoppingOptions, *, prompt_len: int, max_context_len: int, default_max_tokens: int
 ) -> int:
-    """Most tokens to emit.
+    """Return the largest number of tokens to emit.
 
-    An explicit max_tokens that does not fit into the context is an InvalidRequestError. The
-    default, `default_max_tokens` unless the options have one of their own, is cut to what the
-    context leaves.
+    Raises InvalidRequestError if an explicit max_tokens does not fit into the context. The default,
+    `default_max_tokens` unless the options have their own, is reduced to what the context leaves.
     """
     room = max_context_len - prompt_len
     if room < 1:
         raise InvalidRequestError(
-            f"the prompt has {prompt_len} tokens; the context holds {max_context_len} with the "
-            "output",
+            f"the prompt has {prompt_len} tokens, but the context of prompt and output "
+            f"has at most {max_context_len}",
             reason="PROMPT_TOO_LONG",
             param="prompt",
         )
@@ -213,7 +214,7 @@ def check_ids(ids: tuple[int, ...], vocab_size: int, what: str) -> None:
     bad = next((id_ for id_ in ids if not 0 <= id_ < vocab_size), None)
     if bad is not None:
         raise InvalidRequestError(
-            f"{what} holds {bad}; ids must be in [0, {vocab_size})",
+            f"{what} contains {bad}; token ids must be in [0, {vocab_size})",
             reason="TOKEN_OUT_OF_RANGE",
             param=what.removeprefix("the "),
         )
@@ -243,24 +244,25 @@ class ValidatedRequest:
     max_new_tokens: int
     min_new_tokens: int
     kv_tokens: int
-    """KV tokens that it may need at most."""
+    """Largest number of KV cache tokens that the request may need."""
     priority: int
     tenant: TenantId
     structured_output: StructuredOutput | None = None
-    """The grammar of the answer; None: any."""
+    """Grammar of the answer; None: unrestricted."""
     token_limits: TokenLimits | None = None
-    """Which ids the answer may be made of; None: all."""
+    """Token ids that the answer may contain; None: all."""
     includes_stop_text: bool = False
-    """Whether what ends the text is part of it."""
+    """Whether the text includes the stop string or stop token that ended it."""
     special_tokens: bool = False
-    """Whether special tokens are part of the text."""
+    """Whether the text includes special tokens."""
     returns_prompt_ids: bool = False
-    """Whether the client is told the ids of its prompt."""
+    """Whether the answer contains the token ids of the prompt."""
     is_client_named: bool
-    """Whether its client chose its id, and so is known when it comes back."""
+    """Whether the client chose the request id, which identifies the request when the client
+    retries."""
     model: str
     top_logprobs: int | None = None
-    """Most probable ids to give with each emitted token; None gives no log-probabilities."""
+    """Number of most probable ids to return with each token; None returns no log-probabilities."""
 
     def session_spec(
         self,
@@ -270,8 +272,11 @@ class ValidatedRequest:
         plan: SpeculationPlan,
         emitted: Sequence[int] = (),
     ) -> SessionSpec:
-        """What a verifier is told; `plan` is the job's as that verifier carries it out, `emitted`
-        what the sessions before this one emitted."""
+        """Build the session specification for a verifier.
+
+        `plan` is the request's plan adapted to that verifier, `emitted` the tokens of earlier
+        sessions.
+        """
         return SessionSpec(
             session_id=session_id,
             epoch=epoch,
@@ -290,7 +295,7 @@ class ValidatedRequest:
         )
 
     def prompt_info(self, request_id: RequestId) -> PromptInfo:
-        """What its client is told first."""
+        """Return the first message to the client."""
         return PromptInfo(
             request_id=request_id,
             prompt_tokens=len(self.prompt_ids),
@@ -299,7 +304,7 @@ class ValidatedRequest:
         )
 
     def make_assembler(self, tokenizer: Tokenizer) -> OutputAssembler:
-        """What makes its text."""
+        """Return the assembler of the text."""
         return OutputAssembler(
             tokenizer.special_pieces if self.special_tokens else tokenizer.pieces,
             self.stop_strings,
@@ -308,7 +313,7 @@ class ValidatedRequest:
         )
 
     def stop_checker(self, tokenizer: Tokenizer) -> StopChecker | None:
-        """The search for its stop strings; None: it has none."""
+        """Return the stop string checker; None if the request has no stop strings."""
         return StopChecker(self.make_assembler(tokenizer)) if self.stop_strings else None
 
 
@@ -321,13 +326,15 @@ async def tokenize_prompt(
     parse_special_tokens: bool = False,
     max_tokens: int | None = None,
 ) -> tuple[int, ...]:
-    """Ids of a prompt; InvalidRequestError if it is empty or cannot be rendered.
+    """Tokenize a prompt.
 
-    `add_special_tokens`: of a text; whether those that open a document come first.
-    `chat_options`: of a conversation; where its text ends.
-    `parse_special_tokens`: of a conversation; whether the strings of special tokens in messages
-    become these tokens. `max_tokens`: a prompt that has far more raises InvalidRequestError
-    (PROMPT_TOO_LONG) before all of it is tokenized.
+    `add_special_tokens` says whether a text prompt gets the special tokens that open a document.
+    `chat_options` says where the text of a conversation ends. `parse_special_tokens` says whether
+    strings of special tokens in messages become these tokens. A prompt with far more than
+    `max_tokens` tokens is refused before all of it is tokenized.
+
+    Raises InvalidRequestError if the prompt is empty, too long (PROMPT_TOO_LONG) or cannot be
+    rendered.
     """
     match prompt:
         case TokenPrompt(token_ids=ids):
@@ -373,7 +380,7 @@ def validate_request(
 ) -> ValidatedRequest:
     """Apply defaults and check everything against the served model.
 
-    Raises InvalidRequestError; NotFoundError for a model that is not served.
+    Raises InvalidRequestError, and NotFoundError for a model that is not served.
     """
     name = served_model_name(config, info)
     if request.model not in (None, "", name):
@@ -415,12 +422,12 @@ def validate_request(
 
 
 def served_model_name(config: RouterConfig, info: VerifierInfo) -> str:
-    """The name that clients ask for."""
+    """Return the model name that clients send."""
     return config.model_name or info.model_name
 
 
 def max_session_len(config: RouterConfig, info: VerifierInfo) -> int:
-    """Most tokens of prompt and output that this verifier can ever serve."""
+    """Return the largest number of prompt and output tokens that this verifier can ever serve."""
     kv_tokens = info.kv_total_blocks * info.kv_block_tokens
     return min(info.max_context_len, max(0, kv_tokens - config.session_slack_tokens))
 
@@ -451,7 +458,7 @@ def _stop_ids(request: GenerateRequest, tokenizer: Tokenizer, vocab_size: int) -
         return stop_ids(request.stopping, tokenizer.eos_ids, vocab_size)
     if not tokenizer.eos_ids:
         raise InvalidRequestError(
-            "structured output needs a model with an end-of-turn id",
+            "structured output needs a model with an end-of-sequence token",
             reason="INVALID_STRUCTURE",
             param="structured_outputs",
         )

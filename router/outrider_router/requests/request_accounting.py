@@ -15,8 +15,11 @@ logger = logging.getLogger(__name__)
 def log_request_end(
     entry: RequestEntry, outcome: str, problem: Exception | None, metrics: RouterMetrics, now: float
 ) -> None:
-    """Note that a request ended at `now`, seconds, as `outcome`: how it finished, or the code of
-    its error. An InternalError is logged as an error, with its message."""
+    """Log that a request ended.
+
+    `now` is the clock time in seconds, `outcome` the finish reason or the code of the error. An
+    InternalError is logged at level ERROR with its message.
+    """
     duration_s, output = now - entry.arrived_at, entry.output
     num_tokens = len(output.token_ids)
     metrics.record_request_end(

@@ -77,7 +77,7 @@ class RunContext:
     tokenizer: Tokenizer
     metrics: RouterMetrics
     clock: Callable[[], float]
-    """Monotonic, in seconds."""
+    """Monotonic clock, in seconds."""
     failover_timeout_s: float
     max_failovers: int
 
@@ -128,7 +128,7 @@ class _ServingSession:
 
 
 class RequestRun:
-    """Serves one request: places it, opens its sessions and reads what these emit."""
+    """Runs one request: waits for capacity, opens its sessions and reads their output."""
 
     def __init__(
         self,
@@ -180,9 +180,9 @@ class RequestRun:
         """Task that waits for `_next_reservation`."""
 
     async def stream_messages(self) -> AsyncGenerator[StreamEvent, None]:
-        """What the client of the request hears, its finish last.
+        """Yield the messages to the request's client, the finish last.
 
-        A request that goes on behind tokens begins with all of them, from PromptInfo on.
+        A request that continues after tokens yields all of them first, beginning with PromptInfo.
         """
         reply, metrics = self._reply, self._context.metrics
         placed = self._failovers.cause is not None
@@ -209,7 +209,7 @@ class RequestRun:
                     yield known
 
     def free(self) -> None:
-        """Give back what the request holds; it is over."""
+        """Release what the request holds, at its end."""
         for reservation in (self._reservation, self._next_reservation):
             if reservation is not None:
                 self._context.admission.release_capacity(reservation)
@@ -315,7 +315,7 @@ class RequestRun:
             self._context.metrics.failovers.inc()
             entry.span.event("session_lost", {"outrider.cause": cause.value})
             logger.warning(
-                "request has lost its session",
+                "request lost its session",
                 extra={
                     **entry.log_ids,
                     "cause": cause.value,
@@ -534,10 +534,11 @@ class RequestRunner:
     async def run_request(
         self, entry: RequestEntry, job: ValidatedRequest
     ) -> AsyncGenerator[StreamEvent, None]:
-        """What the client of a request hears; closing it frees all that the request holds.
+        """Yield the messages to the request's client; closing the generator releases what the
+        request holds.
 
-        An entry that has emitted tokens or was restored (its router ended) goes on behind them: the
-        client hears of all of them first, from PromptInfo on.
+        An entry that has emitted tokens, or was restored after its router ended, continues after
+        them: the client gets all of them first, beginning with PromptInfo.
         """
         number = next(self._numbers)
         session_id = SessionId(f"{self._incarnation}-{number}")
@@ -562,7 +563,7 @@ class RequestRunner:
 
     def _on_draining(self, peer: VerifierPeer, seconds: float) -> None:
         """A verifier stops in so many seconds: its sessions leave it as others have capacity."""
-        logger.info("verifier drains", extra={"address": peer.address, "seconds": seconds})
+        logger.info("verifier drain started", extra={"address": peer.address, "seconds": seconds})
         self._registry.mark_verifier_draining(peer)
         until = self._clock() + max(0.0, seconds)
         for run in self._runs:

@@ -16,13 +16,13 @@ from outrider_router.requests.running_requests import RequestEntry
 
 
 def request_span(request_id: RequestId, traceparent: str) -> RequestSpan:
-    """The span of a request that has just come; `traceparent` is what its client said."""
+    """Start the span of a new request; `traceparent` comes from its client."""
     about = {"gen_ai.response.id": request_id, "gen_ai.provider.name": "outrider"}
     return spans.start_span("outrider.request", traceparent, about, may_begin=True)
 
 
 def describe_request(span: RequestSpan, job: ValidatedRequest) -> None:
-    """Say what the request asks for."""
+    """Add the attributes of the request to its span."""
     if span.is_sampled:
         span.set_attributes(
             {
@@ -39,15 +39,15 @@ def describe_request(span: RequestSpan, job: ValidatedRequest) -> None:
 
 
 def queue_span(entry: RequestEntry, priority: int) -> RequestSpan:
-    """The span of a wait for a place."""
+    """Return the span of a wait in the queue."""
     return entry.span.child("outrider.queue", {"outrider.priority": priority})
 
 
 def start_session_span(
     entry: RequestEntry, spec: SessionSpec, *, verifier_id: VerifierId
 ) -> tuple[RequestSpan, SessionSpec]:
-    """The span of a request's new session, and what its verifier is told, whose own span is a child
-    of it."""
+    """Start the span of a request's new session; return it with the trace context for the verifier,
+    whose span is its child."""
     if not entry.span.is_sampled:
         return NO_SPAN, spec
     about: Attributes = {
@@ -62,7 +62,7 @@ def start_session_span(
 
 
 def end_request_span(entry: RequestEntry, outcome: str, error: Exception | None) -> None:
-    """The request is over."""
+    """End the span of a request."""
     if not entry.span.is_sampled:
         return
     stats = entry.output.counters.to_stats()

@@ -314,7 +314,8 @@ class RunningRequests:
         """Raise AlreadyExistsError if a request of this id is running."""
         if request_id in self._entries:
             raise AlreadyExistsError(
-                f"request {request_id!r} is running already", reason="REQUEST_EXISTS"
+                f"request {request_id!r} is already running; request ids must be unique",
+                reason="REQUEST_EXISTS",
             )
 
     def add_entry(self, entry: RequestEntry) -> None:

@@ -58,14 +58,16 @@ from outrider_router.requests.running_requests import (
 logger = logging.getLogger(__name__)
 
 OTHER_ROUTER_RETRY_S = 0.02
-"""Hint of a router that shares its address, and has not the answer that somebody comes back for: by
-another connection its router may be reached."""
+"""Retry hint in seconds of a router that shares its address and does not have the requested answer:
+another connection may reach the router that has it."""
 RESTART_RETRY_S = 1.0
-"""Hint of a router that stops: another one, or the same, may serve by then."""
+"""Retry hint in seconds of a router that stops: another router, or the same one, may serve by
+then."""
 
 
 class RouterService:
-    """Serves requests. Every way out of `stream` (finish, error, cancel, deadline) frees all."""
+    """Serves requests. Every end of `stream` (finish, error, cancellation, deadline) releases all
+    resources."""
 
     def __init__(
         self,
@@ -144,16 +146,16 @@ class RouterService:
         self._draining = False
 
     def restore_journal(self) -> None:
-        """Take up what the journal holds: from now on its streams can be resumed. Idempotent.
+        """Restore the requests in the journal, whose streams can then be resumed. Idempotent.
 
-        Raises FailedPreconditionError if the journal cannot be had.
+        Raises FailedPreconditionError if the journal cannot be used.
         """
         if not self._restored:
             self._restored = True
             self.resumables.open_log()
 
     async def start(self) -> None:
-        """Begin to look for verifiers and drafters."""
+        """Start polling verifiers and drafters."""
         self.restore_journal()
         await asyncio.to_thread(self._intake.prepare)
         self.registry.start()
@@ -161,7 +163,7 @@ class RouterService:
         self.mover.start()
 
     async def close(self) -> None:
-        """End every request with UnavailableError and stop; those in the journal stay there."""
+        """End every request with UnavailableError and stop; requests in the journal stay there."""
         self._draining = True
         self.resumables.prepare_close()
         for entry in self.running_requests:
@@ -174,8 +176,8 @@ class RouterService:
         self._intake.close()
 
     async def drain(self, timeout_s: float, enough: asyncio.Event | None = None) -> bool:
-        """Refuse new requests and wait for those that a restart would lose, or until it is
-        `enough`; whether all ended."""
+        """Refuse new requests and wait for those that a restart would lose, or until `enough` is
+        set; return whether all ended."""
         self._draining = True
         self._note_readiness()
         end = self._clock() + timeout_s
@@ -195,7 +197,7 @@ class RouterService:
         caller: Caller = ANONYMOUS,
         traceparent: str = "",
     ) -> GenerateResult:
-        """Serve a request and answer once, at the end; a resumable one outlives the call."""
+        """Serve a request and return the whole answer; a resumable request outlives the call."""
         if request.resumable:
             answer = self.resumables.start_request(
                 *self._open(request, timeout_s, caller, traceparent)
@@ -238,10 +240,10 @@ class RouterService:
         caller: Caller = ANONYMOUS,
         traceparent: str = "",
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Serve a caller's request as a stream; close the generator to cancel it, resumable or not.
-        `traceparent`: the client's W3C Trace Context, if it has one.
+        """Serve a request as a stream; closing the generator aborts it, even a resumable one.
 
-        Raises any error of `outrider.errors`; each is counted and logged with the request's id.
+        `traceparent` is the client's W3C Trace Context, if it has one. Raises any error of
+        `outrider.errors`; each is counted and logged with the request's id.
         """
         opened = self._open(request, timeout_s, caller, traceparent)
         async with aclosing(self._events(*opened)) as events:
@@ -260,12 +262,12 @@ class RouterService:
         passed: AccessGrant | None = None,
         group: RequestGroup | None = None,
     ) -> None:
-        """Serve a request to whom `write` reaches. Cancelling this cancels the request, unless it
-        is resumable: then it goes on for a while without a client. Raises as `stream` does.
+        """Serve a request and pass its messages to `write`. Raises as `stream` does.
 
-        `own_id` names a request whose client chose no id; by default one is made. `passed`:
-        the grant of access control, where the request was let in along with others; without one it
-        is admitted now. `group`: the request group that it belongs to.
+        Cancelling this aborts the request, unless it is resumable: then it continues for a while
+        without a client. `own_id` names a request whose client chose no id; by default an id is
+        generated. `passed` is the grant of a request that was admitted along with others; without
+        one it is admitted now. `group` is the request group of the request.
         """
         opened = self._open(request, timeout_s, caller, traceparent, own_id, passed, group)
         if request.resumable:
@@ -279,10 +281,10 @@ class RouterService:
     async def resume_stream(
         self, position: StreamPosition, write: EventWriter, caller: Caller = ANONYMOUS
     ) -> None:
-        """Tell a client the rest of a resumable request of its tenant.
+        """Send a client the rest of a resumable request of its tenant.
 
         Raises NotFoundError without such a request, InvalidRequestError for a position that it has
-        not come to, and the request's own error. Whoever was told before hears AbortedError.
+        not reached, and the request's own error. A client that listened before gets AbortedError.
         """
         answer = self.resumables.get_answer(position.request_id)
         if self._draining:
@@ -290,7 +292,7 @@ class RouterService:
         if answer is None or answer.entry.caller.tenant != caller.tenant:
             # Not a word of whether somebody else has one of this id.
             raise NotFoundError(
-                f"no resumable request {position.request_id!r} runs here or has ended of late",
+                f"no resumable request {position.request_id!r} is running or ended recently",
                 reason="NO_STREAM",
                 retry_after_s=OTHER_ROUTER_RETRY_S if self.config.reuse_ports else None,
             )
@@ -300,7 +302,8 @@ class RouterService:
     def abort_requests(
         self, request_ids: Iterable[RequestId], caller: Caller = ANONYMOUS
     ) -> tuple[RequestId, ...]:
-        """Cancel requests of the caller's tenant by id; those that were queued or running."""
+        """Abort requests of the caller's tenant by id and return the ids of those that were queued
+        or running."""
         aborted: list[RequestId] = []
         for request_id in dict.fromkeys(request_ids):
             entry = self.running_requests.get_entry(request_id)
@@ -369,12 +372,15 @@ class RouterService:
         id, of another tenant's request."""
         answer = None if name is None else self.resumables.get_answer(name)
         if answer is not None and answer.entry.caller.tenant != caller.tenant:
-            raise AlreadyExistsError(f"request {name!r} is there already", reason="REQUEST_EXISTS")
+            raise AlreadyExistsError(
+                f"request {name!r} already exists; request ids must be unique",
+                reason="REQUEST_EXISTS",
+            )
 
     def _arm(self, entry: RequestEntry) -> asyncio.TimerHandle | None:
         if entry.deadline is None:
             return None
-        error = DeadlineExceededError("the deadline passed", reason="DEADLINE")
+        error = DeadlineExceededError("the deadline of the request passed", reason="DEADLINE")
         left_s = max(0.0, entry.deadline - self._clock())
         return asyncio.get_running_loop().call_later(left_s, entry.fail_request, error)
 

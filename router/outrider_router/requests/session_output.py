@@ -385,7 +385,9 @@ async def session_messages(
     while not reply.ended:
         await feed.wait_news(reply.told)
         if feed.reason is FinishReason.CANCELLED:
-            raise UnavailableError("the verifier gave the session up", reason="SESSION_LOST")
+            raise UnavailableError(
+                "the verifier ended the session without an answer", reason="SESSION_LOST"
+            )
         for message in reply.catch_up(feed.reason):
             yield message
 

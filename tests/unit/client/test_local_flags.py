@@ -49,7 +49,10 @@ def test_a_verifier_leaves_memory_to_those_on_its_gpu_alone() -> None:
 
 def test_verifiers_on_one_gpu_must_be_told_what_to_hold() -> None:
     plain = replace(of(3, 1), methods=())
-    with pytest.raises(InvalidRequestError, match="3 verifiers on 2 GPUs: give --kv-tokens"):
+    with pytest.raises(
+        InvalidRequestError,
+        match="3 verifiers share 2 GPUs: set the KV cache size of each with --kv-tokens",
+    ):
         plan_placement(plain, 2)
     verifiers, _ = plan_placement(replace(plain, kv_tokens=4096), 2)
     assert verifiers == [ProcessPlacement(f"verifier-{i}", f"cuda:{i % 2}") for i in range(3)]

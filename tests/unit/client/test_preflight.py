@@ -102,14 +102,14 @@ PROBLEMS: list[tuple[Callable[[Path], object], str]] = [
         text("model/tokenizer_config.json", '{"chat_template": "{% if %}"}'),
         r"model/tokenizer_config\.json: the chat template does not compile",
     ),
-    (add_tokens, r"ids up to \d+, the vocabulary of the model 384"),
+    (add_tokens, r"ids up to \d+, but the vocabulary of the model has 384 ids"),
     (config("head", vocab_size=500), "vocabulary of 500 ids, the target has 384"),
     (config("head", hidden_act="gelu"), r"head/config\.json: hidden_act must be"),
     (tensors("head", lambda t: t.update(scale=torch.ones(1))), "unexpected tensor .*scale"),
     (lambda root: (root / "head/model.safetensors").unlink(), "holds neither"),
     (config("draft", model_type="phi"), r"draft/config\.json: model_type must be one of"),
     (tensors("draft", quantize_fp8), "draft: unexpected tensor .*weight_scale_inv"),
-    (lambda root: make_tokenizer(root / "draft", 300), "draft has another tokenizer than"),
+    (lambda root: make_tokenizer(root / "draft", 300), "draft must have the tokenizer of"),
 ]
 
 

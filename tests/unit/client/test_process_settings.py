@@ -136,7 +136,9 @@ def test_ports_of_the_environment_are_looked_at_too(monkeypatch: pytest.MonkeyPa
 
 
 def test_one_port_for_two_purposes_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"must differ, both are 127\.0\.0\.1:8000"):
+    with pytest.raises(
+        InvalidRequestError, match=r"must be different addresses, both are 127\.0\.0\.1:8000"
+    ):
         LocalFleetConfig(
             model=Path("m"), methods=(), listen="127.0.0.1:8000", http="127.0.0.1:8000"
         )

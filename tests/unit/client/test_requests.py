@@ -67,7 +67,7 @@ def test_a_schema_keeps_the_order_of_its_properties() -> None:
 def test_other_forms_say_what_they_are(options: Any, kind: StructuredKind) -> None:
     structure = make_request("a", options).structured_output
     assert structure is not None and structure.kind is kind
-    with pytest.raises(InvalidRequestError, match="only one of"):
+    with pytest.raises(InvalidRequestError, match="at most one of"):
         make_request("a", {**options, "json_schema": "{}"})
 
 

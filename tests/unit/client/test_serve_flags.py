@@ -124,7 +124,7 @@ def test_so_many_processes_are_started_by_either_runtime(parsed: Parsed) -> None
 def test_several_routers_are_processes(parsed: Parsed) -> None:
     config = parsed("--routers", "4")
     assert config.routers == 4
-    with pytest.raises(InvalidRequestError, match="--routers is for --runtime processes"):
+    with pytest.raises(InvalidRequestError, match="--routers needs --runtime processes"):
         serve.ray_args(config)
     with pytest.raises(InvalidRequestError, match="at least 1 and at most 8, got 0"):
         replace(config, routers=0)
@@ -136,7 +136,7 @@ def test_several_routers_are_processes(parsed: Parsed) -> None:
         (["--http", "nonsense"], "http must be HOST:PORT, got 'nonsense'"),
         (["--http", "localhost:http"], "http must be HOST:PORT"),
         (["--port", "70000"], "listen must be HOST:PORT, got '127.0.0.1:70000'"),
-        (["--api-keys", "/nowhere/keys.toml"], "no file of API keys at /nowhere/keys.toml"),
+        (["--api-keys", "/nowhere/keys.toml"], "API key file /nowhere/keys.toml does not exist"),
     ],
 )
 def test_what_only_the_router_needs_is_checked_before_anything_starts(
@@ -149,8 +149,8 @@ def test_what_only_the_router_needs_is_checked_before_anything_starts(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--head-revision", "v1"], "--head-revision is for a --head from the hub"),
-        (["--draft-model-revision", "v1"], "--draft-model-revision is for a --draft-model from"),
+        (["--head-revision", "v1"], "--head-revision needs a --head from the hub"),
+        (["--draft-model-revision", "v1"], "--draft-model-revision needs a --draft-model from"),
         (["--served-model-name", ""], "--served-model-name must not be empty"),
         (["--served-model-name", " "], "--served-model-name must not be empty"),
     ],
@@ -200,7 +200,7 @@ def test_the_share_of_a_gpu_is_said_for_each_verifier(parsed: Parsed) -> None:
     config = parsed("--device", "cuda", "--gpu-memory-utilization", "0.5")
     assert flags_of(verifier_arguments(config, gpus=1))["memory-fraction"] == "0.5"
     assert flags_of(verifier_arguments(config, gpus=2))["memory-fraction"] == "0.5"
-    with pytest.raises(InvalidRequestError, match="is for --device cuda"):
+    with pytest.raises(InvalidRequestError, match="needs --device cuda"):
         parsed("--gpu-memory-utilization", "0.5")
     with pytest.raises(SystemExit):
         parsed("--device", "cuda", "--gpu-memory-utilization", "1.5")

@@ -58,7 +58,9 @@ def test_sharing_a_gpu_is_said_and_leaves_memory_for_the_drafter(
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"GPU": 1.0}}])
     with caplog.at_level(logging.WARNING):
         config = with_gpu_share(config_of(device="cuda"))
-    assert [record.message for record in caplog.records] == ["fewer GPUs than actors: they share"]
+    assert [record.message for record in caplog.records] == [
+        "GPUs shared: there are fewer GPUs than actors"
+    ]
     assert [actor_bundle(config, role) for role in config.roles] == [{"GPU": 0.5}, {"GPU": 0.5}]
     assert verifier_config(config).memory_fraction == 0.7
     own = config_of(device="cuda", gpus_per_actor=0.5, memory_fraction=0.4)

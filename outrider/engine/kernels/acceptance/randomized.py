@@ -101,7 +101,8 @@ def accept_sampled(
         parents is not None or distribution.probs.shape[1] < num_nodes - 1
     ):
         raise InvalidRequestError(
-            f"a chain law of {distribution.probs.shape[1]} steps for {num_nodes - 1} nodes"
+            f"a dense draft distribution needs a chain of at most {distribution.probs.shape[1]} "
+            f"draft nodes (its number of steps), got {num_nodes - 1} nodes"
             + (" of a tree" if parents is not None else ""),
             reason="KERNEL_SHAPES",
         )

@@ -60,8 +60,8 @@ def process_logits(
         )
     if logits.shape[1] != warp.counts.shape[1] or logits.shape[1] > MAX_COLUMNS:
         raise InvalidRequestError(
-            f"{logits.shape[1]} columns, the state has {warp.counts.shape[1]}, at most "
-            f"{MAX_COLUMNS} can be warped",
+            f"logits must have {warp.counts.shape[1]} columns, as the state has, and at most "
+            f"{MAX_COLUMNS}; got {logits.shape[1]}",
             reason="KERNEL_SHAPES",
         )
     function = launch_process if logits.is_cuda else process_logits_torch

@@ -18,7 +18,7 @@ from outrider_router.admission.queue import ArrivalQueue
 from outrider_router.api.http.connection_slots import ConnectionSlots, SlotHolder
 
 REFUSAL_TIMEOUT_S: Final = 1.0
-"""Time that a connection without a place has for its handshake, and then for its request."""
+"""Time in seconds that a connection without a slot gets for its handshake and its request."""
 _RETRY_S: Final = 0.05
 """Time until the next try where the system had no descriptor for a connection."""
 _MAX_ACCEPTS: Final = 256
@@ -39,7 +39,7 @@ class AcceptedConnection:
         """Whether it has no place, and is only told so."""
 
     def acquire_slot(self) -> bool:
-        """Take a place, or the right to hear of its lack; whether it has either."""
+        """Acquire a slot or the right to receive a refusal; return whether either was possible."""
         if self._places.acquire_slot(self):
             return True
         self.is_refused = self._places.record_refusal()
@@ -47,26 +47,27 @@ class AcceptedConnection:
 
     @property
     def is_served(self) -> bool:
-        """Whether its handshake is done, so that a protocol serves it."""
+        """Whether the handshake is done and a protocol serves the connection."""
         return self._connection is not None
 
     def begin_serving(self, connection: SlotHolder) -> None:
-        """Pass what is asked of the slot's holder on to the protocol that serves it from now on."""
+        """Forward the calls of a slot holder to the protocol that serves the connection from now
+        on."""
         self._connection = connection
 
     def release_slot(self) -> None:
-        """It is closed. Idempotent."""
+        """Release the slot of a closed connection. Idempotent."""
         self._places.release_slot(self)
         if self.is_refused:
             self.is_refused = False
             self._places.forget_refusal()
 
     def mark_busy(self) -> None:
-        """It has asked for something."""
+        """Mark the connection as busy with a request."""
         self._places.mark_busy(self)
 
     def mark_idle(self) -> None:
-        """It has its answer, or has begun to speak."""
+        """Mark the connection as idle."""
         self._places.mark_idle(self)
 
     @property
@@ -75,7 +76,7 @@ class AcceptedConnection:
         return self._connection is None or self._connection.is_sent
 
     def close_now(self) -> None:
-        """Close it now."""
+        """Close the connection at once."""
         self.is_cut = True
         if self._connection is not None:
             self._connection.close_now()
@@ -86,7 +87,8 @@ class AcceptedConnection:
 
 
 class Acceptor:
-    """Accepts the connections of a listening socket; has what uvicorn asks of a server."""
+    """Accepts the connections of a listening socket, with the interface that uvicorn expects of a
+    server."""
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class Acceptor:
         self._listen()
 
     def close(self) -> None:
-        """Accept nothing more, and end handshakes; connections stay. Idempotent."""
+        """Stop accepting and end handshakes; open connections stay. Idempotent."""
         if self._retry is not None:
             self._retry.cancel()
         if self._listener.fileno() >= 0:
@@ -126,7 +128,7 @@ class Acceptor:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until nothing of `close` is left to do."""
+        """Wait until `close` has completed."""
         await asyncio.gather(*self._beginning, return_exceptions=True)
 
     def _listen(self) -> None:

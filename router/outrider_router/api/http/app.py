@@ -30,7 +30,7 @@ DESCRIPTION = "OpenAI's API, served by speculative decoding."
 
 
 def make_app(service: RouterService) -> ASGIApp:
-    """Everything that the router serves over HTTP."""
+    """Create the ASGI application with all routes and middleware."""
     options = service.config.http_options
     guard = RequestMiddleware(make_api(service), service.access_control, options, service.arrivals)
     if not options.cors_origins:
@@ -46,7 +46,7 @@ def make_app(service: RouterService) -> ASGIApp:
 
 
 def make_api(service: RouterService) -> FastAPI:
-    """The routes alone."""
+    """Create the application with the routes alone."""
     root_path = service.config.http_options.root_path
     app = FastAPI(
         title="Outrider",

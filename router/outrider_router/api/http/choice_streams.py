@@ -43,17 +43,17 @@ class HttpGeneration:
     """One HTTP generation request, translated: its router requests, writer and output options."""
 
     requests: Sequence[GenerateRequest]
-    """One a choice."""
+    """Router requests, one for each choice."""
     writer: ResponseWriter
     request_id: RequestId
-    """What it is called in logs and in the answer's headers."""
+    """Id of the request in logs and in the answer's headers."""
     caller: tenants.Caller
     traceparent: str = ""
     """The client's W3C Trace Context, if it has one."""
     timeout_s: float | None = None
-    """Time that all of it may take; None does not bound it."""
+    """Time limit of the whole request in seconds; None is no limit."""
     prompt_echoes: Sequence[str] = ()
-    """What each choice begins with, if they begin with their prompts."""
+    """Text with which each choice begins, if the prompt is echoed."""
     include_usage: bool = False
     continuous_usage: bool = False
 

@@ -13,12 +13,13 @@ from itertools import chain
 from typing import Final, Protocol
 
 MAX_REFUSALS: Final = 256
-"""Connections without a place that are told so at once; those beyond are closed."""
+"""Largest number of connections without a slot that receive a refusal at once; further ones are
+closed."""
 CONNECTIONS_EXHAUSTED: Final = "CONNECTIONS_EXHAUSTED"
 
 
 class SlotHolder(Protocol):
-    """A connection as `ConnectionSlots` sees it."""
+    """Interface of a connection that `ConnectionSlots` manages."""
 
     @property
     def is_sent(self) -> bool:
@@ -26,18 +27,20 @@ class SlotHolder(Protocol):
         ...
 
     def close_now(self) -> None:
-        """Close it now."""
+        """Close the connection at once."""
 
 
 def max_connections(wanted: int) -> int:
-    """`wanted`, or half of the files that the process may open if that is less: a quarter is for
-    gRPC, and the last quarter is a reserve for everything else that the process opens."""
+    """Return `wanted`, or half of the files that the process may open if that is less.
+
+    A quarter of the files is for gRPC, and the last quarter is a reserve for everything else.
+    """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return wanted if files < 0 else min(wanted, max(1, files // 2))
 
 
 class ConnectionSlots:
-    """The connections of one server that hold a slot, and which of them are idle."""
+    """Connections of one server that hold a slot, and the idle ones among them."""
 
     def __init__(self, most: int, on_refused: Callable[[], None]) -> None:
         """`on_refused` hears of each connection that finds no place."""
@@ -52,7 +55,8 @@ class ConnectionSlots:
         """Connections without a place that are about to hear so."""
 
     def acquire_slot(self, holder: SlotHolder) -> bool:
-        """Give a new connection a place, if need be that of an idle one; whether it has one."""
+        """Give a new connection a slot, if necessary that of an idle one; return whether it has
+        one."""
         if len(self._held) >= self._most and not self.evict_idle():
             return False
         self._held.add(holder)
@@ -60,8 +64,8 @@ class ConnectionSlots:
         return True
 
     def evict_idle(self) -> bool:
-        """Cut the connection that was silent longest, or else idle longest; whether there was
-        one."""
+        """Close the connection that was silent longest, or else idle longest; return whether there
+        was one."""
         waiting = chain(self._silent, self._idle)
         oldest = next((held for held in waiting if held.is_sent), None)
         if oldest is None:
@@ -71,7 +75,7 @@ class ConnectionSlots:
         return True
 
     def record_refusal(self) -> bool:
-        """Count one that has no place; whether it may be told so."""
+        """Count a connection without a slot; return whether it may receive a refusal."""
         self._on_refused()
         if self._refused >= MAX_REFUSALS:
             return False
@@ -79,21 +83,21 @@ class ConnectionSlots:
         return True
 
     def forget_refusal(self) -> None:
-        """A refused connection is closed."""
+        """Record that a refused connection is closed."""
         self._refused -= 1
 
     def release_slot(self, holder: SlotHolder) -> None:
-        """It is closed. Idempotent."""
+        """Release the slot of a closed connection. Idempotent."""
         self._held.discard(holder)
         self.mark_busy(holder)
 
     def mark_busy(self, holder: SlotHolder) -> None:
-        """It has asked for something."""
+        """Mark a connection as busy with a request."""
         self._silent.pop(holder, None)
         self._idle.pop(holder, None)
 
     def mark_idle(self, holder: SlotHolder) -> None:
-        """It has its answer, or has begun to speak."""
+        """Mark a connection as idle."""
         if holder in self._held:
             self._silent.pop(holder, None)
             self._idle[holder] = None

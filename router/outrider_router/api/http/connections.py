@@ -56,7 +56,7 @@ class _BoundedParser(h11.Connection):
 
 
 class HttpConnection(H11Protocol):
-    """One connection."""
+    """HTTP protocol of one connection, with time limits and a slot."""
 
     def __init__(self, accepted: AcceptedConnection, options: HttpConfig, **kwargs: Any) -> None:
         """`accepted`: its slot; `kwargs`: what uvicorn gives every protocol."""
@@ -70,7 +70,7 @@ class HttpConnection(H11Protocol):
         self.conn = self._parser
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a request."""
+        """Start to wait for a request."""
         super().connection_made(transport)
         self.accepted.begin_serving(self)
         self._wait_for(
@@ -78,13 +78,13 @@ class HttpConnection(H11Protocol):
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give the place back."""
+        """Release the slot."""
         super().connection_lost(exc)
         self._wait_for("", 0.0)
         self.accepted.release_slot()
 
     def data_received(self, data: bytes) -> None:
-        """Take what was sent, and see what is still to come."""
+        """Parse received data and update the time limits."""
         if self.accepted.is_refused:
             self._tell(_FULL)
             return
@@ -112,11 +112,12 @@ class HttpConnection(H11Protocol):
 
     @property
     def is_sent(self) -> bool:
-        """Whether all that was answered is on its way: a slow reader's answer may wait here."""
+        """Whether everything that was answered has been sent; the answer of a slow reader may wait
+        here."""
         return self.transport.get_write_buffer_size() == 0
 
     def close_now(self) -> None:
-        """End it now."""
+        """Close the connection at once."""
         self.transport.abort()
 
     def _wait_for_body(self) -> None:
@@ -135,7 +136,7 @@ class HttpConnection(H11Protocol):
         self._timer = self.loop.call_later(seconds, self.close_now) if what else None
 
     def send_400_response(self, msg: str) -> None:
-        """Tell what is wrong with a request that cannot be read, unless its answer has begun."""
+        """Answer a request that cannot be parsed with its error, unless its answer has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             # It is sent around the parser, whose state is beyond answering.
             self._tell(

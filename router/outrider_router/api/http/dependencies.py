@@ -16,13 +16,13 @@ from outrider_router.requests.service import RouterService
 
 
 def get_service(request: Request) -> RouterService:
-    """The router service that handles a request."""
+    """Return the router service that handles a request."""
     service: RouterService = request.app.state.service
     return service
 
 
 async def caller(request: Request) -> tenants.Caller:
-    """The caller that sent a request, identified as over gRPC. Raises InvalidRequestError."""
+    """Return the caller of a request, identified as in the gRPC API. Raises InvalidRequestError."""
     access_control = get_service(request).access_control
     if access_control.requires_keys:
         # The middleware has looked the key up.

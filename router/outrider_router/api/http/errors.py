@@ -36,7 +36,7 @@ STATUSES: Final[dict[type[OutriderError], tuple[int, str]]] = {
     errors.DeadlineExceededError: (504, "timeout_error"),
     OutriderError: (500, SERVER),
 }
-"""HTTP status and OpenAI's `type`, by class; a class that is not here has its base's."""
+"""HTTP status and OpenAI's `type` by error class; other classes take those of their base class."""
 
 CODES: Final = {
     "CONTEXT_EXCEEDED": "context_length_exceeded",
@@ -47,23 +47,23 @@ CODES: Final = {
     "KEY_RATE_LIMITED": "rate_limit_exceeded",
     "RATE_LIMITED": "rate_limit_exceeded",
 }
-"""Reasons that OpenAI's clients know by another `code`; all others are in lower case."""
+"""OpenAI's `code` of reasons that its clients know; other reasons become lower case."""
 
 _TYPES: Final = {400: INVALID, 404: "not_found_error", 429: "rate_limit_error"}
 _HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 UNPUBLISHED_PATHS: Final = ("/openapi.json", "/", "/status.json")
-"""Paths for GET that are not in the OpenAPI: its own, the status page and its state."""
+"""GET paths that the OpenAPI description does not contain."""
 ASKED: Final = "outrider.asked"
-"""In a request's scope: its method and its path as the client sent them."""
+"""Key in a request's scope: method and path as the client sent them."""
 MAX_QUOTED_CHARS: Final = 100
-"""Characters of a path or a header that a message quotes."""
+"""Largest number of characters of a path or header that an error message quotes."""
 FIELD_NAMES: Final = "outrider.field_names"
-"""In a request's scope: names of its fields by those that typed errors have in `param`."""
+"""Key in a request's scope: names of its fields by the `param` of typed errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpError:
-    """An error as it is sent to an HTTP client."""
+    """Error in the form in which an HTTP client receives it."""
 
     status: int
     type: str
@@ -72,11 +72,11 @@ class HttpError:
     param: str | None = None
     retry_after_s: float | None = None
     headers_added: Mapping[str, str] = field(default_factory=dict)
-    """Headers beside those that follow from the rest."""
+    """Headers that are sent in addition to the derived ones."""
 
     @property
     def body(self) -> str:
-        """JSON in OpenAI's form."""
+        """Body in OpenAI's JSON format."""
         error = {
             "message": self.message,
             "type": self.type,
@@ -87,8 +87,8 @@ class HttpError:
 
     @property
     def headers(self) -> dict[str, str]:
-        """`Retry-After` in whole seconds, and in milliseconds as OpenAI's clients read it; how to
-        show a key, where none was shown."""
+        """Headers: `Retry-After` in whole seconds and in milliseconds, as OpenAI's clients read it,
+        and how to authenticate if no key was sent."""
         if self.status == 401:
             return {"www-authenticate": 'Bearer realm="outrider", Basic realm="outrider"'}
         hint = self.retry_after_s
@@ -98,7 +98,7 @@ class HttpError:
         return {"retry-after": str(math.ceil(hint)), "retry-after-ms": str(math.ceil(hint * 1e3))}
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        """The whole answer."""
+        """The complete response."""
         return Response(
             self.body,
             status_code=self.status,
@@ -108,7 +108,8 @@ class HttpError:
 
 
 def describe_error(error: BaseException) -> HttpError:
-    """What a client is told of an error; anything outside the tree is logged and stays opaque."""
+    """Return what a client receives for an error. Errors outside `outrider.errors` are logged and
+    not described."""
     kind = next((kind for kind in type(error).__mro__ if kind in STATUSES), OutriderError)
     status, type_ = STATUSES[kind]
     told = to_status(error)
@@ -123,7 +124,7 @@ def describe_error(error: BaseException) -> HttpError:
 
 
 async def handle_typed_error(request: Request, error: Exception) -> Response:
-    """Handler of everything that the router raises before it has begun to answer."""
+    """Handle errors that the router raises before its answer has begun."""
     described = describe_error(error)
     names: Mapping[str, str] = request.scope.get(FIELD_NAMES, {})
     param = described.param and names.get(described.param, described.param)
@@ -131,7 +132,7 @@ async def handle_typed_error(request: Request, error: Exception) -> Response:
 
 
 async def handle_validation_error(request: Request, error: Exception) -> Response:
-    """Handler of bodies that no request can be read from."""
+    """Handle bodies that cannot be parsed into a request."""
     assert isinstance(error, RequestValidationError)
     said = request.headers.get("content-type", "")
     if not _is_json(said):
@@ -153,7 +154,7 @@ def _is_json(content_type: str) -> bool:
 
 
 async def handle_http_error(request: Request, error: Exception) -> Response:
-    """Handler of what the framework refuses: unknown paths, methods, too large bodies."""
+    """Handle requests that the framework refuses: unknown paths, wrong methods, large bodies."""
     assert isinstance(error, HTTPException)
     status = error.status_code
     described = HttpError(

@@ -53,14 +53,14 @@ _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
 @router.get("/health", responses=_UNAVAILABLE, response_model=HealthResponse, tags=["operations"])
 @router.get("/ping", responses=_UNAVAILABLE, response_model=HealthResponse, tags=["operations"])
 async def health(service: Service) -> Response:
-    """Whether requests can be served now."""
+    """Return whether requests can be served now."""
     told = HealthResponse(status="ok" if service.readiness.is_ready else "unavailable")
     return JSONResponse(told.model_dump(), status_code=200 if service.readiness.is_ready else 503)
 
 
 @router.get("/version", tags=["operations"])
 async def version() -> VersionResponse:
-    """Outrider's version."""
+    """Return Outrider's version."""
     return VersionResponse(version=outrider.__version__)
 
 
@@ -71,20 +71,20 @@ async def version() -> VersionResponse:
     tags=["operations"],
 )
 async def metrics(request: Request, service: Service, _operator: Operator) -> Response:
-    """Prometheus metrics: those of the metrics port."""
+    """Return the Prometheus metrics, the same as on the metrics port."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(service.metrics.registry), headers={"content-type": content_type})
 
 
 @router.get("/v1/models", responses=error_responses(), tags=["OpenAI"])
 async def list_models(service: Service, request: Request, _caller: Caller) -> ModelList:
-    """The served models; none while no verifier is healthy."""
+    """Return the served models; none while no verifier is healthy."""
     return ModelList(data=[_model(info, request) for info in make_model_list(service)])
 
 
 @router.get("/v1/models/{model:path}", responses=error_responses(404), tags=["OpenAI"])
 async def get_model(model: str, service: Service, request: Request, _caller: Caller) -> ModelCard:
-    """One of them."""
+    """Return one served model."""
     return _model(_served_model(service, model), request)
 
 
@@ -95,7 +95,7 @@ async def get_model(model: str, service: Service, request: Request, _caller: Cal
     tags=["tokens"],
 )
 async def tokenize(body: TokenizeRequest, service: Service, caller: Caller) -> Response:
-    """Token ids of a text, or of a conversation in the model's chat template."""
+    """Return the token ids of a text, or of a conversation in the model's chat template."""
     info = _served_model(service, body.model)
     with service.access_control.limit_call(caller):
         ids = await _ids(body, service)
@@ -118,7 +118,9 @@ def _tokenized(ids: tuple[int, ...], info: ModelInfo, names: Tokenizer | None) -
 async def _ids(body: TokenizeRequest, service: RouterService) -> tuple[int, ...]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError(
-            "one of prompt and messages must be given", reason="INVALID_REQUEST", param="prompt"
+            "exactly one of prompt and messages must be given",
+            reason="INVALID_REQUEST",
+            param="prompt",
         )
     opening = body.add_special_tokens is not False
     if body.prompt == "":
@@ -175,7 +177,7 @@ def _conversation(body: TokenizeRequest) -> ChatPrompt:
     tags=["tokens"],
 )
 async def detokenize(body: DetokenizeRequest, service: Service, caller: Caller) -> Response:
-    """The text of token ids, special ones included."""
+    """Return the text of token ids, special ones included."""
     info = _served_model(service, body.model)
     with service.access_control.limit_call(caller):
         return await asyncio.to_thread(_detokenized, body.tokens, info, service.tokenizer)

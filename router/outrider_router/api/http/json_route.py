@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 LARGE_BYTES: Final = 1 << 16
-"""Size from which bodies are parsed one at a time."""
+"""Size in bytes from which bodies are parsed one at a time."""
 _STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _MAX_QUOTES: Final = 1 << 16
 _VALUES: Final = b",[{"
@@ -28,7 +28,7 @@ _VALUES: Final = b",[{"
 
 
 class JsonParser:
-    """Parses the bodies of one server."""
+    """Parses the request bodies of one server."""
 
     def __init__(self, max_values: int) -> None:
         """`max_values` bounds the values of a body."""
@@ -36,8 +36,7 @@ class JsonParser:
         self._lock = asyncio.Lock()
 
     async def parse(self, body: bytes) -> Any:
-        """The value of a body. Raises HTTPException (400) for what is no JSON or has too many
-        values."""
+        """Parse a body. Raises HTTPException (400) for invalid JSON and for too many values."""
         if len(body) <= LARGE_BYTES:
             return self._parse(body)
         async with self._lock:
@@ -80,10 +79,10 @@ class _JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route that takes JSON."""
+    """Route whose JSON body is parsed by `JsonParser`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The framework's handler, given requests that parse their own way."""
+        """Return the framework's handler, with requests that use `JsonParser`."""
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:

@@ -21,14 +21,14 @@ class TokenTextTable:
         self._pieces = tokenizer.special_pieces if special else tokenizer.pieces
 
     def raw_bytes(self, token_id: int) -> bytes:
-        """Bytes that an id adds to the text."""
+        """Bytes that a token id adds to the text."""
         return self._pieces[token_id]
 
     def __call__(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._by_number else self.display_text(token_id)
 
     def display_text(self, token_id: int) -> str:
-        """The same by text in any case."""
+        """Text of a token id, replacing invalid UTF-8."""
         raw = self.raw_bytes(token_id)
         return raw.decode("utf-8", "replace") if raw else self._tokenizer.token_name(token_id)
 
@@ -49,7 +49,7 @@ class TextOffsets:
         self._characters = 0
 
     def add_tokens(self, token_ids: Sequence[int]) -> list[int]:
-        """Take the next tokens; the offset of each."""
+        """Add the next tokens and return the offset of each."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._characters)
@@ -60,7 +60,7 @@ class TextOffsets:
 def chat_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], texts: TokenTextTable
 ) -> dict[str, object]:
-    """`logprobs` of a chat's choice."""
+    """Build `logprobs` of a chat choice."""
     content = [
         {
             **_chat_token(id_, found.logprob, texts),
@@ -81,10 +81,10 @@ def completion_logprobs(
     texts: TokenTextTable,
     offsets: TextOffsets,
 ) -> dict[str, object]:
-    """`logprobs` of the next tokens of a completion's choice, whose tokens before these `offsets`
+    """Build `logprobs` of the next tokens of a completion choice, whose earlier tokens `offsets`
     has counted.
 
-    The token's own logprob is among the alternatives, as OpenAI has it.
+    The token's own log-probability is among the alternatives, as in OpenAI's API.
     """
     tokens = [texts(id_) for id_ in token_ids]
     top: list[dict[str, float]] = []

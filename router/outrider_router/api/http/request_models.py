@@ -40,15 +40,15 @@ from outrider_router.api.http.structured_outputs import StrictModel, StructuredO
 from outrider_router.api.http.validation_errors import UNION_TAG
 
 MAX_CHOICES = 128
-"""Answers of one HTTP request: prompts times n."""
+"""Largest number of answers of one HTTP request: prompts times n."""
 MAX_TOKENIZED_CHARS = 1 << 19
-"""Characters of what /tokenize takes, all messages of a conversation together."""
+"""Largest number of characters that /tokenize takes, all messages of a conversation together."""
 MAX_DETOKENIZED_IDS = 1 << 17
-"""Ids that /detokenize takes."""
+"""Largest number of ids that /detokenize takes."""
 MAX_TIMEOUT_S = 7 * 86400.0
-"""A week."""
+"""Largest timeout in seconds: a week."""
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's own default of max_tokens in completions."""
+"""OpenAI's default of max_tokens in completions."""
 
 
 def _size(low: int, high: int) -> FieldInfo:

@@ -37,18 +37,23 @@ from outrider_router.api.http.unsupported_fields import (
 )
 
 DEFAULT_TEMPERATURE = 1.0
-"""OpenAI's; gRPC's default is 0."""
+"""OpenAI's default temperature; the default of the gRPC API is 0."""
 MASK64 = 2**64 - 1
 
 
 def completion_requests(
     body: CompletionRequest, request_id: RequestId | None
 ) -> tuple[GenerateRequest, ...]:
-    """One request a choice, those of a prompt side by side. Raises InvalidRequestError."""
+    """Translate a completion into router requests, one for each choice, those of a prompt side by
+    side.
+
+    Raises InvalidRequestError.
+    """
     refuse_unsupported(body.model_extra, COMPLETION)
     if body.echo and body.logprobs is not None:
         raise UnsupportedFieldError(
-            "echo with logprobs is not supported here: prompts have none", param="echo"
+            "echo with logprobs is not supported: prompt tokens have no log probabilities",
+            param="echo",
         )
     return _choices(
         body,
@@ -63,7 +68,7 @@ def completion_requests(
 def chat_requests(
     body: ChatCompletionRequest, request_id: RequestId | None
 ) -> tuple[GenerateRequest, ...]:
-    """One request a choice. Raises InvalidRequestError."""
+    """Translate a chat into router requests, one for each choice. Raises InvalidRequestError."""
     refuse_unsupported(body.model_extra, CHAT)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError(
@@ -80,7 +85,7 @@ def chat_requests(
 
 
 def completion_prompts(body: CompletionRequest) -> tuple[Prompt, ...]:
-    """The prompts of a completion: a text, texts, ids, or lists of ids."""
+    """Return the prompts of a completion: a text, texts, ids, or lists of ids."""
     match body.prompt:
         case str() as text:
             return (TextPrompt(text),)
@@ -159,7 +164,7 @@ def _choices(
 
 
 def choice_request_id(request_id: RequestId | None, number: int, count: int) -> RequestId | None:
-    """What the router knows one of `count` choices by; None: its client chose no id."""
+    """Return the request id of one of `count` choices; None: the client chose no id."""
     if request_id is None or count == 1:
         return request_id
     return RequestId(f"{request_id}-{number}")

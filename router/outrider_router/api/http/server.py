@@ -27,9 +27,9 @@ from outrider_router.requests.service import RouterService
 
 BACKLOG = 2048
 STOP_GRACE_S = 2
-"""Time that connections get to end when the server stops; requests have ended before."""
+"""Time in seconds that connections get to end when the server stops; requests have ended before."""
 CERTIFICATE_CHECK_S = 10.0
-"""Time between two looks whether the certificate has changed."""
+"""Time in seconds between two checks whether the certificate has changed."""
 _LOOK_S = 0.005
 _MAX_PORT = 65535
 
@@ -86,8 +86,8 @@ class HttpServer:
         self._renewing: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Bind and serve; the address. FailedPreconditionError if it cannot be bound, or its
-        certificate is no good."""
+        """Bind and serve; return the address. Raises FailedPreconditionError if the address cannot
+        be bound or the certificate is invalid."""
         config = self._service.config
         listener = bind_socket(
             self._address,
@@ -132,7 +132,7 @@ class HttpServer:
         return ConnectionSlots(most, refusals.labels(CONNECTIONS_EXHAUSTED).inc)
 
     async def stop(self) -> None:
-        """Close every connection; idempotent. The router's requests are ended before."""
+        """Close every connection. Idempotent. The router's requests must have ended before."""
         server, task = self._server, self._task
         self._server = self._task = None
         if self._renewing is not None:
@@ -159,17 +159,16 @@ async def _renew(context: ssl.SSLContext, tls: TlsConfig) -> None:
 def bind_socket(
     address: str, *, slow_reader_timeout_s: float, shared: bool = False
 ) -> socket.socket:
-    """A listening socket for host:port; `shared`: others may have one, too. Raises
-    FailedPreconditionError.
+    """Create a listening socket for host:port; with `shared`, other processes may listen there too.
 
-    A connection whose peer takes nothing for longer than a slow reader may is closed by the kernel,
-    where that can be told: the buffers of one that was given up do not stay.
+    The kernel closes a connection whose client reads nothing for longer than a slow reader may,
+    where the system supports it, so that its buffers are freed. Raises FailedPreconditionError.
     """
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     try:
         if not 0 <= int(port) <= _MAX_PORT:
-            raise ValueError(f"ports are in [0, {_MAX_PORT}]")
+            raise ValueError(f"the port must be in [0, {_MAX_PORT}]")
         family, kind, protocol, _, where = socket.getaddrinfo(
             host or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]

@@ -28,18 +28,18 @@ Schema = Annotated[
     | Annotated[NonEmptyText, Tag(f"{UNION_TAG}text")],
     Discriminator(_schema_kind),
 ]
-"""A JSON schema, as an object or as its text."""
+"""JSON Schema, as an object or as its text."""
 Choices = Annotated[list[NonEmptyText], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
 class StrictModel(BaseModel):
-    """Base of everything that clients send."""
+    """Base class of all request bodies."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
 class JsonSchema(StrictModel):
-    """OpenAI's way to name a schema."""
+    """JSON Schema with a name, in OpenAI's format."""
 
     name: str | None = None
     description: str | None = None
@@ -55,7 +55,7 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's `structured_outputs`; exactly one of them."""
+    """vLLM's `structured_outputs`; exactly one field may be set."""
 
     json_: Schema | None = Field(default=None, alias="json")
     json_object: bool | None = None
@@ -65,7 +65,7 @@ class StructuredOutputs(StrictModel):
 
 
 class StructuredOutputFields(StrictModel):
-    """The fields of a request that say which form its answer is to have; at most one of them."""
+    """Fields of a request that ask for a structured output; at most one may be set."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -76,7 +76,8 @@ class StructuredOutputFields(StrictModel):
 
 
 def structured_output_of(body: StructuredOutputFields) -> StructuredOutput | None:
-    """The form that is asked for. Raises InvalidRequestError for more than one, or half a one."""
+    """Return the structured output that is asked for. Raises InvalidRequestError for more than one,
+    or an incomplete one."""
     said = _of(
         "guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar
     )
@@ -142,7 +143,7 @@ def _invalid(message: str) -> InvalidRequestError:
 
 
 def structure_field(body: StructuredOutputFields) -> str:
-    """The field by which a body says which form its answer is to have, the first one of several."""
+    """Return the field by which a body asks for a structured output, the first one of several."""
     return next(
         (name for name in StructuredOutputFields.model_fields if getattr(body, name) is not None),
         "structured_outputs",

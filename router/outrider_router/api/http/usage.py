@@ -12,7 +12,8 @@ from outrider.wire.stats import SpecStats
 def usage_body(
     prompt_tokens: int, completion_tokens: int, stats: SpecStats | None = None
 ) -> dict[str, object]:
-    """OpenAI's `usage`; draft tokens are told as the predicted ones, once `stats` are known."""
+    """Build OpenAI's `usage`; draft tokens are reported as predicted ones once `stats` are
+    known."""
     told: dict[str, object] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -27,7 +28,7 @@ def usage_body(
 
 
 def total_usage_body(finishes: Sequence[FinishInfo], n: int) -> dict[str, object]:
-    """Of all choices; a prompt of `n` of them, which stand side by side, counts once."""
+    """Build `usage` of all choices; a prompt of `n` adjacent choices counts once."""
     return usage_body(
         sum(finish.usage.prompt_tokens for finish in finishes[::n]),
         sum(finish.usage.completion_tokens for finish in finishes),
@@ -36,7 +37,7 @@ def total_usage_body(finishes: Sequence[FinishInfo], n: int) -> dict[str, object
 
 
 def sum_stats(stats: Sequence[SpecStats]) -> SpecStats:
-    """The counters of several sessions."""
+    """Add up the counters of several sessions."""
     depths = zip_longest(*(each.accepted_per_depth for each in stats), fillvalue=0)
     return SpecStats(
         rounds=sum(each.rounds for each in stats),

@@ -63,7 +63,7 @@ Mistake = Mapping[str, Any]
 
 
 def describe_validation_errors(mistakes: Sequence[Mistake], body: object) -> InvalidRequestError:
-    """The error of a body with these mistakes; its `param` is "" where no field is to blame."""
+    """Return the error of a body with these mistakes; its `param` is "" if no field is at fault."""
     unsupported = _unsupported_turn(mistakes, body)
     if unsupported is not None:
         return unsupported
@@ -96,7 +96,7 @@ def _unsupported_in(message: object, where: str) -> UnsupportedFieldError | None
     role = message.get("role")
     if isinstance(role, str) and role in _TOOL_ROLES:
         return UnsupportedFieldError(
-            f"{where}.role {role!r} is not supported here, for there are no tools; it may be "
+            f"{where}.role {role!r} is not supported, because there is no tool calling; it may be "
             "'system', 'developer', 'user' or 'assistant'",
             param=f"{where}.role",
         )

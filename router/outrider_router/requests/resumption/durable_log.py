@@ -42,13 +42,15 @@ from outrider_router.requests.resumption.log_records import (
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
-"""Time between two looks: the disk's copy, the file's length, a failure to mend."""
+"""Time between two checks in seconds: flush to disk, length of the file, recovery from a
+failure."""
 MIN_BYTES = 4 << 20
-"""A shorter file is not written anew."""
+"""Length in bytes below which the file is not rewritten."""
 MAX_FILE_BYTES = 512 << 20
-"""What is read of a file at the start; one that is written by a router is far shorter."""
+"""Largest part of a file in bytes that is read at the start; files that routers write are far
+shorter."""
 REWRITE_FACTOR = 4
-"""A file is written anew when it is so many times as long as it then was."""
+"""Growth since the last rewrite at which the file is rewritten."""
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class _LoggedRequest:
 
 
 class DurableLog:
-    """The log of one router. Use from one event loop."""
+    """Log of one router. Use from one event loop."""
 
     def __init__(
         self,
@@ -108,11 +110,11 @@ class DurableLog:
 
     @property
     def is_failing(self) -> bool:
-        """Whether what clients are told is not in the log."""
+        """Whether clients receive tokens that are not in the log."""
         return self._failing
 
     def start_writing(self) -> None:
-        """Write the file anew, with what was adopted alone, and go on from there."""
+        """Rewrite the file with the restored requests only, and append to it from then on."""
         if not self._failing:
             try:
                 self._start_anew(self._write_new(self._snapshot()), b"")
@@ -121,7 +123,7 @@ class DurableLog:
         self._task = asyncio.create_task(self._run(), name="journal")
 
     async def close(self) -> None:
-        """Stop; what was written stays. Idempotent."""
+        """Stop writing; the file stays. Idempotent."""
         self._stop.set()
         if self._task is not None:
             await self._task
@@ -147,7 +149,8 @@ class DurableLog:
     def append_opened(
         self, opened: OpenedRequest, emitted: list[int], logprobs: list[TokenLogprobs]
     ) -> int:
-        """A request begins; its number. `emitted` and `logprobs` are the lists that will grow."""
+        """Log a new request and return its number. `emitted` and `logprobs` are the lists that will
+        grow."""
         self._last_number = self._last_number % MAX_NUMBER + 1
         while self._last_number in self._live:
             self._last_number = self._last_number % MAX_NUMBER + 1
@@ -158,11 +161,11 @@ class DurableLog:
         return self._last_number
 
     def append_emitted(self, rows: Sequence[EmittedRow]) -> None:
-        """New ids of requests, before anybody is told of them."""
+        """Log new ids of requests, before any client receives them."""
         self._write(encode_emitted(rows))
 
     def append_ended(self, number: int, finish: FinishInfo | None) -> None:
-        """A request is over; with a finish it is kept until it is forgotten."""
+        """Log the end of a request; with a finish it is kept until it is forgotten."""
         live = self._live.get(number)
         if live is None:
             return
@@ -172,7 +175,7 @@ class DurableLog:
             self.forget_request(number)
 
     def forget_request(self, number: int) -> None:
-        """A request need not be in the next file."""
+        """Leave a request out of the next rewrite."""
         self._live.pop(number, None)
 
     def _write(self, data: bytes) -> None:
@@ -191,7 +194,7 @@ class DurableLog:
     def _fail(self, error: Exception) -> None:
         if not self._failing:
             logger.error(
-                "the journal cannot be used; serving without",
+                "journal failed; serving without it",
                 extra={"journal": str(self.path), "why": str(error)},
             )
             self._failing = True
@@ -229,7 +232,7 @@ class DurableLog:
         finally:
             self._meanwhile = None
         if self._failing:
-            logger.warning("the journal is written again", extra={"bytes": self._size})
+            logger.warning("journal recovered", extra={"bytes": self._size})
             self._failing = False
             self._on_failing(False)
 
@@ -328,7 +331,7 @@ def _check_unlocked(name: Path) -> None:
 def _locked_error(name: Path) -> FailedPreconditionError:
     journal = name.with_name(name.name.removesuffix(".lock"))
     return FailedPreconditionError(
-        f"the journal {journal} belongs to another router that runs", reason="JOURNAL_LOCKED"
+        f"the journal {journal} is in use by another running router", reason="JOURNAL_LOCKED"
     )
 
 
@@ -345,16 +348,16 @@ def _read_file(path: Path, until: float) -> LogContents:
         if data:
             aside = path.with_name(path.name + ".unreadable")
             os.replace(path, aside)
-            logger.error("the journal is none of this version; put aside", extra={"as": str(aside)})
+            logger.error("journal of another version moved aside", extra={"as": str(aside)})
         return LogContents()
     contents = decode_log(data, is_late=lambda: time.monotonic() >= until)
     if contents.unread_bytes:
         logger.error(
-            "the journal takes too long to read; the rest is dropped",
+            "journal read timed out; the rest was dropped",
             extra={"unread_bytes": contents.unread_bytes},
         )
     if contents.num_damaged:
-        logger.error("parts of the journal are damaged", extra={"skipped": contents.num_damaged})
+        logger.error("damaged journal records skipped", extra={"skipped": contents.num_damaged})
     if contents.is_torn:
-        logger.warning("the journal's last record is incomplete, as a crash leaves it")
+        logger.warning("incomplete last journal record dropped")
     return contents

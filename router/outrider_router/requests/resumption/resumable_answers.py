@@ -32,14 +32,16 @@ from outrider_router.requests.running_requests import RequestEntry
 logger = logging.getLogger(__name__)
 
 EventWriter = Callable[[StreamEvent], Awaitable[None]]
-"""Passes one message on to a client; whatever it raises means that the client is gone."""
+"""Function that sends one message to a client; any exception means that the client is gone."""
 
 POLL_INTERVAL_S = 0.02
-"""Between two looks whether a restarted answer has come to where its client is."""
+"""Time between two checks whether a restarted answer has reached its client's position, in
+seconds."""
 MAX_FINISHED_ANSWERS = 4096
-"""Ended answers that are kept for their clients."""
+"""Largest number of finished answers that are kept for their clients."""
 MAX_FINISHED_BYTES = 64 << 20
-"""Of their texts, ids and log-probabilities, about."""
+"""Approximate largest size in bytes of the finished answers that are kept: texts, ids and
+log-probabilities."""
 _LOGPROB_BYTES = 100
 """Of one number, its id and what holds the two."""
 
@@ -96,7 +98,7 @@ class ResumableAnswer:
 
     @property
     def size_bytes(self) -> int:
-        """About what it holds."""
+        """Approximate memory size in bytes."""
         output = self.entry.output
         # All tokens have as many log-probabilities.
         told = len(output.logprobs) * (1 + len(output.logprobs[0].top)) if output.logprobs else 0
@@ -104,7 +106,7 @@ class ResumableAnswer:
         return 8 * ids + self.characters + _LOGPROB_BYTES * told
 
     def result(self) -> GenerateResult:
-        """All of it, once it has finished."""
+        """The complete answer, once the request has finished."""
         assert self.info is not None and self.finish is not None, "it ended without an error"
         return GenerateResult(
             request_id=self.info.request_id,
@@ -117,14 +119,14 @@ class ResumableAnswer:
         )
 
     async def add_event(self, event: StreamEvent) -> None:
-        """The request says something: remember it, and pass it on. For the request's own task."""
+        """Store a message of the request and send it to the client. For the request's own task."""
         self.store_event(event)
         listener = self._listener
         if listener is not None and listener.live:
             await self._tell(listener, event)
 
     def store_event(self, event: StreamEvent) -> None:
-        """Something was said, if to nobody."""
+        """Store a message without sending it."""
         match event:
             case Delta():
                 self.tokens += len(event.token_ids)
@@ -136,7 +138,7 @@ class ResumableAnswer:
                 self.info = event
 
     def finish_answer(self, error: OutriderError | None) -> None:
-        """The request is over; for its own task."""
+        """Record the end of the request. For the request's own task."""
         self.over = True
         self.error = error
         # An answer is kept for longer than its task, which holds all that it ran in.
@@ -146,11 +148,11 @@ class ResumableAnswer:
             self._listener.end()
 
     async def stream_from(self, position: StreamPosition, write: EventWriter) -> None:
-        """Tell a client everything behind a position, up to the end; for the client's call.
+        """Send a client all messages from a position to the end. For the client's call.
 
-        Whoever listened before hears AbortedError, reason TAKEN_OVER. Raises the request's error;
-        InvalidRequestError, reason INVALID_POSITION for a place that was not reached. Cancelling
-        this leaves the request to itself.
+        A client that listened before gets AbortedError, reason TAKEN_OVER. Raises the request's
+        error, and InvalidRequestError, reason INVALID_POSITION, for a position that was not
+        reached. Cancelling this does not affect the request.
         """
         self._check(position)
         listener = _AnswerListener(write)
@@ -168,19 +170,21 @@ class ResumableAnswer:
             self._leave(listener)
 
     def start_task(self, events: Coroutine[object, None, None]) -> asyncio.Task[None]:
-        """Start the task that takes the events in. Nobody listens yet: the grace time begins."""
+        """Start the task that reads the request's messages, and the grace time until a client
+        listens."""
         self._task = asyncio.create_task(events, name="resumable-request")
         self._wait_for_listener()
         return self._task
 
     def cancel_timer(self) -> None:
-        """Wait for nobody any more."""
+        """Stop waiting for a client."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def interrupt(self, error: OutriderError) -> None:
-        """The request is to end: whoever holds it up hears of it now, the others at the end."""
+        """Notify a client whose slow write delays the request that it must end; other clients hear
+        of it at the end."""
         listener = self._listener
         if self._telling and listener is not None:
             self._listener = None
@@ -200,7 +204,7 @@ class ResumableAnswer:
         comes = self.tokens < known and position.tokens <= known
         if self.over or not (comes or self.may_lag):
             raise InvalidRequestError(
-                f"request {position.request_id!r} has said {self.tokens} tokens and "
+                f"request {position.request_id!r} has sent {self.tokens} tokens and "
                 f"{self.characters} characters, not {position.tokens} and {position.characters}",
                 reason="INVALID_POSITION",
             )
@@ -233,7 +237,7 @@ class ResumableAnswer:
             # The listener has left, which must not keep the request from going on.
             self._task.uncancel()
         except Exception as error:
-            logger.debug("a client is gone", exc_info=error)
+            logger.debug("client disconnected", exc_info=error)
             listener.end(InternalError("the message could not be sent", reason="NOT_SENT"))
             self._leave(listener)
         finally:
@@ -246,7 +250,7 @@ class ResumableAnswer:
             self._stop_telling()
             previous.end(
                 AbortedError(
-                    f"the stream of request {self.entry.request_id!r} goes on in another call",
+                    f"the stream of request {self.entry.request_id!r} was resumed by another call",
                     reason="TAKEN_OVER",
                 )
             )
@@ -264,13 +268,15 @@ class ResumableAnswer:
 
     def _wait_for_listener(self) -> None:
         if not self.over and self._timer is None:
-            error = CancelledRequestError("its client did not come back", reason="ABANDONED")
+            error = CancelledRequestError(
+                "the client did not resume the stream in time", reason="ABANDONED"
+            )
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._grace_s, self.entry.fail_request, error)
 
 
 class AnswerStore:
-    """The resumable answers of one router: all that run, and for a while those that have ended."""
+    """Resumable answers of one router: all running ones, and recently finished ones."""
 
     def __init__(
         self,
@@ -293,11 +299,11 @@ class AnswerStore:
         return len(self._answers)
 
     def get_answer(self, request_id: RequestId) -> ResumableAnswer | None:
-        """The answer of a request that runs, or has ended of late."""
+        """Return the answer of a request that is running or finished recently; None otherwise."""
         return self._answers.get(request_id)
 
     def add_answer(self, entry: RequestEntry, *, may_lag: bool = False) -> ResumableAnswer:
-        """Begin an answer; an ended one of the same id is forgotten. `may_lag`: see
+        """Create an answer and forget a finished one of the same id. `may_lag` is explained at
         `ResumableAnswer.may_lag`."""
         previous = self._answers.get(entry.request_id)
         if previous is not None:
@@ -307,7 +313,7 @@ class AnswerStore:
         return answer
 
     def keep_finished(self, answer: ResumableAnswer, for_s: float | None = None) -> None:
-        """An answer is over; keep it for its client, within the bounds."""
+        """Keep a finished answer for its client, within the limits."""
         loop = asyncio.get_running_loop()
         seconds = self._grace_s if for_s is None else for_s
         self._kept[answer] = loop.call_later(seconds, self._forget, answer)
@@ -316,11 +322,11 @@ class AnswerStore:
             self._forget(next(iter(self._kept)))
 
     def drop_answer(self, answer: ResumableAnswer) -> None:
-        """An answer is over, and nobody will ask for it."""
+        """Forget a finished answer that no client will ask for."""
         self._forget(answer)
 
     def clear(self) -> None:
-        """Forget all, silently."""
+        """Forget all answers."""
         for timer in self._kept.values():
             timer.cancel()
         for answer in self._answers.values():

@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 RequestFactory = Callable[[], Awaitable[ValidatedRequest]]
 RequestHandler = Callable[[RequestEntry, RequestFactory], AsyncGenerator[StreamEvent, None]]
-"""Everything that a request says; closing it frees what it holds."""
+"""Function that yields the messages of a request; closing the iterator releases what it holds."""
 
 UNWANTED_REASONS = ("ABORTED", "ABANDONED")
-"""Reasons of errors after which nobody asks for an answer any more."""
+"""Reasons of errors after which no client asks for the answer any more."""
 REPRODUCIBLE_RULES = (Rule.GREEDY, Rule.COUPLED)
-"""Rules whose text depends on the prompt and the seed alone."""
+"""Acceptance rules whose text depends on the prompt and the seed alone."""
 
 
 class ResumableRequests:
@@ -71,13 +71,13 @@ class ResumableRequests:
         return len(self._answers)
 
     def get_answer(self, request_id: RequestId) -> ResumableAnswer | None:
-        """The answer of a request that runs, or has ended of late."""
+        """Return the answer of a request that is running or ended recently; None otherwise."""
         return self._answers.get_answer(request_id)
 
     def start_request(
         self, entry: RequestEntry, make: RequestFactory, *, may_lag: bool = False
     ) -> ResumableAnswer:
-        """Run a request in a task of its own. `may_lag`: see `ResumableAnswer.may_lag`."""
+        """Run a request in its own task. `may_lag` is explained at `ResumableAnswer.may_lag`."""
         answer = self._answers.add_answer(entry, may_lag=may_lag)
 
         async def make_logged() -> ValidatedRequest:
@@ -98,15 +98,16 @@ class ResumableRequests:
             answer.interrupt(error)
 
     def survives_restart(self, entry: RequestEntry) -> bool:
-        """Whether a request goes on where this router is started again."""
+        """Return whether a request continues after a restart of this router."""
         return entry.output.log_number != 0 and self._log is not None and not self._log.is_failing
 
     # ---- the log -------------------------------------------------------------------------------
 
     def open_log(self) -> None:
-        """Take the log up, if there is to be one, and run what ran when it was left.
+        """Open the log, if one is configured, and continue the requests that ran when it was
+        closed.
 
-        Raises FailedPreconditionError where another router has it.
+        Raises FailedPreconditionError if another router uses it.
         """
         if self._config.journal is None:
             return
@@ -126,7 +127,7 @@ class ResumableRequests:
                 self._restore(logged, self._log, contents.alive_at)
             except Exception:
                 # A file that was tampered with must not keep the router from serving.
-                logger.exception("a request of the journal could not be restored")
+                logger.exception("journal request not restored")
                 self._metrics.restored_requests.labels("dropped").inc()
         contents.requests.clear()
         self._log.start_writing()
@@ -146,7 +147,7 @@ class ResumableRequests:
         output.record_logged(self._log.append_opened(opened, output.token_ids, output.logprobs))
 
     def log_emitted(self, rows: Sequence[EmittedRow]) -> None:
-        """Ids that were appended to entries with a number; nobody has been told of them yet."""
+        """Log ids that were appended to logged entries, before any client receives them."""
         if self._log is not None:
             self._log.append_emitted(rows)
 
@@ -156,14 +157,14 @@ class ResumableRequests:
             self._log.append_ended(entry.output.log_number, finish)
 
     def prepare_close(self) -> None:
-        """From now on requests that fail stay in the log: whoever starts again goes on with them.
+        """Keep requests that fail from now on in the log, so that the next router continues them.
 
-        Before the first of them is failed: some of their tasks are about to run already.
+        Call it before the first of them fails, because their tasks may run at once.
         """
         self._closing = True
 
     async def close(self) -> None:
-        """Stop once all requests have ended."""
+        """Stop after all requests have ended."""
         self.prepare_close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._answers.clear()

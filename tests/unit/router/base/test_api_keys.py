@@ -95,7 +95,7 @@ def test_no_password_whatever_is_anything_but_refused(data: bytes) -> None:
         ({"a": {"sha256": "A" * 64}}, "64 hexadecimal"),
         ({"a": {}}, "missing configuration keys: keys.a.sha256"),
         ({"": key_of(ALICE)}, "1 to 64 characters"),
-        ({"a": key_of(ALICE), "b": key_of(ALICE)}, "once only"),
+        ({"a": key_of(ALICE), "b": key_of(ALICE)}, "one name only"),
         ({"a": key_of(ALICE, requests_per_s=-1.0)}, "finite and not negative"),
         ({"a": key_of(ALICE, max_tokens=-1)}, ">= 0"),
         ({"a": key_of(ALICE, max_concurent=1)}, "did you mean keys.a.max_concurrent"),

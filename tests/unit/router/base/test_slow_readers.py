@@ -67,7 +67,7 @@ async def never(_: int) -> None:
 
 
 async def test_a_reader_that_takes_nothing_for_too_long_is_left_with_a_typed_error() -> None:
-    with pytest.raises(ResourceExhaustedError, match="took nothing") as raised:
+    with pytest.raises(ResourceExhaustedError, match="read nothing") as raised:
         async with with_write_timeout(never, slow_reader_timeout_s=0.05) as timed:
             await timed(1)
     assert raised.value.reason == "SLOW_READER"

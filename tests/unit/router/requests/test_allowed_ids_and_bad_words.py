@@ -50,7 +50,7 @@ def test_allowed_ids_are_told_once_each(tokenizer: Tokenizer) -> None:
 
 
 def test_what_cannot_be_is_refused_by_name(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidRequestError, match="allowed_token_ids holds 259"):
+    with pytest.raises(InvalidRequestError, match="allowed_token_ids contains 259"):
         made(tokenizer, allowed_token_ids=(VOCAB,))
     with pytest.raises(InvalidRequestError, match="each of bad_words must be 1 to 64 ids"):
         made(tokenizer, bad_words=("a" * 257,))

@@ -224,7 +224,7 @@ async def test_operators_add_and_remove_drafters_by_command(
             await it.settle(d0=3, d1=3)
             command = ["drafters", "remove", "d0", "--pool", address]
             assert await asyncio.to_thread(main.main, command) == 0
-            assert "3 sessions went to other drafters, 0 decode" in capsys.readouterr().out
+            assert "3 sessions moved to other drafters, 0 decode" in capsys.readouterr().out
             await it.settle(d1=6)
             with pytest.raises(NotFoundError):
                 await asyncio.to_thread(remove_drafter, address, "d0")

@@ -97,7 +97,7 @@ async def test_a_journal_that_cannot_be_had_is_served_without_until_it_can(
     log.start_writing()
     assert log.is_failing and states == [True] and log.contents.requests == {}
     assert [(r.levelname, r.message) for r in caplog.records] == [
-        ("ERROR", "the journal cannot be used; serving without")
+        ("ERROR", "journal failed; serving without it")
     ]
     emitted: list[int] = []
     number = log.append_opened(OPENED, emitted, [])

@@ -113,7 +113,7 @@ def test_a_logit_bias_reaches_the_session_and_must_name_ids_of_the_model() -> No
     biased = SamplingOptions(logit_bias=((9, 1.5), (0, -100.0)))
     given = make_sampling(biased, seed=9, vocab_size=10)
     assert given.logit_bias == ((9, 1.5), (0, -100.0))
-    with pytest.raises(InvalidRequestError, match="logit_bias holds 9"):
+    with pytest.raises(InvalidRequestError, match="logit_bias contains 9"):
         make_sampling(biased, seed=9, vocab_size=9)
     with pytest.raises(InvalidRequestError, match="amounts of logit_bias"):
         make_sampling(SamplingOptions(logit_bias=((0, 101.0),)), seed=9, vocab_size=9)
@@ -151,5 +151,5 @@ def test_min_tokens_raises_the_default_and_may_not_exceed_an_explicit_maximum() 
 
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="holds 100"):
+    with pytest.raises(InvalidRequestError, match="at most 100"):
         budget(100)
