@@ -38,8 +38,8 @@ class AbortSender:
         return self._tell(self._channels.current, left) if left else asyncio.gather()
 
     async def send_all(self, channel: grpc.aio.Channel) -> None:
-        """Have all aborted that are wanted, and wait until the router was told of these and of
-        others, within a bound; then end the calls of streams."""
+        """Send all pending aborts, wait within a bound until the router has received these and
+        earlier ones, then cancel the calls of streams."""
         self._tell(channel, self.wanted.take_all())
         await asyncio.gather(*self._telling, return_exceptions=True)
         for call in list(self.calls):
@@ -69,8 +69,8 @@ def is_cancelled() -> bool:
 async def await_answer(
     channels: ChannelPool[grpc.aio.Channel], call: Awaitable[AnswerT]
 ) -> AnswerT:
-    """What a call answers. Raises CancelledRequestError where the client was closed meanwhile:
-    grpc.aio reports that as if the caller were cancelled."""
+    """Await the response of a call. Raises CancelledRequestError if the client was closed
+    meanwhile, which grpc.aio reports as a cancellation by the caller."""
     try:
         return await call
     except asyncio.CancelledError:

@@ -38,8 +38,9 @@ class ChannelPool(Generic[ChannelT]):
         return self._current
 
     def report_broken(self, channel: ChannelT, problem: OutriderError) -> ChannelT | None:
-        """A call on `channel` failed with `problem`; the one to be closed now, if any. Raises
-        CancelledRequestError (CLIENT_CLOSED) where the call failed because all were closed."""
+        """Replace `channel` after a call on it failed with `problem`, if that was a connection
+        error. Returns an old channel that is to be closed now, if any. Raises CancelledRequestError
+        (CLIENT_CLOSED) if the client was closed."""
         self.check_open()
         # Another connection may lead to another router.
         if not (isinstance(problem, ConnectionLostError) or is_elsewhere(problem)):

@@ -64,8 +64,8 @@ class CollectedStream:
         self.problem = self.problem or error
 
     def result(self) -> GenerateResult:
-        """The complete answer. Raises the error of a stream that failed, as often as it is asked
-        for; InternalError if the stream ended without its last message."""
+        """Return the complete answer. If the stream failed, every call raises its error. Raises
+        InternalError if the stream ended without its last message."""
         if self.problem is not None:
             raise self.problem
         if self.info is None or self.finish is None:

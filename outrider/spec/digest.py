@@ -39,8 +39,8 @@ token by plain numbers a third of one."""
 def extend_digest(digest: int, token_ids: Iterable[int] | NDArray[np.integer]) -> int:
     """Digest of the prefix with `token_ids` (>= 0) appended; in [0, 2^64).
 
-    An array costs about half of what a list of the same ids does: a chain can only be followed
-    link by link, but what the ids contribute is worked out at once.
+    An array takes about half the time of a list of the same ids: the ids are hashed in one vector
+    operation, and only their combination is sequential.
     """
     if isinstance(token_ids, np.ndarray):
         words: Iterable[int] = _token_words(token_ids).tolist()
@@ -61,9 +61,9 @@ def extend_ragged(
 ) -> NDArray[np.uint64]:
     """Digests [B] of many prefixes, each with its part of `token_ids` (>= 0) appended.
 
-    counts [B]: how many tokens each prefix gets; they own consecutive parts of `token_ids`. A
-    step is taken for all prefixes that still have tokens left; where these are few, each is
-    followed alone from there on, as a prompt among sessions that decode.
+    counts [B]: how many tokens each prefix gets; they own consecutive parts of `token_ids`. All
+    prefixes with tokens left advance together. When only a few are left, as with one long prompt
+    among decoding sessions, these are finished one by one.
     """
     result = digests.copy()
     if not len(token_ids):

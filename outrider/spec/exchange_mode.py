@@ -12,6 +12,5 @@ EXCHANGE_MODES: Final = (AUTO, ON, OFF)
 
 
 def may_exchange(mode: str, device: str) -> bool:
-    """Whether a process that computes on this torch device may exchange with the memory of another
-    one's."""
+    """Whether a process that computes on this torch device may use the exchange between devices."""
     return mode == ON or (mode == AUTO and device.partition(":")[0] == "cuda")

@@ -80,10 +80,11 @@ def noise_keys(stream_keys: Words, positions: Words) -> NDArray[np.uint64]:
 
 
 def prefix_keys(stream_keys: Words, digests: Words) -> NDArray[np.uint64]:
-    """Keys of a stream for one prefix alone, by broadcasting its keys with prefix digests.
+    """Combine the keys of a stream with prefix digests, by broadcasting: mix64(stream_key ^
+    digest).
 
-    mix64(stream_key ^ digest). Drafts that are made before it is known whether they will be used
-    draw from these: two drafts for one position share no noise unless they continue one prefix.
+    Drafts that are made before it is known whether they will be used draw from these. Two drafts
+    for a position get the same noise only if they continue the same prefix.
     """
     return mix64_array(np.asarray(_words(stream_keys) ^ _words(digests), dtype=np.uint64))
 

@@ -21,10 +21,11 @@ MAX_FAN_OUT = 64
 
 
 def default_depth(num_nodes: int) -> int:
-    """Levels of a tree whose plan leaves them open: 4 for 7 nodes, 5 for 16, 6 for 32, 7 for 64.
+    """Default number of levels of a tree of `num_nodes` nodes: 4 for 7 nodes, 5 for 16, 6 for 32, 7
+    for 64.
 
-    Fewer are cheaper to draft, and cost more than they save: SmolLM2-135M's trees of 7 emit 3.10
-    tokens a round at T = 0 with 3 levels and 3.37 with 4 (14 prompts, 80 tokens).
+    Fewer levels are cheaper to draft, but the lost acceptance costs more: SmolLM2-135M's trees of 7
+    emit 3.10 tokens a round at T = 0 with 3 levels and 3.37 with 4 (14 prompts, 80 tokens).
     """
     return max(2, (num_nodes + 1).bit_length())
 
@@ -75,8 +76,8 @@ class SpeculationPlan:
     depth: int = 0
     """Levels of a tree; 0 lets the drafter choose. A chain's depth is draft_tokens."""
     look_ahead: int = 0
-    """Rounds drafted ahead of the verdict, in [0, 1]; 0 is lock-step. A verifier whose planner
-    decides takes 1 for leave to do so."""
+    """Rounds drafted ahead of the verdict, in [0, 1]; 0 is lock-step. If the verifier's planner
+    decides, 1 allows look-ahead but does not force it."""
     fan_out: int = 0
     """Predicted outcomes pre-drafted per round when look_ahead > 0, in [0, 64]; 0 lets the drafter
     choose."""

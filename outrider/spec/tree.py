@@ -31,10 +31,8 @@ class DraftTree:
     ordered best first, except where a draft distribution comes with the tree: there they are in the
     order in which they were drawn.
 
-    A tree that is judged with its draft distribution must have a *shape* that was fixed without
-    looking at the sampled tokens of the node's own level and below (which nodes have how many
-    children, by rank of drawing): choosing among drawn tokens would change the distribution they
-    were drawn from.
+    Under the rejection rule, decide how many children a node gets before they are sampled. A
+    selection among sampled tokens would change the distribution that they were drawn from.
     """
 
     tokens: NDArray[np.int32]

@@ -67,10 +67,10 @@ def truncate_chains(
     counts: NDArray[np.int64],
     others: NDArray[np.int32] | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Chains: tokens words int32 [>= B, K], as many of each as counts int64 [B] say, and what else
-    might have been drafted, int32 [>= B, K, A]. Of those that begin in a grammar, what may stand
-    there (`ChainTruncation`); nothing where the grammar does not lead. Not for draws from a
-    distribution."""
+    """Cut chains to what their grammars allow (`ChainTruncation`). `words` int32 [>= B, K]: tokens;
+    `counts` int64 [B]: length of each chain; `others` int32 [>= B, K, A]: alternative tokens.
+    Returns new words and counts; a chain without a grammar is unchanged. Not for chains that are
+    drawn from a distribution."""
     bound = [row for row, start in enumerate(starts) if start is not None]
     if not bound:
         return words, counts

@@ -113,9 +113,9 @@ class ProposalScorer:
         first: int = 0,
         warps: bool,
     ) -> Tensor:
-        """Score proposals, whose places are held from row `first` on: int32 [B, P, 2, c],
-        candidates and the bits of their log-probs, which land. Launches that hold more come later.
-        warps: whether sessions may warp their logits."""
+        """Launch the scoring of proposals, whose places are stored from row `first` on. Returns
+        int32 [B, P, 2, c]: candidates and the bits of their log-probs, copied to the host
+        asynchronously. `warps`: whether sessions may process their logits."""
         size, num_rows = staged.rows.tokens.shape
         self._given.stage_proposals(nodes, placed, size, first)
         warp = self._rows.warp.state if warps else None

@@ -62,8 +62,11 @@ SCORE_SIZES: Final = {False: (1, 4, 8, 16, 32), True: (1, 4, 8)}
 
 
 class Buckets(NamedTuple):
-    """What is captured of each form: a head's launches are short and many, a model's are many
-    times as long, and rows change little of the time that its weights take to read."""
+    """Sizes for which CUDA graphs are captured.
+
+    A head has many short launches, so its sizes have fine steps. Launches of a draft model are many
+    times as long and mostly read weights, so coarse steps suffice.
+    """
 
     rows: tuple[int, ...] = (4, 8, 16)
     """Rows of a catch-up that is part of a draft; longer ones are written ahead."""

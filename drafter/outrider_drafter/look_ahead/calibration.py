@@ -59,10 +59,10 @@ class OutcomePredictor(Protocol):
 class OutcomeCalibration:
     """Calibrated probabilities of outcomes, by depth, rank and the proposer's own probability.
 
-    P(the path ends at a place) x P(a candidate follows there), as observed shares with the
-    proposer's probability as prior. Before that, the proposer's distribution is sharpened: its
-    log-probs are multiplied by one number fitted to the emitted tokens, since a bias that is the
-    same everywhere is seen long before a cell has enough observations.
+    An outcome's probability is P(the path ends at a node) x P(a candidate follows there). Both are
+    estimated from observed shares per cell of depth and probability, with the proposer's
+    probability as prior. First all log-probs are scaled by one fitted factor, which needs far fewer
+    observations than the cells do.
     """
 
     def __init__(self, sharpness: float = 1.0) -> None:
@@ -114,8 +114,8 @@ class OutcomeCalibration:
         return found
 
     def observe(self, depths: Indices, logprobs: NDArray[np.float32], columns: Indices) -> None:
-        """At places of these depths [m] candidate columns[i] was emitted; -1: none of them. Places
-        without candidates, which nobody looked at, say nothing."""
+        """Record which candidate was emitted at each place. `depths` [m]; `columns` [m]: index of
+        the emitted candidate, -1 if none. Places without candidates are ignored."""
         looked = (logprobs > -np.inf).any(axis=1)
         depths, logprobs, columns = depths[looked], logprobs[looked], columns[looked]
         told = _with_rest(logprobs)
@@ -195,11 +195,10 @@ _SPREAD_PRIOR: Final = 8.0
 
 
 class RankCalibration:
-    """Of the rejection rule: gains by depth and rank alone, as earlier verdicts taught them.
+    """Expected gains under the rejection rule, learned by depth and rank.
 
-    A node's place among its siblings is that in which it was drawn, and a candidate's rank is that
-    in the distribution of its place, drawn children left out: no probability of a drawn token
-    matters.
+    Siblings are ordered as they were drawn. Candidates are ranked by probability among the tokens
+    that were not drawn. The probabilities of drawn tokens are not used.
     """
 
     def __init__(self) -> None:

@@ -176,10 +176,10 @@ _SLOWNESS: Final = 16
 
 
 class LookAheadBudget:
-    """Times of draft steps and verdicts, and the decisions on passes. All from one thread.
+    """Times of draft steps and verdicts, and the decisions on passes. Use it from one thread.
 
-    Without calls of `record_poll`, nothing is known of when verdicts come, and every pass is made
-    whole.
+    Without calls of `record_poll` the arrival times of verdicts are unknown, and no pass is cut
+    short.
     """
 
     def __init__(self, now: Callable[[], float], *, in_time: bool) -> None:
@@ -388,8 +388,8 @@ def plan_pass_start(
     foreseen: Callable[[float], float],
     fan_out: int,
 ) -> PassPlan:
-    """Whether to begin a pass, and over how many of the sessions `able`, best first (indices of
-    S). foreseen: the probability of a hit, by outcomes of a session; at most `fan_out`."""
+    """Decide whether to start a pass and how many sessions of `able` to include (indices into S,
+    best first). `foreseen(n)`: hit probability with n outcomes per session, n at most `fan_out`."""
     first = min(stakes.seconds_to_verdict)
     best, found = _MIN_GAIN * len(able), NO_PASS
     for size in SESSION_BUCKETS:

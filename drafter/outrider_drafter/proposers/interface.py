@@ -222,8 +222,9 @@ class LookAheadProposer(Proposer, Protocol):
     """A proposer that can draft for outcomes before they happen."""
 
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
-        """Catch up, then say what the target may emit at each place of these proposals, from the
-        freshest features; K/V of the draft rows stays until the next call but `branch`."""
+        """Catch up, then score what the target may emit at each place of these proposals, from the
+        newest features. The K/V of the draft rows stays until the next call of another method than
+        `draft_outcomes`."""
         ...
 
     def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:

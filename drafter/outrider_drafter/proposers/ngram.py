@@ -35,8 +35,8 @@ def find_continuation(
     """Up to `count` tokens that continue `tokens` as an earlier occurrence of its end did.
 
     The longest suffix (of max_match .. min_match tokens) that occurred before decides, at its most
-    recent occurrence. A continuation that runs into the end goes on with what it has produced: a
-    period is continued, not cut. Empty if nothing matches.
+    recent occurrence. If the copy reaches the end of `tokens`, it goes on with the tokens that it
+    has just copied, so that repeating text keeps repeating. Empty if nothing matches.
     """
     last = len(tokens) - 1
     if last < 1 or count <= 0:

@@ -84,8 +84,8 @@ def score_proposals(
 
 
 def draft_outcomes(ahead: ScoredProposals, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
-    """Draft for outcomes; all that there is room for together, then the rest, as often as it
-    takes. What can never be drafted is left out."""
+    """Draft for outcomes in as few batches as fit. Outcomes that can never be drafted are left
+    out."""
     forest = ahead.forest
     waiting: list[tuple[int, GrowthJob]] = []
     for index, outcome in enumerate(outcomes):

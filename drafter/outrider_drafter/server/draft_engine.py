@@ -206,10 +206,10 @@ class DraftEngine:
             self._unbooked.append(partial(self.metrics.batch_sessions.observe, len(sessions)))
 
     def run_look_ahead(self) -> Generator[OutgoingProposals]:
-        """Draft for outcomes that have not happened; to be called when no draft is wanted.
+        """Draft for possible outcomes of running rounds; to be called when no draft is wanted.
 
-        Yields what is ready together, which may be nothing. When a message waits the iterator must
-        be closed before it is taken in: sessions may move by it. The rest is for the next one.
+        Yields proposals in batches, which may be empty. Close the iterator before a message is
+        processed, because a message may move sessions. The next call drafts the rest.
         """
         if len(self._unbooked) >= _MAX_UNBOOKED:
             self.update_metrics()

@@ -126,9 +126,10 @@ class ChosenOutcomes(NamedTuple):
 def best_outcomes(
     layout: CandidateLayout, gains: Floats, proposal: int, *, room: int, count: int
 ) -> ChosenOutcomes:
-    """Up to `count` outcomes of a proposal by expected gain [P, c]; those that cannot be are left
-    out: children of the place, and what leaves no `room` (levels that the proposal itself has room
-    for) for a draft of one level. Ties go to the lower place, then to the lower candidate."""
+    """Choose up to `count` outcomes of a proposal by expected gain [P, c]. Impossible outcomes are
+    left out: tokens that are already children of the node, and nodes too deep for another draft
+    level. `room`: levels that the proposal may have. Ties go to the lower place, then to the lower
+    candidate."""
     first = int(layout.roots[proposal])
     last = proposal + 1 == len(layout.roots)
     mine = slice(first, len(gains) if last else int(layout.roots[proposal + 1]))
@@ -148,8 +149,8 @@ def best_outcomes(
 
 
 def num_worthwhile(gains: Floats) -> int:
-    """How many of these outcomes [K], of all sessions, best first, are worth a draft: one launch of
-    the largest size that pays for its rows."""
+    """Return how many of these outcomes [K], sorted best first over all sessions, are worth
+    drafting: the largest launch size whose expected gain justifies its rows."""
     count = 0
     for size in OUTCOME_BATCH_SIZES:
         added = gains[count:size]

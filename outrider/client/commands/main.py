@@ -92,8 +92,9 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The flags of a command; those in the file that `serve --config` names count first. Raises
-    NotFoundError and InvalidRequestError for that file."""
+    """Parse a command's flags. Flags on the command line override those in the file that `serve
+    --config` names. Raises NotFoundError or InvalidRequestError if that file is missing or
+    invalid."""
     args = make_parser().parse_args(arguments)
     if args.command != "serve" or args.config is None:
         return args

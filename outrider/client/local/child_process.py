@@ -72,8 +72,8 @@ class ChildProcess:
         return None if self._process is None else self._process.poll()
 
     def start(self) -> None:
-        """Start it (again). Raises OSError or RuntimeError where the system has no process, file
-        descriptor or thread to give; it can be tried again then."""
+        """Start or restart the process. Raises OSError or RuntimeError if the system is out of
+        processes, file descriptors or threads; the caller may try again."""
         self.close()
         self._said = threading.Event()
         self.ready = {}

@@ -47,8 +47,8 @@ class ProcessPlacement:
 
 
 def count_gpus() -> int:
-    """CUDA devices that processes started here will see. Imports no torch; a driver whose devices
-    cannot be listed counts as one."""
+    """Return the number of CUDA devices that processes started here will see. Imports no torch. A
+    driver that does not list its devices counts as one device."""
     present = _count_present()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:

@@ -216,8 +216,8 @@ class RequestRun:
         self._context.admission.remove_request(self._entry.request_id)
 
     def relocate(self, peer: VerifierPeer, until: float) -> None:
-        """Have the session leave `peer`, which stops at `until`, clock time in seconds, as soon as
-        another verifier has capacity. Nothing happens if the session is not on it."""
+        """Move the session from `peer` to another verifier as soon as one has capacity. `until`:
+        clock time in seconds at which `peer` stops. No-op if the session is not on `peer`."""
         session, lifecycle = self._session, self._entry.lifecycle
         if (
             session is not None

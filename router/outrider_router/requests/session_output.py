@@ -279,10 +279,10 @@ class EventDispatcher:
         for an end, otherwise at the pacer's pace.
 
         A row with more ids than its request may have, with ids beyond the vocabulary, or without
-        the log-probabilities that its request wants becomes a malformed one. Ids behind a stop
-        string are dropped, and so are those of sessions without a listener: they are counted
-        nowhere. A request that has all ids that it may have is over, whether its verifier says so
-        or not.
+        the log-probabilities that its request wants becomes a malformed one. Tokens after
+        a stop string, and tokens of sessions that nobody reads, are dropped and appear in no
+        metric. A request that has reached its token limit ends, even if its verifier has not
+        reported the end.
         """
         self._on_events()
         news = _MessageUpdates(self._clock())

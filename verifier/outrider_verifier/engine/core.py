@@ -331,9 +331,8 @@ class EngineCore:
             self.draft_recovery.add_session(session)
 
     def forget_remote_drafts(self) -> None:
-        """The drafter on another device is gone: its sessions decode plainly, or with n-grams,
-        until there is another one. No host has their features, so messages cannot tell a
-        drafter."""
+        """Forget the drafter on another device. Its sessions decode plainly until another one is
+        attached: their features exist on the GPU alone, so they cannot be sent by messages."""
         self.touched += 1
         self.draft_recovery.clear()
         for session in self.sessions.values():

@@ -14,13 +14,12 @@ def move_session(
     drafters: SessionAnnouncer,
     policy: SpeculationPolicy,
 ) -> bool:
-    """Let this drafter draft for the session from its present prefix on; whether it does. None:
-    nobody is to, and it decodes plainly until it is moved again.
+    """Assign `drafter_id` to the session, starting at its current prefix; None removes the drafter.
+    Returns whether the assignment is in force.
 
-    A drafter must be attached and able to follow: where the features of before are not held any
-    more, the session keeps the drafter that it has. A proposal that is there stays usable: it names
-    its prefix, not its drafter; but not where nobody drafts any more, for then nothing follows the
-    prefix.
+    The drafter must be attached. If the earlier features were dropped, the session keeps its old
+    drafter. A waiting proposal stays usable, unless `drafter_id` is None: then nothing would follow
+    its prefix.
     """
     if session.in_process_draft_length:
         return False

@@ -79,7 +79,7 @@ class InFlightRound:
 
 
 def make_verify_row(session: Session, held: HeldProposal) -> VerifyRow:
-    """A row with what of a proposal may stand."""
+    """Build the verify row of a session; drafts beyond the session's limits are cut."""
     if held.is_hit:
         # So its drafter is well, whatever came late before.
         session.has_stalled_drafter = False

@@ -205,11 +205,11 @@ class RoundExecutor:
             self.finish_round()
 
     def finish_round(self, *, go_on: bool = False, alone: bool = True) -> None:
-        """Wait for the round in flight and act on its outcome; no-op if there is none. `go_on`: if
-        drafts for what it emitted are there already, submit the next round before anybody is told.
-        `alone`: whether no round was submitted behind it.
+        """Wait for the round in flight and commit its outcome; no-op if there is none. `go_on`: if
+        the next drafts are already there, submit the next round before the results are sent.
+        `alone`: whether no round was submitted behind this one.
 
-        On a lost device it is dropped; its sessions have yet to be failed.
+        If the device is lost, the round is discarded, and the caller must fail its sessions.
         """
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None or self.failing.device_lost:

@@ -28,7 +28,7 @@ def choose_prompt_chunks(
     """The prompt tokens that join a round: by priority, then in order of opening, up to
     `limits.prefill_tokens`, whether or not sessions decode in it.
 
-    So those who decode pay for prompts with longer rounds, and prompts never queue behind them:
+    Prompts make rounds longer for decoding sessions, but a prompt never waits for those sessions:
     a session whose prompt waits decodes nothing, and all prompts are computed sooner or later.
     """
     if not prefilling:
@@ -72,9 +72,9 @@ def plan_drafted(
     limits: RoundLimits,
     prefilling: Sequence[RowState] = (),
 ) -> RoundPlan | None:
-    """The next round where every session that decodes has a usable proposal, with so many nodes,
-    and gives way to no prompt: nobody is waited for, so there is nothing to weigh. None if not all
-    fit one round: then see `plan_round`."""
+    """The next round if every decoding session has a usable proposal, of so many `nodes`, and none
+    must yield to a prompt; so no row is waited for. None if they do not all fit one round: then see
+    `plan_round`."""
     if not session_ids or len(session_ids) + sum(nodes) > limits.decode_tokens:
         return None
     return RoundPlan(
@@ -121,11 +121,11 @@ def plan_round(
     starts only `batch_wait_s`, or `batch_wait_rounds`, after its first row became ready, so that
     proposals of one draft batch share it; or after the last round ended, `idle_since`, if that was
     later: else the sessions of two rounds, each ready while the other runs, would never share one.
-    Few are waited for as many times shorter as they are fewer than those that wait for them.
+    If fewer rows are awaited than are ready, the waiting time is multiplied by awaited / ready.
     `max_rows`: of a half, where sessions take turns (`two_batch_overlap`); nothing is gathered
     beyond half of one. A row whose proposal was there before it could be used, by look-ahead,
-    gathers only as long as `is_waiting_worthwhile` says. Rows of a lower priority than a prompt's
-    give way to it, up to `yield_s`, and it waits for nobody.
+    waits only as long as `worthwhile_wait_s` says. Rows of a lower priority than a prompt's yield
+    to it, up to `yield_s`, and the prompt does not wait for other rows.
     """
     prefilling, ready, deadlines = _sorted_out(rows, now)
     if not ready and not prefilling:
@@ -174,18 +174,18 @@ def _window_s(
             window_s = rounds_s
     window_s *= min(1.0, awaited / max(1, len(ready)))
     if any([entry.hit for entry in ready]):
-        return min(window_s, is_waiting_worthwhile(len(ready), awaited, times))
+        return min(window_s, worthwhile_wait_s(len(ready), awaited, times))
     return window_s
 
 
-def is_waiting_worthwhile(ready: int, awaited: int, times: RoundEstimates) -> float:
-    """How long `ready` rows that could go at once wait, from the last round's end, for `awaited`
-    ones whose drafts were not there.
+def worthwhile_wait_s(ready: int, awaited: int, times: RoundEstimates) -> float:
+    """Return how long, in seconds from the last round's end, `ready` rows wait for `awaited` ones
+    whose drafts had not arrived.
 
-    Going at once costs those that wait the rest of the round, for they join the next one. Waiting
-    for their answer costs the rows that are ready that long. So waiting pays up to
-    awaited / (ready + awaited) of a round; and where the answer is known to take longer, or nothing
-    is known of it, not at all.
+    Starting at once costs the awaited rows the rest of the round, since they join the next one.
+    Waiting for their drafts costs the ready rows that time. So waiting pays up to awaited / (ready
+    + awaited) of a round, and not at all if the drafts are known to take longer or nothing is known
+    of them.
     """
     max_s = times.round_s * awaited / (ready + awaited)
     return max_s if 0.0 < times.answer_s <= max_s else 0.0

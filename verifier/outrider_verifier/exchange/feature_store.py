@@ -167,8 +167,9 @@ class FeatureStore:
         self._next[handle] = place
 
     def append_each(self, sessions: Sequence[int], rows: NDArray[np.generic]) -> None:
-        """Add the next position's feature of each of n sessions by their handles, all different:
-        rows [n, H], which are copied; no-op for those without any. Handle -1 is nobody's."""
+        """Append the feature of the next position to each of n sessions. `sessions`: distinct
+        handles; `rows` [n, H] are copied. Sessions whose features are not kept are skipped; -1 is
+        never a valid handle."""
         self.run_deferred()
         if len(sessions) < MAX_SINGLE_ROWS:
             for number, handle in enumerate(sessions):

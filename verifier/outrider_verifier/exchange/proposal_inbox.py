@@ -362,8 +362,8 @@ class ProposalInbox:
         return [_NONE if kept is None else kept.nodes for kept in usable]
 
     def take_proposals(self, handles: Sequence[int]) -> list[HeldProposal]:
-        """Remove and return the proposals for these sessions' current prefixes; all must have
-        one. Those without distributions are entries of one message."""
+        """Remove and return the proposals for these sessions' current prefixes; all must have one.
+        Proposals without draft distributions are returned as entries of one common message."""
         device_slots = [self._device_slots[handle] for handle in handles]
         taken = [
             device_slot.usable for device_slot in device_slots if device_slot.usable is not None

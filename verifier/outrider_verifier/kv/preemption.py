@@ -104,9 +104,9 @@ class KVPoolState:
 def can_all_run(
     *, max_blocks: int, sessions: int, total_blocks: int, bounds: PreemptionLimits
 ) -> bool:
-    """Whether so many sessions, those that wait among them, can all run and none will ever want for
-    a block, however long answers get: `max_blocks` is what they may have to hold, all together.
-    Then `plan` would preempt nobody and `admit_all`."""
+    """Return whether `sessions`, those that wait included, can all run to their maximum length
+    without a preemption. `max_blocks`: blocks that they need together at most. If true,
+    `plan_preemption` would preempt no session."""
     reserve = bounds.reserved_blocks(sessions, total_blocks)
     return max_blocks + reserve <= total_blocks and sessions <= bounds.max_running
 
@@ -130,8 +130,8 @@ Action = Preempt | AdmitSession
 
 
 def plan_preemption(state: KVPoolState, bounds: PreemptionLimits) -> list[Action]:
-    """What to do now, in this order. Afterwards every running session finds the blocks for its next
-    rounds free; if anybody is being served, somebody runs."""
+    """Return the preemptions and admissions to carry out now, in order. Afterwards every running
+    session has free blocks for its next rounds, and at least one session runs if there is any."""
     book = _PoolLedger(state, bounds)
     book.preempt_for_growth()
     for claim in sorted(state.waiting, key=bounds.admission_order):

@@ -225,9 +225,9 @@ class ModelRunner(Protocol):
         ...
 
     def suspend_session(self, session: Session, swap: SwapSpace | None) -> bool:
-        """Take a session's K/V blocks and its place on the device; it takes part in rounds, and
-        none with it is in flight. With `swap` what is committed is copied there if the budget has
-        room. Whether that was done: else the prefix is to be run again."""
+        """Release a session's K/V blocks and its slot on the device. The session must take part in
+        rounds and have none in flight. With `swap`, its committed K/V is copied to that host memory
+        if it has room. Returns whether it was copied; if not, the prefix must be computed again."""
         ...
 
     def prefetch_session(self, session: Session) -> bool:

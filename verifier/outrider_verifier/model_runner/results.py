@@ -299,8 +299,8 @@ def _columns(session: Session) -> tuple[int, int, int, bool, bool]:
 
 
 def has_drafter_link(session: Session) -> bool:
-    """Whether a drafter hears by messages of what the session commits; of one that has ended, and
-    whose place another may have, nobody does."""
+    """Whether a drafter receives this session's committed tokens by messages. False for ended
+    sessions, because another session may have taken their slot."""
     return session.spec.drafter_id is not None and not (
         session.is_speculation_off or session.phase is ENDED or session.in_process_draft_length
     )

@@ -34,8 +34,8 @@ class UndraftedSession(NamedTuple):
 
 
 def recovery_order(sessions: Iterable[UndraftedSession], *, round_s: float) -> list[SessionId]:
-    """Those that gain by drafts more time than the recomputation takes, the oldest first.
-    `round_s`: time of a round; 0 where that is not known, and all are taken to gain."""
+    """Sessions for which drafts save more time than their recomputation costs, the oldest first.
+    `round_s`: time of a round; 0 if unknown, and then all sessions are returned."""
     worth = [
         each
         for each in sessions

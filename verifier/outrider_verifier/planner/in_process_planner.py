@@ -50,8 +50,9 @@ def in_process_rows(apart: Sequence[RowResult], alike: PlainRows) -> tuple[list[
 class InProcessPlanner:
     """The shape of in-process drafts, by workload class and load.
 
-    Classes are observed apart while they are served alone, so that greedy sessions do not suffer
-    from sessions at high temperatures. While several are served, their common rounds count.
+    If only one class is running, its rounds update the statistics of that class, so that greedy
+    sessions do not suffer from sessions at high temperatures. If several are running, their rounds
+    update one common set of statistics.
     """
 
     def __init__(self, loads: LoadStats, times: RoundCostModel, draft_shapes: DraftShapes) -> None:

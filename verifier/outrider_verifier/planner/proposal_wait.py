@@ -63,11 +63,11 @@ class ArrivalEstimate:
 def proposal_timeout_s(
     arrival: ArrivalEstimate, round_s: float, *, bound_s: float, ceiling_s: float
 ) -> float:
-    """How long a row waits for its proposal.
+    """Return how long a row waits for its proposal, in seconds.
 
-    As long as nearly every proposal takes, and one round more: giving up sooner costs a round's
-    drafts, later a round's time. At least two rounds. At most `ceiling_s` or those two rounds,
-    whichever is longer: that is what a stopped drafter costs; and at most `bound_s`, the plan's.
+    That is the time within which nearly every proposal arrives plus one round, at least two rounds,
+    at most max(`ceiling_s`, two rounds), and at most `bound_s`, the plan's. A shorter wait loses
+    drafts; a longer wait loses time when the drafter has stopped.
     """
     min_wait_s = MIN_WAIT_ROUNDS * round_s
     wanted_s = max(arrival.latest_s + round_s, min_wait_s)
@@ -82,11 +82,12 @@ class ProposalWait:
     """Whether the drafter is given the longest time: it has to read the prompt, or what it
     missed."""
     is_silent: bool = False
-    """Whether the drafter sends nothing to any session: then it is not tried, it will be heard."""
+    """Whether the drafter sends nothing to any session. Sessions then do not try it again; its next
+    message ends the silence."""
     missed_prefix_len: int = -1
     """Length of the prefix whose proposal did not come in time; -1: none."""
     rounds_without_proposal: int = 0
-    """Rounds that did not wait since the drafter stalled."""
+    """Rounds since the stall that did not wait for a proposal."""
     _missed_at: float = 0.0
     _stalled_rounds: int = field(default=STALLED_ROUNDS)
 

@@ -176,7 +176,7 @@ class LoadStats:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the load has been what it is for a while, which is longer with more sessions:
+        """Whether the load has not changed for some rounds: more rounds with more sessions, because
         all of them have to follow a change of the draft shape."""
         return self._rounds - self._changed_at >= LOWER_LOAD_ROUNDS + self.sessions
 
@@ -189,8 +189,9 @@ class LoadStats:
         return self._plain_s[near]
 
     def observe_round(self, sample: RoundSample) -> float:
-        """A round ended; returns its time without what prompts added to it, which is the device's
-        difference, or where that is not known the share of the prompts' tokens."""
+        """Record a round. Returns its time without the part that prompts caused. That part is the
+        difference of the device's times with and without prefill chunks; where these are unknown,
+        it is in proportion to the prompt tokens."""
         added_s = min(self._added_s(sample), MAX_PREFILL_SHARE * sample.seconds)
         self.prompts_s += added_s
         self._rounds += 1

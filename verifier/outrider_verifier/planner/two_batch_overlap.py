@@ -28,8 +28,8 @@ class TwoBatchOverlap:
 
     def max_rows_of_half(self, rows: int, nodes: int, answer_s: float) -> int | None:
         """Rows of a half; None: all share a round. `rows` drafted sessions of `nodes` nodes each,
-        the root included; `slowest_response_s`: from a round's end to its proposals, 0 while
-        unknown."""
+        the root included; `answer_s`: time from the end of a round to the arrival of its
+        proposals; 0 if unknown."""
         half = -(-rows // 2)
         if rows < MIN_SESSIONS or not answer_s:
             self.in_force = False

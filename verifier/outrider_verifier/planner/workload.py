@@ -35,7 +35,7 @@ CATCH_UP_WEIGHT: Final = 0.2
 
 
 class WorkloadClass(NamedTuple):
-    """What sessions have in common whose speculation goes alike."""
+    """Sessions with equal values here are expected to speculate alike, so they share statistics."""
 
     drafter_id: DrafterId | None
     method: DraftMethod

@@ -217,8 +217,8 @@ class Session:
 
     @property
     def wants_outside_drafts(self) -> bool:
-        """Whether drafts that this process does not make are verified as long as the budget lasts:
-        if there is anybody who would."""
+        """Whether the session uses proposals of a separate drafter by messages: it speculates, has
+        no in-process drafts, and has a drafter."""
         return (
             not (self.is_speculation_off or self.in_process_draft_length or self.lacks_drafter)
             and self.plan.is_speculative
@@ -236,10 +236,10 @@ class Session:
 
     @property
     def in_process_depth(self) -> int:
-        """How deep the draft of this process's in-process drafter may stand in the next round.
+        """Maximum depth of the session's in-process draft in the next round.
 
-        The token budget does not bound it: what exceeds that is cut off the emission, and a round
-        may be submitted before the budget left is known.
+        The token budget does not limit it, because a round may be submitted before the remaining
+        budget is known. Surplus tokens are cut from the output.
         """
         own, wanted = self.in_process_draft_length, self.plan.draft_tokens
         if not own or self.is_speculation_off:
@@ -309,8 +309,8 @@ class Session:
     # ---- its K/V blocks ------------------------------------------------------------------------
 
     def record_blocks(self, headroom: int) -> None:
-        """Note up to which length the blocks that it holds suffice, if a round writes up to
-        `headroom` slots past the committed ones."""
+        """Record the length up to which the session's blocks suffice, if a round writes up to
+        `headroom` slots beyond the committed tokens."""
         self.covered_len = self.kv.capacity - headroom + 1
 
     def recheck_blocks(self) -> None:

@@ -103,8 +103,8 @@ class DeviceSlotTable:
         return [device_slots[session.ticket] for session in sessions]
 
     def resume_session(self, session: Session) -> bool:
-        """See `ModelRunner`; the device is told all that it knew of the session, but for a draft of
-        its own: the next round has none."""
+        """See `ModelRunner`. Restores the session's state on the device except its in-process
+        draft: its next round has none."""
         slot = self._slots.open_slot(session.kv)
         kept = self._suspended.swap_in(session)
         # What a grammar allows the in-process drafter to draft, the host says round by round.
