@@ -291,7 +291,7 @@ def test_children_that_hold_all_of_p_leave_nothing_to_draw(
 def test_a_dense_law_must_be_long_enough_and_of_a_chain() -> None:
     batch, distribution = _chains(4, 12, seed=9)
     short = distribution._replace(probs=distribution.probs[:, :2])
-    with pytest.raises(InvalidRequestError, match="2 steps for 3 nodes"):
+    with pytest.raises(InvalidRequestError, match="at most 2 draft nodes .*, got 3 nodes"):
         _judge(accept_sampled, batch.logits, batch.device, short, CPU)
     tree = mixed_batch(4, 12, [2], seed=9)
     with pytest.raises(InvalidRequestError, match="of a tree"):

@@ -226,7 +226,7 @@ def test_logits_of_another_shape_or_type_are_refused() -> None:
         process_logits(logits, *arguments, rows_per_slot=1)
     with pytest.raises(InvalidRequestError, match="bfloat16"):
         process_logits(logits.bfloat16(), *arguments, rows_per_slot=2)
-    with pytest.raises(InvalidRequestError, match="7 columns"):
+    with pytest.raises(InvalidRequestError, match="columns.* got 7"):
         process_logits(logits[:, :7], *arguments, rows_per_slot=2)
 
 

@@ -127,5 +127,5 @@ async def test_when_none_comes_the_error_says_what_was_emitted(tmp_path: Path) -
         tmp_path, {"v": verifier}, wait=False, failover_timeout_s=0.1
     ) as router:
         ids = list(router.tokenizer.encode("ab"))
-        with pytest.raises(UnavailableError, match="2 tokens were emitted, the answer is inc"):
+        with pytest.raises(UnavailableError, match="the answer is incomplete after 2 tokens"):
             await taken_up(router, text_request(max_tokens=4), ids)
