@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from outrider.transport.interface import Dialer
 from outrider.transport.shm import ShmChannelJoiner, join_channel
-
-if TYPE_CHECKING:
-    # Hooks are imported before torch, which reads the process's tuning when it is loaded.
-    from outrider_drafter.proposers.interface import Proposer
+from outrider_drafter.proposers.interface import Proposer
 
 
 class VerifierAccess(NamedTuple):

@@ -19,10 +19,10 @@ from outrider_drafter.proposers.interface import (
     OutcomeDrafts,
     OutcomeScores,
     PendingProposal,
+    ProposedDraft,
     SessionDrafts,
 )
 from outrider_drafter.proposers.ngram import NgramProposer
-from outrider_drafter.proposers.tree_growth import ProposedDraft
 from outrider_drafter.server.draft_engine import DraftEngine, OutgoingProposals
 from outrider_drafter.state.outcomes import OUTCOME_BATCH_SIZES
 from outrider_drafter.state.session import FollowedSession, VerdictLimits

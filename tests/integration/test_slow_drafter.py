@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from outrider_drafter.config import DrafterConfig
-from outrider_drafter.proposers.interface import SessionDrafts
-from outrider_drafter.proposers.tree_growth import ProposedDraft
+from outrider_drafter.proposers.interface import ProposedDraft, SessionDrafts
 from outrider_drafter.server.service import DrafterService, TargetIdentity
 from outrider_drafter.state.session import FollowedSession
 

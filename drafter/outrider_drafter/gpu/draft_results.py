@@ -17,8 +17,7 @@ from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.spec.draft_distribution import DistributionEntries, make_distribution
 from outrider.spec.tree import DraftTree, chain_parents
 from outrider_drafter.gpu.shapes import DraftTreeShape
-from outrider_drafter.proposers.interface import SessionDrafts
-from outrider_drafter.proposers.tree_growth import ProposedDraft
+from outrider_drafter.proposers.interface import ProposedDraft, SessionDrafts
 from outrider_drafter.state.session import FollowedSession
 
 

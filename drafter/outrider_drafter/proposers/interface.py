@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.spec.draft_distribution import DraftDistribution
 from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import (
@@ -18,9 +19,16 @@ from outrider.wire.messages import (
     Proposals,
     WireTensor,
 )
-from outrider_drafter.proposers.tree_growth import ProposedDraft
 from outrider_drafter.state.outcomes import CandidateLayout, NodeIndex
 from outrider_drafter.state.session import FollowedSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposedDraft:
+    """The draft of one session, with its distribution where the acceptance rule needs one."""
+
+    tree: DraftTree
+    distribution: DraftDistribution | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -29,13 +29,13 @@ from outrider.engine.logits_processor import EMPTY_HISTORY, TokenHistory, has_pe
 from outrider.spec.digest import extend_digest
 from outrider.spec.draft_distribution import (
     DistributionEntries,
-    DraftDistribution,
     make_distribution,
 )
 from outrider.spec.noise import NoiseStream, prefix_keys
 from outrider.spec.plan import SpeculationPlan, tree_depth
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import ROOT, DraftTree
+from outrider_drafter.proposers.interface import ProposedDraft
 from outrider_drafter.state.session import FollowedSession
 from outrider_drafter.state.session_grammars import masks_of
 
@@ -64,14 +64,6 @@ class StepFrontier(NamedTuple):
 
 
 NO_FRONTIER = StepFrontier((), ())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProposedDraft:
-    """What a proposer made of a session."""
-
-    tree: DraftTree
-    distribution: DraftDistribution | None = None
 
 
 class TreeGrowth(Protocol):

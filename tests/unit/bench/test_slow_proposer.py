@@ -16,10 +16,10 @@ from outrider_drafter.proposers.interface import (
     OutcomeDrafts,
     OutcomeScores,
     PendingProposal,
+    ProposedDraft,
     SessionDrafts,
     empty_scores,
 )
-from outrider_drafter.proposers.tree_growth import ProposedDraft
 from outrider_drafter.state.session import FollowedSession
 
 from outrider.errors import InvalidRequestError

@@ -11,10 +11,10 @@ from outrider_drafter.proposers.interface import (
     OutcomeDrafts,
     OutcomeScores,
     PendingProposal,
+    ProposedDraft,
     SessionDrafts,
 )
 from outrider_drafter.proposers.ngram import NgramProposer
-from outrider_drafter.proposers.tree_growth import ProposedDraft
 from outrider_drafter.server.draft_engine import DraftEngine
 from outrider_drafter.state.session import FollowedSession
 

@@ -12,9 +12,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from outrider_drafter.proposers.interface import ProposedDraft
 from outrider_drafter.proposers.tree_growth import (
     GrowthJob,
-    ProposedDraft,
     StepFrontier,
     grow_trees,
     make_growth,

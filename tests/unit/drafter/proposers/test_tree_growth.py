@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from outrider_drafter.proposers.interface import ProposedDraft
 from outrider_drafter.proposers.tree_growth import (
     BeamGrowth,
     CandidateRows,
     ChainGrowth,
-    ProposedDraft,
     StaticGrowth,
     StepFrontier,
     TreeGrowth,

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from outrider_drafter.proposers.eagle_forest import CatchUpRows, EagleForest, EagleKV, EagleKVBudget
 from outrider_drafter.proposers.forest import ForestTrees
-from outrider_drafter.proposers.tree_growth import GrowthJob, ProposedDraft, TreeGrowth, grow_trees
+from outrider_drafter.proposers.interface import ProposedDraft
+from outrider_drafter.proposers.tree_growth import GrowthJob, TreeGrowth, grow_trees
 from torch import Tensor
 
 from outrider.engine.device.drafting.draft_forward import NewRows
