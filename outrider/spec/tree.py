@@ -166,7 +166,7 @@ def _misplaced(
     parents: NDArray[np.int32],
     logprobs: NDArray[np.float32],
 ) -> NDArray[np.bool_]:
-    """[N]: nodes without a parent before them, with a twin, or with a log-prob that cannot be."""
+    """[N]: nodes without a parent before them, with a duplicate, or with an impossible log-prob."""
     owners, firsts, places = _layout(node_counts)
     bad = (parents < -1) | (parents >= places)
     # Where a parent is no good, any node of the tree stands in for it.
@@ -177,8 +177,8 @@ def _misplaced(
     if not bool((above == places - 1).all()):
         keys = (firsts + owners + above + 1) << _TOKEN_BITS | _masked(tokens)
         order = np.argsort(keys, kind="stable")
-        twins = order[1:][np.diff(keys[order]) == 0]
-        bad[twins] = True
+        duplicates = order[1:][np.diff(keys[order]) == 0]
+        bad[duplicates] = True
     return bad
 
 

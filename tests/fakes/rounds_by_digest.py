@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from outrider_drafter.metrics import DrafterMetrics
-from outrider_drafter.proposers.forest import DraftForest, StepRows
+from outrider_drafter.proposers.forest import StepRows
 from outrider_drafter.proposers.interface import (
     Outcome,
     OutcomeDrafts,
@@ -47,6 +47,7 @@ from outrider.wire.messages import (
     Verdicts,
     WireTensor,
 )
+from tests.fakes.unbounded_forest import UnboundedForest
 
 
 def markov(seed: int, vocab: int) -> Tensor:
@@ -69,7 +70,7 @@ class TableModel:
         return self._table[torch.tensor([t for _, frontier in frontiers for t in frontier.tokens])]
 
 
-class TableForest(DraftForest):
+class TableForest(UnboundedForest):
     """Draft rows of a table."""
 
     def __init__(self, table: Tensor, roots: Sequence[int]) -> None:
@@ -79,12 +80,6 @@ class TableForest(DraftForest):
     def root_logits(self) -> Tensor:
         return self._table[torch.tensor(self._roots)]
 
-    def rows_left(self, owner: int) -> int:
-        return 1 << 20
-
-    def levels_left(self, owner: int) -> int:
-        return 1 << 20
-
     def _run(
         self,
         tokens: Sequence[int],
@@ -93,9 +88,6 @@ class TableForest(DraftForest):
         spans: Sequence[StepRows],
     ) -> Tensor:
         return self._table[torch.tensor(tokens)]
-
-    def _drop(self, kept: Sequence[int]) -> None:
-        pass
 
 
 class TableSource:

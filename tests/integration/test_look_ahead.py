@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from outrider_drafter.config import DrafterConfig
-from outrider_drafter.proposers.forest import DraftForest, ForestTrees, StepRows
+from outrider_drafter.proposers.forest import ForestTrees, StepRows
 from outrider_drafter.proposers.interface import (
     Outcome,
     OutcomeDrafts,
@@ -32,6 +32,7 @@ from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import FeatureLayout, WireTensor
 from tests.fakes.target import FakeTarget
+from tests.fakes.unbounded_forest import UnboundedForest
 from tests.unit.drafter.running_service import FAST
 from tests.unit.verifier.harness import ADDRESS, DRAFTER, make_spec, verifier
 from tests.waiting import until
@@ -46,7 +47,7 @@ TREE = SpeculationPlan(
 )
 
 
-class ContextForest(DraftForest):
+class ContextForest(UnboundedForest):
     """Draft rows of a model that is a function of the whole context."""
 
     def __init__(self, target: FakeTarget, contexts: Sequence[list[int]]) -> None:
@@ -57,12 +58,6 @@ class ContextForest(DraftForest):
 
     def root_logits(self) -> Tensor:
         return torch.stack([self._guess(c) for c in self._contexts[: self._sessions]])
-
-    def rows_left(self, owner: int) -> int:
-        return 1 << 20
-
-    def levels_left(self, owner: int) -> int:
-        return 1 << 20
 
     def _run(
         self,

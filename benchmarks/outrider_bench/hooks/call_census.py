@@ -107,9 +107,9 @@ class CallCensus:
         self._is_on = True
 
     def end(self) -> dict[str, Any]:
-        """Look no more; the `files` and `kinds` since `begin`, sorted, and where rounds are told
-        apart the number of whole `rounds`: then files and kinds are those of at least half of
-        them."""
+        """End the census. Returns the `files` and `kinds` since `begin`, sorted. If rounds are
+        distinguished, it also returns the number of whole `rounds`, and files and kinds are those
+        of at least half of them."""
         self._is_on = False
         found: dict[str, Any] = {}
         if self._round_begin is None:

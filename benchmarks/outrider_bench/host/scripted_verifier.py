@@ -120,7 +120,7 @@ class VerifierSide:
         drives_rounds: bool = True,
     ) -> None:
         """`width`: of the target, and of its features. `shm_channel`: to a drafter; without one
-        what a drafter is told is dropped. `in_process_draft`: tokens that a head in the verifier
+        messages to drafters are dropped. `in_process_draft`: tokens that a head in the verifier
         drafts, fused; 0: there is none. `drives_rounds`: False if the service is started, whose
         engine thread then runs the rounds."""
         self._steps = steps

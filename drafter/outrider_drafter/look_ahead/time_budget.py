@@ -45,7 +45,7 @@ _PASS: Final[tuple[StepKind, ...]] = ("score", "branch")
 
 
 class DraftStep(NamedTuple):
-    """What is run; how many of it is told apart."""
+    """Kind of a draft step. Its number of sessions is recorded apart."""
 
     method: DraftMethod
     kind: StepKind

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from outrider.errors import InvalidRequestError
 from outrider.spec.exchange_mode import AUTO, EXCHANGE_MODES
-from outrider.spec.plan import DraftMethod, default_method
+from outrider.spec.plan import DraftMethod
 
 CPU, CUDA = DEVICES = ("cpu", "cuda")
 SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
@@ -237,11 +237,6 @@ class LocalFleetConfig:
     def uses_gpus(self) -> bool:
         """Whether a process computes on a GPU of this machine."""
         return CUDA in (self.device, self.drafter_device.partition(":")[0])
-
-    @property
-    def default_method(self) -> DraftMethod | None:
-        """Draft method of requests that name none; None leaves the choice to the router."""
-        return default_method(self.methods)
 
     @property
     def drafter_methods(self) -> tuple[DraftMethod, ...]:

@@ -23,7 +23,7 @@ from outrider.client.local.config import (
 )
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.exchange_mode import AUTO, OFF
-from outrider.spec.plan import DraftMethod
+from outrider.spec.plan import DraftMethod, default_method
 from outrider.transport.tls import CertificateRole
 
 DRIVER_FILES = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")))
@@ -191,7 +191,7 @@ def router_args(
         model=config.model,
         model_name=config.model_name or None,
         http=config.http,
-        method=config.default_method,
+        method=default_method(config.methods),
         look_ahead=config.look_ahead,
         fan_out=config.fan_out,
         queue_limit=config.queue_limit,

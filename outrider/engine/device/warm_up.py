@@ -24,8 +24,6 @@ _LONG_ROWS = 1024
 """Token rows from which a round is timed once: it lasts so long that little can hold it up, and the
 start would be longer by seconds."""
 _PROGRESS_S = 5.0
-
-
 _ROW_TILES = (16, SPLIT_NORM_ROWS, SKINNY_ROWS)
 """Token rows up to which the products of a round have the same kernels."""
 

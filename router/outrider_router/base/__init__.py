@@ -4,8 +4,8 @@ api_keys.py                API keys: the keys file, and the caller that a creden
 dns_names.py               DNS names among the peer addresses, and the addresses that they have
                            resolved to.
 metrics.py                 Prometheus metrics of the router.
-readiness.py               Readiness of a router: whether it can serve requests, and who is told of
-                           a change.
+readiness.py               Readiness of a router: whether it can serve requests, and the listeners
+                           of changes.
 reasons.py                 Reasons of failovers, session moves and drafter quarantines: label values
                            of metrics.
 retry_hints.py             Retry-after hints for refused clients, each for a queue position of its

@@ -1,4 +1,4 @@
-"""Readiness of a router: whether it can serve requests, and who is told of a change."""
+"""Readiness of a router: whether it can serve requests, and the listeners of changes."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ class ClientReply:
         self.told = 0
         """Ids of the output that were passed on."""
         self.ended = False
-        """Whether the client was told of an end."""
+        """Whether the client has received the end of the answer."""
 
     def catch_up(self, reason: FinishReason | None) -> list[Delta | FinishInfo]:
         """Messages for all ids that were not passed on; `reason` if they are the last ones."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from outrider_drafter.proposers.forest import DraftForest, StepRows
+from outrider_drafter.proposers.forest import StepRows
 from torch import Tensor
 
+from tests.fakes.unbounded_forest import UnboundedForest
 
-class RecordingForest(DraftForest):
+
+class RecordingForest(UnboundedForest):
     """Records what the rows of the last step see."""
 
     def __init__(self, sessions: int = 1) -> None:
@@ -18,12 +20,6 @@ class RecordingForest(DraftForest):
 
     def root_logits(self) -> Tensor:
         return torch.zeros(1, 1)
-
-    def rows_left(self, owner: int) -> int:
-        return 1 << 20
-
-    def levels_left(self, owner: int) -> int:
-        return 1 << 20
 
     def _run(
         self,
@@ -34,9 +30,6 @@ class RecordingForest(DraftForest):
     ) -> Tensor:
         self.spans = spans
         return torch.zeros(len(tokens), 1)
-
-    def _drop(self, kept: Sequence[int]) -> None:
-        pass
 
     def seen(self, parents: Sequence[int]) -> list[list[int]] | None:
         """Columns that each row of a step sees, all of one session; None: all of them."""
