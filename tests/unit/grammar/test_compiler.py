@@ -78,6 +78,8 @@ def own_compiler(
     compiler = GrammarCompiler(tokenizer_json, vocab_size=384, limits=limits)
     compiler.validate(regex("warm"))
     (server,) = set(compile_processes()) - before
+    # The process that compiled it answers before it ends.
+    wait_until(lambda: not children_of(server), timeout_s=10.0, what="the end of the first one")
     yield compiler, server
     compiler.close()
 

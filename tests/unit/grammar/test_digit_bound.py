@@ -19,6 +19,7 @@ from outrider.grammar.grammar_cache import GrammarCache
 from outrider.grammar.grammar_constraint import GrammarConstraint
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from tests.fakes.tokenizer import EOS_ID, make_tokenizer_dir
+from tests.mask_limits import LONG_MASKS
 
 DIGITS = "0123456789"
 
@@ -46,7 +47,9 @@ def byte(directory: Path) -> Byte:
 
 @pytest.fixture(scope="module")
 def grammars(directory: Path) -> Iterator[GrammarCache]:
-    found = GrammarCache.from_tokenizer_file(directory / "tokenizer.json", vocab_size=320)
+    found = GrammarCache.from_tokenizer_file(
+        directory / "tokenizer.json", vocab_size=320, masks=LONG_MASKS
+    )
     assert found is not None
     yield found
     found.close()

@@ -13,11 +13,14 @@ from outrider.grammar import grammar_cache as module
 from outrider.grammar import matcher_compiler
 from outrider.grammar.grammar_cache import GrammarCache
 from outrider.spec.structured_output import MAX_STRUCTURE_BYTES, StructuredKind, StructuredOutput
+from tests.mask_limits import LONG_MASKS
 
 
 @pytest.fixture
 def grammars(tiny_target: Path) -> GrammarCache:
-    found = GrammarCache.from_tokenizer_file(tiny_target / "tokenizer.json", vocab_size=384)
+    found = GrammarCache.from_tokenizer_file(
+        tiny_target / "tokenizer.json", vocab_size=384, masks=LONG_MASKS
+    )
     assert found is not None
     return found
 

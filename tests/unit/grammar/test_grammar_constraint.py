@@ -31,6 +31,7 @@ from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tree import ROOT
 from outrider.text.tokenizer import Tokenizer
+from tests.mask_limits import LONG_MASKS
 from tests.reference.grammar_oracle import FiniteLanguage, ids_of
 
 VOCAB = 384
@@ -43,7 +44,9 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def grammars(tiny_target: Path) -> GrammarCache:
-    found = GrammarCache.from_tokenizer_file(tiny_target / "tokenizer.json", vocab_size=VOCAB)
+    found = GrammarCache.from_tokenizer_file(
+        tiny_target / "tokenizer.json", vocab_size=VOCAB, masks=LONG_MASKS
+    )
     assert found is not None
     return found
 

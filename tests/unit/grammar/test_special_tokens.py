@@ -16,6 +16,7 @@ from outrider.grammar.grammar_cache import GrammarCache
 from outrider.grammar.special_tokens import hide_special_tokens
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from tests.fakes.tokenizer import EOS_ID, make_tokenizer_dir
+from tests.mask_limits import LONG_MASKS
 
 STOP = EOS_ID
 TEXT = "a<|im_end|>b<|im_start|>"
@@ -28,7 +29,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def grammars(directory: Path) -> Iterator[GrammarCache]:
-    found = GrammarCache.from_tokenizer_file(directory / "tokenizer.json", vocab_size=320)
+    found = GrammarCache.from_tokenizer_file(
+        directory / "tokenizer.json", vocab_size=320, masks=LONG_MASKS
+    )
     assert found is not None
     yield found
     found.close()

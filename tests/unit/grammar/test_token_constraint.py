@@ -21,6 +21,7 @@ from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import MAX_ALLOWED_IDS, MAX_BAD_WORD_TOKENS, TokenLimits
 from outrider.spec.tree import ROOT, path
 from outrider.text.tokenizer import Tokenizer
+from tests.mask_limits import LONG_MASKS
 from tests.reference.grammar_oracle import ids_of
 
 VOCAB = 40
@@ -118,7 +119,9 @@ def test_within_a_form_both_hold_and_where_nothing_is_left_the_form_does(
     tiny_target: Path,
 ) -> None:
     vocab, stop = 384, 2
-    grammars = GrammarCache.from_tokenizer_file(tiny_target / "tokenizer.json", vocab_size=vocab)
+    grammars = GrammarCache.from_tokenizer_file(
+        tiny_target / "tokenizer.json", vocab_size=vocab, masks=LONG_MASKS
+    )
     assert grammars is not None
     tokenizer = Tokenizer.load(tiny_target)
     form = grammars.compile_grammar(StructuredOutput(StructuredKind.REGEX, "[ab]{2}c"))

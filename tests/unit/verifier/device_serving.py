@@ -22,6 +22,7 @@ from outrider.spec.sampling import SamplingParams
 from outrider.transport.in_process import InprocNetwork
 from outrider.wire.messages import SpecStats
 from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn, ScriptedDrafter, make_tree
+from tests.mask_limits import LONG_MASKS
 from tests.unit.verifier.harness import ADDRESS, DRAFTER, beside_wrong_siblings, make_spec
 from tests.waiting import until
 
@@ -88,7 +89,7 @@ async def serving(
         pool=target.pool,
         max_context_len=target.config.max_position_embeddings,
         grammars=GrammarCache.from_tokenizer_file(
-            target_dir / "tokenizer.json", vocab_size=target.vocab_size
+            target_dir / "tokenizer.json", vocab_size=target.vocab_size, masks=LONG_MASKS
         ),
     )
     try:

@@ -33,6 +33,7 @@ from outrider.text.tokenizer import Tokenizer
 from outrider.wire.messages import SessionEnd
 from tests.factories import make_eagle3_head
 from tests.fakes.scripted_grammar import END, Scripted
+from tests.mask_limits import LONG_MASKS
 from tests.unit.drafter.device_drafting import on_device
 from tests.unit.drafter.helpers import CHAIN, HIDDEN, TREE, Script, answers
 from tests.unit.engine.device.draft_sessions import plain_head
@@ -54,7 +55,9 @@ SAMPLINGS = [
 
 @pytest.fixture(scope="module")
 def grammars(tiny_target: Path) -> GrammarCache:
-    found = GrammarCache.from_tokenizer_file(tiny_target / "tokenizer.json", vocab_size=VOCAB)
+    found = GrammarCache.from_tokenizer_file(
+        tiny_target / "tokenizer.json", vocab_size=VOCAB, masks=LONG_MASKS
+    )
     assert found is not None
     return found
 

@@ -17,6 +17,7 @@ from outrider.grammar.grammar_cache import GrammarCache
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.text.tokenizer import Tokenizer
 from tests.fakes.tokenizer import EOS_ID, make_tokenizer_dir
+from tests.mask_limits import LONG_MASKS
 
 SCHEMA = {"type": "object"}
 AS_TEXT = json.dumps(SCHEMA)
@@ -67,7 +68,9 @@ def test_every_character_may_be_in_a_choice(tmp_path: Path) -> None:
     odd = "".join(map(chr, [*range(0x100), 0x2028, 0x2029, 0xFEFF, 0xFFFF, 0x1F600]))
     form = asked(guided_choice=[odd])
     assert form is not None and tokenizer.file is not None
-    grammars = GrammarCache(tokenizer.file.read_text(), vocab_size=tokenizer.num_ids)
+    grammars = GrammarCache(
+        tokenizer.file.read_text(), vocab_size=tokenizer.num_ids, masks=LONG_MASKS
+    )
     constraint = grammars.compile_grammar(form).start_constraint([EOS_ID])
     ids = np.array(tokenizer.encode(odd), dtype=np.int32)
     constraint.advance_to(ids)
