@@ -21,7 +21,7 @@ BENCHMARKS: Final = {
     "load": ("faults.overload", "many concurrent streams, and a full queue"),
     "preemption": (
         "faults.preemption",
-        "fewer K/V blocks than sessions need: waiting, preempting, growing",
+        "fewer KV blocks than sessions need: waiting, preempting, growing",
     ),
     "stress": (
         "faults.stress",

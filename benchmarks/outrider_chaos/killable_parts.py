@@ -142,12 +142,12 @@ class KillableVerifier:
 
     @property
     def preempted(self) -> bool:
-        """Whether a session that had K/V waits for it."""
+        """Whether a session that had KV waits for it."""
         return any(session.preemption.count > 0 for session in self._num_sessions("waiting"))
 
     @property
     def swapped(self) -> bool:
-        """Whether K/V of a session is in host memory."""
+        """Whether KV of a session is in host memory."""
         return self.service is not None and self.service.core.block_manager.swapped_bytes > 0
 
     @property
@@ -170,7 +170,7 @@ class KillableVerifier:
 
     @property
     def preemptions(self) -> int:
-        """How often sessions lost their K/V, since it was started."""
+        """How often sessions lost their KV, since it was started."""
         if self.service is None:
             return 0
         counters = self.service.core.counters
@@ -182,7 +182,7 @@ class KillableVerifier:
         info = await self.service.info()
         counts = {
             "sessions": info.sessions,
-            "K/V blocks": info.kv_total_blocks - info.kv_free_blocks,
+            "KV blocks": info.kv_total_blocks - info.kv_free_blocks,
             "waiting sessions": info.waiting_sessions,
             "followed sessions": self.service.router_streams.num_sessions,
         }

@@ -23,9 +23,9 @@ class FaultPhase(StrEnum):
     ROUND = "round"
     """Tokens come."""
     PREEMPTED = "preempted"
-    """A session of a verifier waits for its K/V."""
+    """A session of a verifier waits for its KV."""
     SWAPPING = "swapping"
-    """K/V of a session is in host memory."""
+    """KV of a session is in host memory."""
     DRAINING = "draining"
     """A verifier was told to end."""
 

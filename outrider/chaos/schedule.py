@@ -34,7 +34,7 @@ class FleetShape:
     """Whether drafters exchange through shared memory: messages cannot be mangled then."""
     planner: str = "fixed"
     preemption: str = "auto"
-    """How sessions that lost their K/V get it back: auto, swap or recompute."""
+    """How sessions that lost their KV get it back: auto, swap or recompute."""
 
     def count(self, role: FaultRole, clients: int) -> int:
         """How many there are of a role."""
@@ -98,9 +98,9 @@ class FaultSchedule:
     def __str__(self) -> str:
         shape = self.fleet
         lines = [
-            f"seed {self.seed}: {shape.verifiers} verifiers of {shape.kv_tokens} tokens of K/V, "
+            f"seed {self.seed}: {shape.verifiers} verifiers of {shape.kv_tokens} tokens of KV, "
             f"{shape.drafters} drafters{' over shared memory' * shape.shm_channels}, "
-            f"{shape.planner} planner, K/V back by {shape.preemption}",
+            f"{shape.planner} planner, KV back by {shape.preemption}",
             *(f"  request {number}: {ask}" for number, ask in enumerate(self.asks)),
             *(f"  fault {number}: {fault}" for number, fault in enumerate(self.faults)),
         ]

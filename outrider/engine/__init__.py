@@ -1,11 +1,11 @@
-"""The inference engine in torch: target models, draft heads, K/V cache, logits processor and
+"""The inference engine in torch: target models, draft heads, KV cache, logits processor and
 acceptance. It may import `spec` and `checkpoints`.
 
 acceptance.py              Acceptance rules of speculative decoding: accepted path and next token of
                            every row.
-attention.py               PyTorch attention of ragged segments over the K/V pool.
-block_allocator.py         Allocators for the free blocks of a K/V pool: by extents or as a stack.
-block_refcounts.py         Reference counts of the blocks of a K/V pool, with LRU eviction of cached
+attention.py               PyTorch attention of ragged segments over the KV pool.
+block_allocator.py         Allocators for the free blocks of a KV pool: by extents or as a stack.
+block_refcounts.py         Reference counts of the blocks of a KV pool, with LRU eviction of cached
                            blocks.
 checkpoint.py              Checkpoint reader: configuration and Hugging Face-named tensors of
                            safetensors or GGUF models.
@@ -13,7 +13,7 @@ draft_sampling.py          Draft token selection: the children of every draft ro
                            rule.
 gguf.py                    GGUF reader: configuration, tensors under Hugging Face names, tokenizer
                            metadata.
-kv_cache.py                K/V cache: one pool of fixed-size blocks that holds the keys and values
+kv_cache.py                KV cache: one pool of fixed-size blocks that holds the keys and values
                            of many sequences.
 layers.py                  Decoder layer of Llama-style models: fused weights, rotary embedding and
                            forward.
@@ -31,8 +31,8 @@ noise.py                   PyTorch implementation of `outrider.spec.noise`, and 
                            argmax and top-k.
 residual.py                Recursive rejection sampling at one node, on the few ids of the draft
                            distribution (float64).
-swap.py                    Swap space: K/V of suspended sequences in host memory.
-swap_paths.py              Copy paths of K/V blocks between a pool and host memory: direct, or
+swap.py                    Swap space: KV of suspended sequences in host memory.
+swap_paths.py              Copy paths of KV blocks between a pool and host memory: direct, or
                            staged on a CUDA device.
 target.py                  Target model: one forward over ragged rows of many sequences.
 truncation.py              Truncation thresholds of top-k, top-p and min-p, identical to the bit on

@@ -1,4 +1,4 @@
-"""PyTorch attention of ragged segments over the K/V pool.
+"""PyTorch attention of ragged segments over the KV pool.
 
 R rows of the batch, N rows of a segment, C context slots, G key/value heads, Q query heads,
 g = Q / G, d head dimension, L layers.

@@ -1,4 +1,4 @@
-"""Allocators for the free blocks of a K/V pool: by extents or as a stack. Pure."""
+"""Allocators for the free blocks of a KV pool: by extents or as a stack. Pure."""
 
 from __future__ import annotations
 

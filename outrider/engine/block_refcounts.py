@@ -1,4 +1,4 @@
-"""Reference counts of the blocks of a K/V pool, with LRU eviction of cached blocks. Pure.
+"""Reference counts of the blocks of a KV pool, with LRU eviction of cached blocks. Pure.
 
 Several sequences may hold the same block. A *kept* block keeps its content after its last holder
 has released it, until the block is needed: it counts as free, and the block released longest ago is

@@ -1,4 +1,4 @@
-"""K/V cache: one pool of fixed-size blocks that holds the keys and values of many sequences.
+"""KV cache: one pool of fixed-size blocks that holds the keys and values of many sequences.
 
 Shapes: L layers, G key/value heads, S slots (blocks x tokens a block), d head dimension. The pool
 is one tensor [2, L, G, S, d] (keys, then values), so that a commit moves all layers in one call. A

@@ -1,4 +1,4 @@
-"""Swap space: K/V of suspended sequences in host memory.
+"""Swap space: KV of suspended sequences in host memory.
 
 A pool's storage is [2, L, G, S, d] (see `outrider.engine.kv_cache`); several storages may share the
 numbers of blocks (a target's and its draft head's) and travel together. Host memory is divided into
@@ -25,7 +25,7 @@ from outrider.engine.swap_paths import BlockLayout, DirectSwapPath, StagedSwapPa
 SLAB_BYTES = 256 << 20
 """Host memory that is taken at a time."""
 STAGING_BYTES = 256 << 20
-"""Memory on a device that K/V passes on its way, both ways together."""
+"""Memory on a device that KV passes on its way, both ways together."""
 MAX_RUN_BYTES = 32 << 20
 """Most bytes that are copied at once: those of the next run are gathered meanwhile."""
 _GAIN = 0.2
@@ -36,7 +36,7 @@ _PROBE_BYTES = 8 << 20
 
 @dataclass(slots=True, eq=False)
 class SavedKV:
-    """The K/V of one sequence in host memory."""
+    """The KV of one sequence in host memory."""
 
     length: int
     """Slots."""
@@ -97,11 +97,11 @@ class SwapSpace:
         return (self._host.total - self._host.free) * self.block_bytes
 
     def has_room_for(self, num_tokens: int) -> bool:
-        """Whether there is room for the K/V of so many slots now."""
+        """Whether there is room for the KV of so many slots now."""
         return self._total > 0 and self._blocks_for(num_tokens) <= self._host.free
 
     def round_trip_s(self, num_tokens: int) -> float:
-        """What it takes to bring the K/V of so many slots out and back again, by what copies took
+        """What it takes to bring the KV of so many slots out and back again, by what copies took
         lately; most of that is beside the rounds."""
         return sum(self.copy_times_s(num_tokens))
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Copy paths of K/V blocks between a pool and host memory: direct, or staged on a CUDA device.
+"""Copy paths of KV blocks between a pool and host memory: direct, or staged on a CUDA device.
 
 n blocks of a run, g = 2 * L * G heads of a storage, B bytes of a block of all storages. A run is
 host memory uint8 [n * B]: of each storage in turn [g, n, block_tokens * d].

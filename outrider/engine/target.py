@@ -129,7 +129,7 @@ class TargetModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, *, tap_layers: tuple[int, ...] = ()) -> ForwardOutput:
-        """Run all rows; K/V go to slots len .. len + num_rows of each sequence, uncommitted.
+        """Run all rows; KV go to slots len .. len + num_rows of each sequence, uncommitted.
 
         `tap_layers` are 0-based layer ids whose output residual stream is wanted; FINAL_NORM is
         the final-normed hidden state. A sequence may appear in one segment only. Raises

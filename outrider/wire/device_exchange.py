@@ -1,6 +1,6 @@
 """Messages about a replica: the draft model of one verifier on another GPU of the verifier's host.
 
-The verifier manages the replica's session slots and K/V blocks by these messages. The rounds
+The verifier manages the replica's session slots and KV blocks by these messages. The rounds
 themselves go through memory that both processes share; its file descriptors are passed beside the
 messages.
 """
@@ -50,9 +50,9 @@ class ReplicaOffer:
     depth: int
     """Rounds that the verifier may be ahead of the drafter."""
     num_blocks: int
-    """K/V blocks of the verifier's pool."""
+    """KV blocks of the verifier's pool."""
     block_tokens: int
-    """K/V slots of a block."""
+    """KV slots of a block."""
     table_blocks: int
     """Blocks of a session's block table, at most."""
     vocab_size: int
@@ -73,11 +73,11 @@ class ReplicaSessionBegin:
 
     slot: int
     blocks: tuple[int, ...]
-    """The session's K/V blocks, in order; packed as int32 on the wire."""
+    """The session's KV blocks, in order; packed as int32 on the wire."""
     sampling: SamplingParams
     """With a draft key in place of the seed."""
     num_rows: int
-    """Draft rows whose K/V is in these blocks already."""
+    """Draft rows whose KV is in these blocks already."""
     prompt_ids: tuple[int, ...] = ()
     """Ids that its prompt has, each once; only where penalties look at tokens. Packed as int32 on
     the wire."""
@@ -87,7 +87,7 @@ class ReplicaSessionBegin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaBlocksAdded:
-    """A session of the replica got more K/V blocks."""
+    """A session of the replica got more KV blocks."""
 
     slot: int
     first: int

@@ -67,8 +67,8 @@ MAX_AHEAD_ROWS = 64
 MAX_GPU_BYTES = 64
 """Decode rows of a round whose outcomes a replica drafts for."""
 MAX_KV_BLOCKS = 1 << 24
-"""K/V blocks of a verifier's pool."""
+"""KV blocks of a verifier's pool."""
 MAX_BLOCK_TOKENS = 1024
-"""K/V slots of a block."""
+"""KV slots of a block."""
 MAX_TABLE_BLOCKS = 1 << 20
 """Blocks of a session's block table."""

@@ -25,11 +25,11 @@ ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Verdict:
-    """Committed tokens of one session, and features of positions with written K/V.
+    """Committed tokens of one session, and features of positions with written KV.
 
     Prefill is a verdict too: its tokens are the prompt and the first sampled token. A chunked
     prefill is told chunk by chunk; only the last one has `draft_wanted`. Invariant after each
-    verdict with features: num_features == num_tokens - 1 (the root's K/V is unwritten) once
+    verdict with features: num_features == num_tokens - 1 (the root's KV is unwritten) once
     prefill is complete.
     """
 

@@ -102,15 +102,15 @@ class VerifierInfo:
     draining: bool = False
     """Whether it takes no new sessions any more."""
     waiting_sessions: int = 0
-    """Sessions without K/V: preempted, or not begun."""
+    """Sessions without KV: preempted, or not begun."""
     preemptions_swap: int = 0
-    """Preemptions since the start whose K/V was kept in host memory."""
+    """Preemptions since the start whose KV was kept in host memory."""
     preemptions_recompute: int = 0
-    """Preemptions since the start whose K/V was dropped."""
+    """Preemptions since the start whose KV was dropped."""
     prefix_cache_query_tokens: int = 0
-    """Tokens of sessions that were let in without K/V, since the start."""
+    """Tokens of sessions that were let in without KV, since the start."""
     prefix_cache_hit_tokens: int = 0
-    """Of these, tokens whose K/V other sessions had left behind."""
+    """Of these, tokens whose KV other sessions had left behind."""
     engine_steps: int = 0
     """Steps of the engine since the start: it grows while sessions make progress, also within one
     long round and while they wait for proposals."""

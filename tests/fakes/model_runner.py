@@ -46,7 +46,7 @@ class FakeFlight:
     verify: list[VerifyRow]
     outcome: RunnerOutput
     written: list[int]
-    """K/V rows that each session keeps, prompts first."""
+    """KV rows that each session keeps, prompts first."""
     ahead: bool
     """Whether it was submitted while another one was in flight."""
     launched_at: float
@@ -78,7 +78,7 @@ class FakeRunner:
         """The prefixes of those that are: empty where nothing was swapped out."""
         self._copies = SwappedSessions()
         self._capacities: dict[int, int] = {}
-        """K/V slots that the device knows of, by ticket."""
+        """KV slots that the device knows of, by ticket."""
         self.before_submit: Callable[[Verify], None] | None = None
         """May raise."""
         self.before_collect: Callable[[FakeFlight], None] | None = None
@@ -133,7 +133,7 @@ class FakeRunner:
 
     @staticmethod
     def make_swap_space(budget_bytes: int, pool: KVPool) -> SwapSpace:
-        """Room for the pool's K/V, which nobody reads."""
+        """Room for the pool's KV, which nobody reads."""
         return SwapSpace(budget_bytes, [pool.storage], block_tokens=pool.block_tokens)
 
     def open_session(self, session: Session) -> None:
@@ -157,7 +157,7 @@ class FakeRunner:
         """It was told already."""
 
     def suspend_session(self, session: Session, swap: SwapSpace | None) -> bool:
-        """Take the slot; the prefix is kept where the K/V is."""
+        """Take the slot; the prefix is kept where the KV is."""
         in_flight = [*self.in_flight]
         assert all(
             row.session is not session

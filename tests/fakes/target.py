@@ -103,7 +103,7 @@ class FakeTarget:
         stop: Sequence[int] = (),
         min_new: int = 0,
     ) -> list[int]:
-        """The slow reference: one token at a time, no K/V, no draft."""
+        """The slow reference: one token at a time, no KV, no draft."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + count:
             emitted = len(tokens) - len(prompt)

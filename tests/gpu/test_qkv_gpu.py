@@ -1,4 +1,4 @@
-"""The product of q, k and v with its rotation and K/V write, on the device, against float64."""
+"""The product of q, k and v with its rotation and KV write, on the device, against float64."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def stack(
 
 
 def found(stack: Stack) -> float:
-    """Tokens whose K/V was there."""
+    """Tokens whose KV was there."""
     return metric(stack.verifier, "outrider_verifier_prefix_cache_hit_tokens_total")
 
 

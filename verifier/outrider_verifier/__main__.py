@@ -86,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefix-cache",
         action=argparse.BooleanOptionalAction,
-        help="let sessions begin with K/V of others that began alike",
+        help="let sessions begin with KV of others that began alike",
     )
     parser.add_argument("--memory-fraction", type=float, help="share of the device's memory")
     parser.add_argument("--max-sessions", type=int, help="sessions served at once")

@@ -293,7 +293,7 @@ class VerifierConfig:
 
     @property
     def preemption_mode(self) -> PreemptionMode | None:
-        """How preempted sessions get their K/V back; None: as `preemption` says of auto."""
+        """How preempted sessions get their KV back; None: as `preemption` says of auto."""
         return None if self.preemption == AUTOMATIC_PREEMPTION else PreemptionMode(self.preemption)
 
     @property

@@ -4,7 +4,7 @@ exchange_faults.py         `outrider bench exchange-faults`: faults of an exchan
                            under streams.
 overload.py                `outrider bench load`: 64 concurrent streams complete; a full queue
                            refuses the rest.
-preemption.py              `outrider bench preemption`: one verifier with fewer K/V blocks than its
+preemption.py              `outrider bench preemption`: one verifier with fewer KV blocks than its
                            sessions need.
 recovery.py                `outrider bench recovery`: stream pauses while processes are killed,
                            stopped and drained.

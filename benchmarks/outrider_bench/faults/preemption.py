@@ -1,4 +1,4 @@
-"""`outrider bench preemption`: one verifier with fewer K/V blocks than its sessions need.
+"""`outrider bench preemption`: one verifier with fewer KV blocks than its sessions need.
 
 It measures plain decoding in this process, without a router:
 

@@ -1,7 +1,7 @@
 """Ablation of five optimisations, each measured before and after in this system.
 
 1 sums of log-probs instead of products, 2 argmax instead of softmax and top-k for a single
-candidate, 3 dead positions of a catch-up stop after their K/V write, 4 one graph for verify and
+candidate, 3 dead positions of a catch-up stop after their KV write, 4 one graph for verify and
 draft, 5 draft probabilities (p/q rejection) instead of a one-hot distribution.
 """
 

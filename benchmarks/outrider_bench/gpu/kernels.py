@@ -75,7 +75,7 @@ def _products(bench: Bench, config: ModelConfig) -> list[Case]:
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     query, kv = config.num_heads * dim, config.num_kv_heads * dim
     shapes = {
-        "norm, qkv, rotary, K/V write": (query + 2 * kv, hidden, "heads"),
+        "norm, qkv, rotary, KV write": (query + 2 * kv, hidden, "heads"),
         "o_proj + residual": (hidden, query, "residual"),
         "norm, gate-up, silu": (2 * inner, hidden, "gated"),
         "down + residual": (hidden, inner, "residual"),
@@ -225,5 +225,5 @@ def _small(bench: Bench, config: ModelConfig) -> list[Case]:
             )
 
         cases.append(("RMSNorm", f"{count} x {config.hidden_size}", 2 * x.nbytes, [norm]))
-        cases.append(("rotary and K/V write", f"{count} rows", 2 * qkv.nbytes, [rotary]))
+        cases.append(("rotary and KV write", f"{count} rows", 2 * qkv.nbytes, [rotary]))
     return cases

@@ -14,7 +14,7 @@ Callbacks that send or receive a heartbeat, or that answer a health poll, are no
 they come by the clock, several times in a slow round. So are those that begin in the gRPC
 transport, which carries nothing else between processes of one host: verdicts, proposals and events
 of sessions cross by shared memory. What happens in fewer than half of the rounds (a scrape of
-metrics, a K/V block every few tokens) is no part of a steady one. Generated code does not count as
+metrics, a KV block every few tokens) is no part of a steady one. Generated code does not count as
 a function of a file: protocol buffers, and the methods that `dataclass` makes. What such methods
 are given does count as a kind. The process is several times slower meanwhile.
 """

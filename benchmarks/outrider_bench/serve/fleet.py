@@ -28,9 +28,9 @@ from outrider_bench.serve.cells import (
 )
 
 SPARE_SESSIONS = 2
-"""K/V for more sessions than run at a time: one that has just ended may still be held."""
+"""KV for more sessions than run at a time: one that has just ended may still be held."""
 PROMPT_TOKENS = 512
-"""Room for a prompt where the K/V budget is not what the device has."""
+"""Room for a prompt where the KV budget is not what the device has."""
 SLACK_TOKENS = 96
 QUEUE = 4096
 """Requests that may wait: an open loop above capacity shall queue, not fail."""

@@ -22,7 +22,7 @@ from outrider_bench.report import print_progress
 WIDENED: Final = "widened"
 """What --model says for SmolLM2-135M at an 8B model's cost."""
 EIGHT_B: Final = "4096,14336,32,64,16"
-"""Hidden size, inner size, layers, heads and K/V heads."""
+"""Hidden size, inner size, layers, heads and KV heads."""
 
 
 def bench_model(

@@ -150,7 +150,7 @@ class FleetScaler:
 def verifier_load(
     member: FleetMember, peer: VerifierPeer | None, *, leaving: bool = False
 ) -> MemberLoad:
-    """A verifier as the router sees it: places and K/V, whichever is scarcer."""
+    """A verifier as the router sees it: places and KV, whichever is scarcer."""
     info = None if peer is None else peer.info
     if peer is None or info is None or peer.state is not PeerState.HEALTHY:
         return MemberLoad(member=member, ready=False, leaving=leaving)

@@ -7,19 +7,19 @@ draft_launcher.py          Launches drafts for sessions or outcomes on the GPU a
 draft_model.py             Common interface of EAGLE heads and small models on the GPU.
 draft_results.py           Converts packed int32 draft output of the GPU into chains, trees and
                            their draft distributions.
-draft_slots.py             Per-session state of the GPU proposer in host columns: slot, K/V rows,
+draft_slots.py             Per-session state of the GPU proposer in host columns: slot, KV rows,
                            shape.
 eagle.py                   GpuEagleProposer: EAGLE-3 proposer on the GPU.
 grammar_masks.py           Grammar masks of one draft launch, and truncation of its drafts to what
                            grammars allow.
-kv_writer.py               Writes the K/V of a session's catch-up rows by captured graphs of a few
+kv_writer.py               Writes the KV of a session's catch-up rows by captured graphs of a few
                            sizes.
 look_ahead.py              Look-ahead on the GPU: scores pending proposals, then drafts for their
                            outcomes.
 outcome_drafting.py        Drafts on the GPU for outcomes of the proposals scored last, one launch
                            for each shape.
 outcome_scoring.py         Scores candidate tokens after every node of pending proposals on the GPU.
-paged_kv.py                Paged K/V cache of the draft model: slots, blocks and sampling state of
+paged_kv.py                Paged KV cache of the draft model: slots, blocks and sampling state of
                            followed sessions.
 proposer.py                GpuProposer: proposer whose drafts are single GPU launches, for an EAGLE
                            head or a small model.
@@ -27,7 +27,7 @@ replicas.py                Replicas for the verifiers of this host that exchange
                            drafting thread only.
 scoring_layout.py          Layout of pending proposals' nodes in a scoring launch, and the paths to
                            their outcomes.
-session_slots.py           Assigns device slots and K/V blocks to followed sessions and brings them
+session_slots.py           Assigns device slots and KV blocks to followed sessions and brings them
                            up to date.
 shapes.py                  Draft shapes and batch sizes captured as GPU graphs, and the sessions
                            that they support.

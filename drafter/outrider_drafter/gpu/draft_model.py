@@ -21,11 +21,11 @@ from outrider_drafter.gpu.shapes import MODEL_BUCKETS, Buckets
 from outrider_drafter.proposers.kv_proposer import RowInputs
 
 MakeForward = Callable[[Tensor, int], DraftForward]
-"""Over K/V storage [2, L, G, S, d], for sessions of so many rows at most."""
+"""Over KV storage [2, L, G, S, d], for sessions of so many rows at most."""
 
 
 class GpuDraftModel(NamedTuple):
-    """An EAGLE head or small model without K/V memory of its own yet."""
+    """An EAGLE head or small model without KV memory of its own yet."""
 
     feed: RowInputs
     kv: KVShape

@@ -1,4 +1,4 @@
-"""Per-session state of the GPU proposer in host columns: slot, K/V rows, shape. No tensors."""
+"""Per-session state of the GPU proposer in host columns: slot, KV rows, shape. No tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DraftSlotTable:
         self.seats = np.empty(0, dtype=np.int64)
         """[X]: slot of `PagedDraftKV`; -1 without one."""
         self.stable = np.empty(0, dtype=np.int64)
-        """[X]: K/V rows made from real features."""
+        """[X]: KV rows made from real features."""
         self.room = np.empty(0, dtype=np.int64)
         """[X]: rows that there are blocks for."""
         self.counted = np.empty(0, dtype=np.int64)

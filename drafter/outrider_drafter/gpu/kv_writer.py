@@ -1,4 +1,4 @@
-"""Writes the K/V of a session's catch-up rows by captured graphs of a few sizes.
+"""Writes the KV of a session's catch-up rows by captured graphs of a few sizes.
 
 No prediction is computed for these rows. R rows of a size, H feature width.
 """
@@ -24,7 +24,7 @@ _WORDS: Final = 3
 
 
 class KVRowWriter:
-    """Static inputs of a K/V write, filled from the host, and its launch."""
+    """Static inputs of a KV write, filled from the host, and its launch."""
 
     def __init__(
         self,

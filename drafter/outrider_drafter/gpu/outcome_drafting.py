@@ -1,6 +1,6 @@
 """Drafts on the GPU for outcomes of the proposals scored last, one launch for each shape.
 
-An outcome's branch has K/V blocks of its own for all that is not its session's prefix; no state of
+An outcome's branch has KV blocks of its own for all that is not its session's prefix; no state of
 a session changes. O outcomes, B branches of a bucket, R rows of a path, H feature width.
 """
 

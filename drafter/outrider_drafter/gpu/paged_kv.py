@@ -1,4 +1,4 @@
-"""Paged K/V cache of the draft model: slots, blocks and sampling state of followed sessions.
+"""Paged KV cache of the draft model: slots, blocks and sampling state of followed sessions.
 
 X session slots, the last one for padding; T blocks of a table, L layers, G key/value heads, S pool
 slots, d head dimension.
@@ -34,13 +34,13 @@ class KVShape(NamedTuple):
     num_layers: int
     """L, layers of the head."""
     num_kv_heads: int
-    """G, K/V heads of a layer."""
+    """G, KV heads of a layer."""
     head_dim: int
     """d, width of a head."""
 
 
 class PagedDraftKV:
-    """Paged K/V of many sessions. Table entries that hold no block name the padding block."""
+    """Paged KV of many sessions. Table entries that hold no block name the padding block."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class PagedDraftKV:
             return
         if needed > self.tables.shape[1]:
             raise ResourceExhaustedError(
-                f"a session may hold {self.capacity} draft K/V rows, not {rows}",
+                f"a session may hold {self.capacity} draft KV rows, not {rows}",
                 reason="DRAFT_CONTEXT_TOO_LONG",
             )
         wished = min(max(2 * have * BLOCK_TOKENS, _FIRST_CAPACITY), ceiling) // BLOCK_TOKENS

@@ -82,7 +82,7 @@ class GpuProposer(GpuProposerBase):
     ) -> None:
         """`host` makes the source of what the device does not cover, when it is needed.
 
-        `max_rows` bounds the K/V rows of all sessions (of those on the host apart); `max_context`
+        `max_rows` bounds the KV rows of all sessions (of those on the host apart); `max_context`
         (0: the drafter's own) the draft positions of one. bounded: whether plans are fitted into
         the shapes of `family`. look_ahead: whether it will be asked to look ahead; else it scores
         nothing. sweeps: of the scores, see `DraftForward.run_proposal`."""
@@ -133,7 +133,7 @@ class GpuProposer(GpuProposerBase):
 
     @property
     def used_rows(self) -> int:
-        """K/V rows reserved on the device now."""
+        """KV rows reserved on the device now."""
         return self.kv_rows.used_rows
 
     @property
@@ -181,7 +181,7 @@ class GpuProposer(GpuProposerBase):
 
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
-        """Write the K/V of all rows that the sessions' features allow."""
+        """Write the KV of all rows that the sessions' features allow."""
         hosted = [session for session in sessions if self._is_on_host(session)]
         super().catch_up([session for session in sessions if session not in hosted])
         if hosted:
@@ -323,7 +323,7 @@ class GpuProposer(GpuProposerBase):
             self._host_source().release_session(session)
 
     def _is_on_host(self, session: FollowedSession) -> bool:
-        """A session stays where it began: its K/V is there."""
+        """A session stays where it began: its KV is there."""
         if session.key in self._known:
             return False
         # Where few ids are allowed, hardly a draft that is not masked would be one of them.

@@ -1,6 +1,6 @@
 """Replicas for the verifiers of this host that exchange between devices; drafting thread only.
 
-A verifier offers memory of its device and says what its buffers and its K/V pool are like; the
+A verifier offers memory of its device and says what its buffers and its KV pool are like; the
 answer is memory of this drafter's device. From then on the verifier says what to launch.
 
 One thread serves all verifiers, so nothing here waits: not for a round of one of them, and not
@@ -140,7 +140,7 @@ class _VerifierReplica:
 
     @property
     def num_rows(self) -> int:
-        """Its K/V rows."""
+        """Its KV rows."""
         return self.offer.num_blocks * self.offer.block_tokens
 
 
@@ -258,7 +258,7 @@ class Replicas:
         held = sum(peer.num_rows for peer in self._peers.values())
         if rows > self._max_kv_rows - held:
             raise FailedPreconditionError(
-                f"replicas have at most {self._max_kv_rows} K/V rows together (exchange_kv_rows), "
+                f"replicas have at most {self._max_kv_rows} KV rows together (exchange_kv_rows), "
                 f"{held} are taken, {rows} are asked for",
                 reason="REPLICA_ROOM",
             )

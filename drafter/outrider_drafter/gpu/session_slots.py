@@ -1,4 +1,4 @@
-"""Assigns device slots and K/V blocks to followed sessions and brings them up to date.
+"""Assigns device slots and KV blocks to followed sessions and brings them up to date.
 
 Drafting itself is in `proposer`. B sessions of one launch. A *device slot* is a session's slot on
 the device.
@@ -51,7 +51,7 @@ class GpuProposerBase(KVProposer):
         cuda_graphs: bool,
         bounded: bool,
     ) -> None:
-        """See `GpuProposer`; `scratch_blocks`: K/V blocks of no session."""
+        """See `GpuProposer`; `scratch_blocks`: KV blocks of no session."""
         super().__init__(
             drafter.feed,
             max_context=max_context or drafter.max_context,
@@ -70,7 +70,7 @@ class GpuProposerBase(KVProposer):
             device=self._device,
             vocabulary=drafter.vocabulary,
         )
-        """K/V rows of all sessions on the device, and of outcomes."""
+        """KV rows of all sessions on the device, and of outcomes."""
         self._program = LookAheadProgram(
             drafter.forward(self.kv_rows.storage, self.kv_rows.capacity)
         )

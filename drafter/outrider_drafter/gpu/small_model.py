@@ -12,7 +12,7 @@ from outrider_drafter.proposers.small_model import SmallModelProposer
 class GpuSmallModelProposer(GpuProposer):
     """A `GpuProposer` with a small language model.
 
-    Drafts that the device does not support come from a `SmallModelProposer`, with K/V in the
+    Drafts that the device does not support come from a `SmallModelProposer`, with KV in the
     model's own pool.
     """
 

@@ -2,14 +2,14 @@
 may import `state`.
 
 eagle.py                   EagleProposer: EAGLE head run from the host, batched over sessions, with
-                           K/V per session.
+                           KV per session.
 eagle_forest.py            EagleForest: rows of an EAGLE head for several sessions at once, and
-                           their K/V: catch-up rows, then one tree level after another.
+                           their KV: catch-up rows, then one tree level after another.
 forest.py                  DraftForest: draft rows of many trees, run through a model on the host
                            level by level.
 interface.py               Proposer protocols (`Proposer`, `LookAheadProposer`) and the draft
                            classes that they return.
-kv_proposer.py             KVProposer: base class of proposers with K/V rows; catches sessions up
+kv_proposer.py             KVProposer: base class of proposers with KV rows; catches sessions up
                            with their new tokens.
 ngram.py                   NgramProposer: drafts by n-gram lookup in a session's own tokens (prompt
                            lookup).

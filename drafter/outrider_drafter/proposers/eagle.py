@@ -1,4 +1,4 @@
-"""EagleProposer: EAGLE head run from the host, batched over sessions, with K/V per session."""
+"""EagleProposer: EAGLE head run from the host, batched over sessions, with KV per session."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class EagleProposer(KVProposer):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`max_rows` bounds the K/V rows of all sessions; `max_context` (0: the head's own) the
+        """`max_rows` bounds the KV rows of all sessions; `max_context` (0: the head's own) the
         draft positions of one."""
         super().__init__(
             RowInputs.of_head(head),
@@ -70,7 +70,7 @@ class EagleProposer(KVProposer):
 
     @property
     def used_rows(self) -> int:
-        """K/V rows reserved now."""
+        """KV rows reserved now."""
         return self._budget.used_rows
 
     def kv(self, handle: int, connection: int) -> tuple[Tensor, Tensor]:
@@ -121,13 +121,13 @@ class EagleProposer(KVProposer):
             yield from draft_outcomes(self._ahead, outcomes)
 
     def release_session(self, session: FollowedSession) -> None:
-        """Free the session's K/V."""
+        """Free the session's KV."""
         kv = self._kvs.pop(session.key, None)
         if kv is not None:
             kv.release()
 
     def _ready(self, session: FollowedSession, depth: int, rows: int) -> bool:
-        """Whether the session can be drafted, by up to so many levels and draft rows in its K/V;
+        """Whether the session can be drafted, by up to so many levels and draft rows in its KV;
         all but its live row and what the draft may run itself is written then."""
         live = self._live_row(session, depth)
         if live is None or not self._follows(session):

@@ -3,7 +3,7 @@
 Draft row i pairs (f_i, t_{i+1}) at draft position i. Rows made from real features are written
 first (catch-up); the last of a session is its live row, the root of its draft rows. With n real
 rows, draft rows of level d sit at position n + d - 1 and take their parent's x as feature.
-`EagleKV` is the K/V cache of a session: rows made from real features are stable and kept; draft
+`EagleKV` is the KV cache of a session: rows made from real features are stable and kept; draft
 rows are appended behind them and dropped with their trees. N rows, H hidden, L sessions, S stored
 rows, Q query rows, D draft rows, nq/nkv query/key-value heads, hd head dim, Vd draft vocabulary.
 """
@@ -39,7 +39,7 @@ class EagleKVBudget:
         """Reserve rows; ResourceExhaustedError if they are not there."""
         if self.used_rows + rows > self.max_rows:
             raise ResourceExhaustedError(
-                f"draft K/V budget of {self.max_rows} rows is used up", reason="DRAFT_KV_EXHAUSTED"
+                f"draft KV budget of {self.max_rows} rows is used up", reason="DRAFT_KV_EXHAUSTED"
             )
         self.used_rows += rows
 
@@ -160,7 +160,7 @@ class CatchUpRows:
 
 
 class _WrittenRows(NamedTuple):
-    """Rows after their K/V write: what the rest of the block still needs."""
+    """Rows after their KV write: what the rest of the block still needs."""
 
     inputs: Tensor
     features: Tensor
@@ -175,7 +175,7 @@ class _WrittenRows(NamedTuple):
 
 
 def write_catch_up_rows(head: DraftHead, rows: Sequence[CatchUpRows]) -> _WrittenRows:
-    """Write the K/V of real rows and declare them stable. Nothing else is computed for them."""
+    """Write the KV of real rows and declare them stable. Nothing else is computed for them."""
     tokens = _joined([r.token_ids for r in rows])
     features = _joined([r.features for r in rows])
     sizes = [r.token_ids.shape[0] for r in rows]
@@ -205,8 +205,8 @@ class EagleForest(DraftForest):
     ) -> None:
         """Catch up on `rows`; the last row of each session is its live one.
 
-        Draft rows follow the session's rows in its K/V, where room must have been reserved. Those
-        `in_own_memory` do not: the session's rows, and its share of the K/V budget, stay as they
+        Draft rows follow the session's rows in its KV, where room must have been reserved. Those
+        `in_own_memory` do not: the session's rows, and its share of the KV budget, stay as they
         are.
         """
         self._kvs = [r.kv for r in rows]
@@ -259,7 +259,7 @@ class EagleForest(DraftForest):
         return head.logits(x)
 
     def _finish(self, written: _WrittenRows, spans: Sequence[StepRows]) -> Tensor:
-        """The block after its K/V write: x [N, H]; `spans` say whose rows each one reads."""
+        """The block after its KV write: x [N, H]; `spans` say whose rows each one reads."""
         query = self._head.query(written.inputs, written.positions)
         outs = []
         for owner, first, size, visible in spans:

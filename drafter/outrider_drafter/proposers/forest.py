@@ -119,7 +119,7 @@ class DraftForest(ABC):
         positions: Sequence[int],
         spans: Sequence[StepRows],
     ) -> Tensor:
-        """Run these rows and keep their K/V; logits [R, Vd]."""
+        """Run these rows and keep their KV; logits [R, Vd]."""
 
     @abstractmethod
     def _drop(self, kept: Sequence[int]) -> None:

@@ -231,7 +231,7 @@ class LookAheadProposer(Proposer, Protocol):
 
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
         """Catch up, then score what the target may emit at each place of these proposals, from the
-        newest features. The K/V of the draft rows stays until the next call of another method than
+        newest features. The KV of the draft rows stays until the next call of another method than
         `draft_outcomes`."""
         ...
 

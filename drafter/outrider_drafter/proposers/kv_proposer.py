@@ -1,4 +1,4 @@
-"""KVProposer: base class of proposers with K/V rows; catches sessions up with their new tokens.
+"""KVProposer: base class of proposers with KV rows; catches sessions up with their new tokens.
 
 A head's row i pairs feature f_i with token t_{i+1}, a model's has token t_i alone. Rows are stable
 once they were made from committed tokens and real features; the live row is the newest, from which
@@ -56,7 +56,7 @@ class RowInputs(NamedTuple):
 
 
 class KVProposer(ABC):
-    """Follows sessions with K/V rows, and stops following one that finds no room."""
+    """Follows sessions with KV rows, and stops following one that finds no room."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class KVProposer(ABC):
 
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
-        """Write the K/V of all rows that the sessions' features allow."""
+        """Write the KV of all rows that the sessions' features allow."""
         for session in sessions:
             if self._follows(session):
                 self._write_ahead(session, keep=0)
@@ -173,7 +173,7 @@ class KVProposer(ABC):
 
     @abstractmethod
     def _follows(self, session: FollowedSession) -> bool:
-        """Whether the session has K/V here; begins it if it is new."""
+        """Whether the session has KV here; begins it if it is new."""
 
     @abstractmethod
     def _stable(self, session: FollowedSession) -> int:
@@ -195,7 +195,7 @@ class KVProposer(ABC):
 
     @abstractmethod
     def _give_up(self, session: FollowedSession) -> None:
-        """Free a session's K/V; it has none from here on."""
+        """Free a session's KV; it has none from here on."""
 
 
 def to_raw_array(tensor: Tensor) -> NDArray[np.generic]:

@@ -37,12 +37,12 @@ MAX_ROWS_PER_FORWARD = 512
 MIN_ROWS_AHEAD = 32
 """Fewer rows are left to the next draft, whose batch runs them at hardly any extra cost."""
 DRAFT_KV_SLOTS = 128
-"""K/V slots kept for draft rows beside a session's own tokens; larger trees are not drafted."""
+"""KV slots kept for draft rows beside a session's own tokens; larger trees are not drafted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Prefix:
-    """A slot's K/V and its tokens that have none yet, the root last."""
+    """A slot's KV and its tokens that have none yet, the root last."""
 
     sequence: KVSequence
     token_ids: Tensor
@@ -115,7 +115,7 @@ class _SmallForest(DraftForest):
 
 
 class SmallModelProposer:
-    """A small language model as a proposer; its K/V can be rebuilt from tokens at any time."""
+    """A small language model as a proposer; its KV can be rebuilt from tokens at any time."""
 
     method = DraftMethod.MODEL
     feature_layout = FeatureLayout.NONE
@@ -195,7 +195,7 @@ class SmallModelProposer:
             yield from draft_outcomes(self._ahead, outcomes)
 
     def release_session(self, session: FollowedSession) -> None:
-        """Free the session's K/V."""
+        """Free the session's KV."""
         sequence = self._sequences.pop(session.key, None)
         if sequence is not None:
             sequence.release()

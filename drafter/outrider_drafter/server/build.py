@@ -49,7 +49,7 @@ _HOST_KV_TOKENS: Final = 16384
 _MAX_KV_TOKENS: Final = 131072
 """Defaults of `draft_model_kv_tokens`: on a CPU, and the maximum on a GPU."""
 _KV_SHARE: Final = 0.5
-"""Largest share of a GPU's free memory that the K/V pool of a small model takes by default."""
+"""Largest share of a GPU's free memory that the KV pool of a small model takes by default."""
 
 
 def build_service(
@@ -246,7 +246,7 @@ def _load_small_model(
 
 
 def pool_tokens(config: DrafterConfig, vocab_size: int, model: ModelConfig) -> int:
-    """Tokens of K/V for the sessions of a small model that are drafted from the host."""
+    """Tokens of KV for the sessions of a small model that are drafted from the host."""
     asked = config.draft_model_kv_tokens or _HOST_KV_TOKENS
     beside = torch.device(config.device).type == "cuda" and _is_covered(model, vocab_size)
     return min(asked, _HOST_KV_TOKENS) if beside else asked

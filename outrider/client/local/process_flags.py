@@ -79,7 +79,7 @@ def plan_placement(
 
     GPUs are given out in turn, to the verifiers first; one leaves memory to a drafter that is on
     its GPU. Verifiers on the same one each see what the others hold as taken, so that none could
-    tell what is its own: InvalidRequestError unless they are told how much K/V to hold. Raises
+    tell what is its own: InvalidRequestError unless they are told how much KV to hold. Raises
     FailedPreconditionError (NO_GPU) where a GPU is asked for and there is none.
     """
     if config.uses_gpus and not gpus:

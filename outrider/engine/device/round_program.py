@@ -51,7 +51,7 @@ class VerifyOutput(NamedTuple):
     acceptance: DeviceAcceptance | None
     """None without rows that decode, as `context`."""
     context: Tensor | None
-    """int32 [B]: K/V slots written before the round."""
+    """int32 [B]: KV slots written before the round."""
     first: Tensor | None
     """int32 [Q]: the tokens sampled behind the prefill chunks, 0 where `result` has -1."""
     features: Tensor | None

@@ -34,7 +34,7 @@ class RowGroup(NamedTuple):
     """int32 [B]: session slots. A session may stand here several times, in order of its context:
     the keys and values of all rows of a layer are written before any of them attends."""
     context: Tensor
-    """int32 [B]: K/V slots before the first of the N rows."""
+    """int32 [B]: KV slots before the first of the N rows."""
     round_layout: RoundLayout
     num_nodes: int
     """N."""
@@ -50,7 +50,7 @@ class TargetOutput(NamedTuple):
 
 
 class TargetProgram:
-    """Runs the target over all rows of a bucket; K/V goes to the slots after each context."""
+    """Runs the target over all rows of a bucket; KV goes to the slots after each context."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""Draft heads (EAGLE-3, EAGLE-1/2), split so that dead rows cost only their K/V.
+"""Draft heads (EAGLE-3, EAGLE-1/2), split so that dead rows cost only their KV.
 
 A draft step over rows N with features g, next tokens e and draft positions:
 
     a = head.inputs(token_ids, g)
-    k, v = head.kv(a, g, positions)            # every row: K/V must be written
+    k, v = head.kv(a, g, positions)            # every row: KV must be written
     live = a[idx], head.residual(a, g)[idx]    # rows whose prediction is wanted
     q = head.query(live_a, live_positions)
     o = attention(q, cached k, cached v)       # the caller's

@@ -37,7 +37,7 @@ class SequenceState(NamedTuple):
     """int32 [X, T]: pool blocks in order; slot i of a sequence is pool slot
     tables[x, i // block_tokens] * block_tokens + i % block_tokens."""
     lengths: Tensor
-    """int32 [X]: tokens of the committed prefix, the root included; K/V is written for
+    """int32 [X]: tokens of the committed prefix, the root included; KV is written for
     lengths - 1 of them."""
     roots: Tensor
     """int32 [X]: the newest committed token, not yet run."""

@@ -22,7 +22,7 @@ def build_verify_inputs(
 ) -> tuple[Tensor, Tensor]:
     """Gather the input token ids int32 [B * N] and the context lengths int32 [B] of a round.
 
-    The context length of a row is the number of K/V slots that are written for its session: those
+    The context length of a row is the number of KV slots that are written for its session: those
     of its committed tokens without the root. slots: int32 [B]. drafts: int32 [B, >= N - 1] by row,
     or [X, >= N - 1] by slot if `by_slot`.
     """

@@ -166,7 +166,7 @@ class BatchDecoder:
         lengths[free] = sizes
 
     def _prefill(self, index: Tensor, ids: Tensor) -> None:
-        """Write the prompts' K/V. The last token is run again by the first decode step."""
+        """Write the prompts' KV. The last token is run again by the first decode step."""
         size = ids.shape[1]
         positions = torch.arange(size, device=ids.device).expand_as(ids)
         mask = torch.ones(size, size, dtype=torch.bool, device=ids.device).tril()[None, None]

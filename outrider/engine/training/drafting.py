@@ -95,7 +95,7 @@ class DraftedRows:
         self._roots = torch.tensor(roots, device=device)
         at = torch.arange(len(roots), device=device)
         self._real = torch.arange(stable.keys.shape[1], device=device) < self._roots[:, None]
-        # The root's row is real: its K/V are there already, and come behind like own ones.
+        # The root's row is real: its KV are there already, and come behind like own ones.
         self._keys = _behind(stable.keys, stable.keys[at, self._roots])
         self._values = _behind(stable.values, stable.values[at, self._roots])
         self._sees = torch.ones(len(roots), 1, 1, dtype=torch.bool, device=device)

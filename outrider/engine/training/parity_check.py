@@ -178,7 +178,7 @@ def run_serving_head(
 
 
 def _attend_row(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """One query [nq, hd] over K/V [L, nkv, hd]; softmax in fp32 or better."""
+    """One query [nq, hd] over KV [L, nkv, hd]; softmax in fp32 or better."""
     group = query.shape[0] // keys.shape[1]
     keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
     scores = torch.einsum("hd,lhd->hl", query, keys) * query.shape[-1] ** -0.5

@@ -1,10 +1,10 @@
 """Unrolled forward of a trainable EAGLE-3 head (training-time test).
 
 B rows, S positions, Q selected (answer) positions, H hidden, Vd draft vocabulary, T own rows that
-a draft row may see. Only selected positions are drafted from; every position writes K/V.
+a draft row may see. Only selected positions are drafted from; every position writes KV.
 
 At step j the row of selected slot s represents position i(s): it reads the token t_{i+1+j} and its
-own output of step j-1, attends to the K/V of real features up to i and to its own rows of steps
+own output of step j-1, attends to the KV of real features up to i and to its own rows of steps
 1..j, sits at RoPE position i + j and predicts t_{i+2+j}. Answer positions are contiguous, so a
 shift by j along Q is a shift by j in the text wherever the document is the same.
 

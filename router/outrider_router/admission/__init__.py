@@ -1,4 +1,4 @@
-"""Admission of requests: access control, the queue, reserved K/V capacity, fairness between
+"""Admission of requests: access control, the queue, reserved KV capacity, fairness between
 tenants. It may import `base`.
 
 access_control.py          Access control of the gRPC and HTTP APIs: authentication, and the limits

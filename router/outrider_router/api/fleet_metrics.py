@@ -19,7 +19,7 @@ _VERIFIER_GAUGES: dict[str, tuple[str, Callable[[VerifierSummary], float]]] = {
         lambda v: v.max_sessions,
     ),
     "waiting_sessions": (
-        "Sessions of this verifier without K/V: preempted, or not started",
+        "Sessions of this verifier without KV: preempted, or not started",
         lambda v: v.waiting_sessions,
     ),
     "kv_cache_usage_ratio": (

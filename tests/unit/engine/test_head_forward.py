@@ -49,7 +49,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 def draft_chain(
     head: DraftHead, features: Tensor, tokens: list[int], steps: int
 ) -> tuple[Tensor, list[int]]:
-    """Catch-up writes K/V for all rows; only the last one goes on; then one row a step."""
+    """Catch-up writes KV for all rows; only the last one goes on; then one row a step."""
     inputs = head.inputs(torch.tensor(tokens), features)
     positions = torch.arange(len(tokens))
     keys, values = head.kv(inputs, features, positions)

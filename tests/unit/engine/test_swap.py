@@ -1,4 +1,4 @@
-"""K/V that is swapped out comes back bit for bit, within a budget."""
+"""KV that is swapped out comes back bit for bit, within a budget."""
 
 from __future__ import annotations
 

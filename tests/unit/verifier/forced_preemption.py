@@ -1,4 +1,4 @@
-"""Preemption for no reason: wherever a session is, it may lose its K/V before the next round."""
+"""Preemption for no reason: wherever a session is, it may lose its KV before the next round."""
 
 from __future__ import annotations
 

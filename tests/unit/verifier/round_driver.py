@@ -1,4 +1,4 @@
-"""Rounds by hand, with K/V blocks on demand: sessions grow, are suspended and resumed."""
+"""Rounds by hand, with KV blocks on demand: sessions grow, are suspended and resumed."""
 
 from __future__ import annotations
 

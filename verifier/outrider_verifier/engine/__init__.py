@@ -5,7 +5,7 @@ core.py                    EngineCore: the state of all sessions, and how comman
                            engine thread only.
 draft_recovery.py          DraftRecovery: gives sessions drafts between devices that have none, or
                            have them no more.
-drafter_reassignment.py    Moves a running session to another drafter, or to none; its text and K/V
+drafter_reassignment.py    Moves a running session to another drafter, or to none; its text and KV
                            stay as they are.
 failure_handler.py         Ends sessions after a failed round or a lost device; engine thread only.
 in_flight_round.py         InFlightRound: a submitted, unfinished round; and helpers that make its

@@ -1,7 +1,7 @@
 """DraftRecovery: gives sessions drafts between devices that have none, or have them no more.
 
 A session lacks them whose drafter was lost, that began before its drafter could exchange, whose
-K/V was swapped, for the draft's is not copied, or whose rows the drafter has refused. Engine thread
+KV was swapped, for the draft's is not copied, or whose rows the drafter has refused. Engine thread
 only.
 """
 
@@ -24,7 +24,7 @@ from outrider_verifier.state.session_phase import ENDED, SWAPPED
 
 
 class DraftRecovery:
-    """Sessions whose draft K/V is to be computed once more, a few at a time."""
+    """Sessions whose draft KV is to be computed once more, a few at a time."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class DraftRecovery:
         self.undrafted: dict[SessionId, Session] = {}
         """Sessions to look at before the next round; without any, `recover_drafts` does nothing."""
         self._refused: set[SessionId] = set()
-        """Those whose drafter does not draft for them, though it should have their draft K/V."""
+        """Those whose drafter does not draft for them, though it should have their draft KV."""
 
     def add_session(self, session: Session) -> None:
         """Look at a session before the next round; it need not lack anything."""
@@ -94,7 +94,7 @@ class DraftRecovery:
         return True
 
     def _lacking(self) -> Iterator[UndraftedSession]:
-        """Running sessions that lack drafts. Waiting ones get them with their K/V; those that were
+        """Running sessions that lack drafts. Waiting ones get them with their KV; those that were
         swapped come here again once they run."""
         for session in self.undrafted.values():
             if session.phase is ENDED or not self._has_remote_drafts(session):

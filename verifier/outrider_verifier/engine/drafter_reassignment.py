@@ -1,4 +1,4 @@
-"""Moves a running session to another drafter, or to none; its text and K/V stay as they are."""
+"""Moves a running session to another drafter, or to none; its text and KV stay as they are."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Accounts for finished rounds, and stores what others may need of them; engine thread only.
 
-`RoundReporter` records statistics and events, `RoundStorage` features and prefix K/V. Features
+`RoundReporter` records statistics and events, `RoundStorage` features and prefix KV. Features
 serve drafters that attach later, prefixes serve sessions whose prompts begin alike. No round waits
 for this: it is done while the next round is in flight, if there can be one. Copying features takes
 up to 2 ms in a round of 32 sessions; while drafts are waited for, the copy is deferred until the

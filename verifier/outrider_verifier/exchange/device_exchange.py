@@ -134,7 +134,7 @@ class DeviceExchange:
         on_drafts: Callable[[DrafterId, int], None],
         on_rounds: Callable[[Sequence[ExchangedRound]], None],
     ) -> None:
-        """`num_blocks`, `block_tokens`: of the K/V pool; `table_blocks`: of a session's table.
+        """`num_blocks`, `block_tokens`: of the KV pool; `table_blocks`: of a session's table.
         `on_open`: the exchange is open; `on_lost`: it was, and is no more; `on_drafts`: so many
         rounds found drafts of this drafter; `on_rounds`: times of rounds that did."""
         self._remote, self._channels = remote, channels

@@ -1,6 +1,6 @@
 """Builds session starts and verdicts for drafters from committed tokens, live or replayed.
 
-A verdict says which tokens became committed and carries the features of the positions whose K/V was
+A verdict says which tokens became committed and carries the features of the positions whose KV was
 written: w features for w written positions, and w + 1 tokens once the session decodes. A round is
 one message for each drafter. X session handles; H width of a feature.
 """
@@ -49,7 +49,7 @@ class VerdictBatch:
     tokens: NDArray[np.int32]
     """[T] of all in turn."""
     written_positions: NDArray[np.int64]
-    """Positions whose K/V is written now."""
+    """Positions whose KV is written now."""
     is_prompt_done: NDArray[np.bool_]
     """Whether the prompt is done."""
     draft_wanted: NDArray[np.bool_]
@@ -170,7 +170,7 @@ class VerdictBuilder:
         self._tokens = np.zeros(max_sessions, dtype=np.int64)
         """[X]: tokens that `_digests` covers; an announced session's drafter was told as many."""
         self._features = np.zeros(max_sessions, dtype=np.int64)
-        """[X]: positions whose K/V was written when the session was last looked at."""
+        """[X]: positions whose KV was written when the session was last looked at."""
         self._digests = np.zeros(max_sessions, dtype=np.uint64)
 
     def announced_mask(self, link_id: int, handles: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -1,7 +1,7 @@
-"""BlockManager: gives K/V blocks to sessions by admission, growth and preemption.
+"""BlockManager: gives KV blocks to sessions by admission, growth and preemption.
 
 Engine thread only, between rounds. It gathers the inputs of the policy in `preemption` and carries
-out its actions. A preempted session keeps everything but its K/V: tokens, digest, handle, drafter,
+out its actions. A preempted session keeps everything but its KV: tokens, digest, handle, drafter,
 held proposals, features, grammar state. Runner state of the session (stream keys, token counts, an
 in-process draft) is saved and restored by `ModelRunner.suspend_session` and `resume_session`.
 """
@@ -42,7 +42,7 @@ GUARD_TOKENS: Final = 32
 GUARD_S: Final = 1.0
 """A resumed session goes on for so many tokens, or so long, before others are preferred to it."""
 GROWTH_TOKENS: Final = 64
-"""Where K/V is plentiful, blocks for so many tokens more are held at a time: taking one, and
+"""Where KV is plentiful, blocks for so many tokens more are held at a time: taking one, and
 telling a device of it, costs as much as taking several."""
 AMPLE_FREE_BLOCKS_FACTOR: Final = 4
 """It is while free blocks would let every running session hold so much ahead so many times."""
@@ -60,11 +60,11 @@ class Admission(NamedTuple):
     has_prefix: bool = False
     """Whether some of its prompt was in the prefix cache."""
     is_swapped_in: bool = False
-    """Whether its K/V came back from the swap space."""
+    """Whether its KV came back from the swap space."""
 
 
 class BlockManager:
-    """Running and waiting sessions of a core, and the K/V block pool that they share."""
+    """Running and waiting sessions of a core, and the KV block pool that they share."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class BlockManager:
         prefixes: PrefixCache | None,
         counters: Counter[str],
     ) -> None:
-        """`swap`: where preempted sessions may be swapped to. `way`: how they get their K/V back;
+        """`swap`: where preempted sessions may be swapped to. `way`: how they get their KV back;
         None: by what either costs. `prefixes`: what sessions leave behind for others; None: nothing
         is kept. Blocks that the runner has taken are out of reach."""
         self._pool, self._runner, self._swap = pool, runner, swap
@@ -86,7 +86,7 @@ class BlockManager:
         self._counters = counters
         self._total = pool.free_blocks
         self.running: dict[SessionId, Session] = {}
-        """Sessions with K/V, in the order in which they were admitted."""
+        """Sessions with KV, in the order in which they were admitted."""
         self.waiting: dict[SessionId, Session] = {}
         self.lengths = OutputLengthStats()
         """Of the answers that ended."""
@@ -102,7 +102,7 @@ class BlockManager:
         """What `touched` was when the policy was last asked, and when to ask it again."""
 
     def max_blocks(self, max_len: int) -> int:
-        """K/V blocks that a session of at most `max_len` tokens may ever have to hold, whatever its
+        """KV blocks that a session of at most `max_len` tokens may ever have to hold, whatever its
         plan becomes."""
         # The last token is never written.
         return self._pool.blocks_for(max_len - 1 + self._runner.slot_headroom.max_slots)
@@ -138,7 +138,7 @@ class BlockManager:
 
     @property
     def swapped_bytes(self) -> int:
-        """Host memory that the K/V of preempted sessions takes."""
+        """Host memory that the KV of preempted sessions takes."""
         return 0 if self._swap is None else self._swap.used_bytes
 
     def next_check_at(self, now: float) -> float | None:
@@ -297,7 +297,7 @@ class BlockManager:
                 timeline.mark_instant("resumed")
 
     def preempt_session(self, session: Session, now: float) -> None:
-        """Take the K/V of a running session that is in no round; it waits to be admitted again."""
+        """Take the KV of a running session that is in no round; it waits to be admitted again."""
         swap = self._swap if self._mode_of(session) is PreemptionMode.SWAP else None
         self.store_prefix(session)
         way = (
@@ -328,7 +328,7 @@ class BlockManager:
 
     def recompute_session(self, session: Session, now: float) -> None:
         """Have a running session that is in no round, and of which `can_recompute` is true, prefill
-        all that it has written once more: the draft's K/V is written with it. It waits for nobody,
+        all that it has written once more: the draft's KV is written with it. It waits for nobody,
         and does not count as preempted."""
         blocks = session.kv.num_blocks
         self._runner.suspend_session(session, None)

@@ -1,4 +1,4 @@
-"""Number of K/V tokens that fit into a CUDA device's memory. Pure functions."""
+"""Number of KV tokens that fit into a CUDA device's memory. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FLOAT32_BYTES = 4
 def reserved_bytes(
     *, decode_tokens: int, vocab_size: int, head_bytes: int, warp_bytes: int, graph_layers: int
 ) -> int:
-    """What rounds need beside weights and K/V: the logits of `decode_tokens` rows, a workspace, the
+    """What rounds need beside weights and KV: the logits of `decode_tokens` rows, a workspace, the
     weights of a head that is loaded later, what the sessions' logits processors remember, and the
     graphs of all shapes, of which each has the target's layers: so many `graph_layers`."""
     logits = _LOGIT_COPIES * _FLOAT32_BYTES * decode_tokens * vocab_size
@@ -34,9 +34,9 @@ def max_kv_tokens(
     bytes_per_token: int,
     max_tokens: int,
 ) -> int:
-    """Tokens of K/V within `fraction` of a device, at most `max_tokens`.
+    """Tokens of KV within `fraction` of a device, at most `max_tokens`.
 
-    free_bytes: what is free with the weights loaded; bytes_per_token: K/V of one token over all
+    free_bytes: what is free with the weights loaded; bytes_per_token: KV of one token over all
     layers. Raises FailedPreconditionError if there is room for none.
     """
     used = total_bytes - free_bytes
@@ -44,7 +44,7 @@ def max_kv_tokens(
     tokens = min(budget // bytes_per_token, max_tokens)
     if tokens < 1:
         raise FailedPreconditionError(
-            f"no memory is left for K/V: of {total_bytes >> 20} MiB, {fraction:.0%} may be used, "
+            f"no memory is left for KV: of {total_bytes >> 20} MiB, {fraction:.0%} may be used, "
             f"{used >> 20} MiB are in use and {reserved >> 20} MiB are needed by rounds",
             reason="NO_DEVICE_MEMORY",
         )

@@ -1,6 +1,6 @@
-"""Preemption policy: decides which sessions hold K/V, wait, or are preempted. Pure.
+"""Preemption policy: decides which sessions hold KV, wait, or are preempted. Pure.
 
-Times are seconds. A session *waits* (no K/V: it was opened, or preempted) or *runs*. Its claim is
+Times are seconds. A session *waits* (no KV: it was opened, or preempted) or *runs*. Its claim is
 its priority plus one for every `priority_aging_s` of its total waiting time, so that no session
 starves behind later ones of a higher priority. Waiting sessions are admitted by claim, then in
 order of opening, and none passes the first in line. Only a higher priority takes blocks from others
@@ -46,7 +46,7 @@ class SessionClaim(NamedTuple):
     expected_blocks: int
     """That it is expected to hold at its end."""
     tokens: int = 0
-    """Whose K/V is lost, or has to be copied, if it is preempted."""
+    """Whose KV is lost, or has to be copied, if it is preempted."""
     preemptions: int = 0
     waited_s: float = 0.0
     """In all, up to now."""
@@ -61,7 +61,7 @@ class PreemptionLimits:
     """What preemption keeps to."""
 
     max_running: int
-    """Sessions that hold K/V at once."""
+    """Sessions that hold KV at once."""
     max_preemptions: int
     """Of one session."""
     watermark: float
@@ -152,7 +152,7 @@ def admit_all(waiting: Iterable[SessionClaim], bounds: PreemptionLimits) -> list
 def choose_mode(
     *, swap_s: float | None, recompute_s: float, wanted: PreemptionMode | None = None
 ) -> PreemptionMode:
-    """How a session is to get its K/V back. `swap_s`: seconds of a swap out and in again, None
+    """How a session is to get its KV back. `swap_s`: seconds of a swap out and in again, None
     where there is no room for it or nothing to be swapped; `recompute_s`: seconds of prefilling, 0
     where that was not measured. `wanted`: not to be weighed."""
     if swap_s is None or wanted is PreemptionMode.RECOMPUTE:

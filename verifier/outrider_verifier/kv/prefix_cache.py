@@ -1,10 +1,10 @@
-"""Prefix cache: K/V blocks that sessions leave behind, reused by later sessions.
+"""Prefix cache: KV blocks that sessions leave behind, reused by later sessions.
 
 Engine thread only. Only full blocks are kept. A block is keyed by its tokens without the first, and
-the token after it: a draft head's K/V of a position is computed with the next token (EAGLE-3, arXiv
+the token after it: a draft head's KV of a position is computed with the next token (EAGLE-3, arXiv
 2503.01840). Blocks form a tree: a block is found by its predecessor and its own tokens, compared
 one by one, so no two prefixes are ever taken for each other. A block also records what a session
-that skips it must have: whether the in-process head has its K/V there, and the features for a
+that skips it must have: whether the in-process head has its KV there, and the features for a
 drafter outside.
 """
 
@@ -33,7 +33,7 @@ class _CachedBlock:
     key: _Key
     block: int
     has_draft_kv: bool
-    """Whether the in-process drafter has its K/V there, too."""
+    """Whether the in-process drafter has its KV there, too."""
     features: tuple[int, ...] = ()
     """The store's chunks with its features; none if they are not known."""
 
@@ -51,7 +51,7 @@ class PrefixCache:
         counters: Counter[str],
     ) -> None:
         """`store`: features of sessions, in chunks of which a block has a whole number. `drafted`:
-        whether the in-process drafter has the K/V of all that a session has written.
+        whether the in-process drafter has the KV of all that a session has written.
         `feature_bytes`: most that features of kept blocks take."""
         self._pool, self._store, self._drafted = pool, store, drafted
         self._counters = counters
@@ -139,7 +139,7 @@ class PrefixCache:
 
     def store_prefix(self, session: Session) -> None:
         """Keep what a session has written: a prompt that is whole, or all of it when it loses its
-        K/V."""
+        KV."""
         # What was written behind its last token was not emitted.
         count = min(session.kv.len, session.length - 1) // self._pool.block_tokens
         if not count:
@@ -154,7 +154,7 @@ class PrefixCache:
             self._keep_features(session, kept)
 
     def forget_draft_kv(self) -> None:
-        """The draft K/V of no block is there any more: its drafter is another one."""
+        """The draft KV of no block is there any more: its drafter is another one."""
         for kept in self._kept.values():
             kept.has_draft_kv = False
 
@@ -164,7 +164,7 @@ class PrefixCache:
             kept = self._kept[key] = _CachedBlock(next(self._numbers), key, block, drafted)
             self._hold(kept)
         elif drafted and not kept.has_draft_kv:
-            # The same with the draft head's K/V is of use to more sessions.
+            # The same with the draft head's KV is of use to more sessions.
             if kept.block != block:
                 del self._of_block[kept.block]
                 self._pool.ledger.release_block(kept.block)

@@ -9,9 +9,9 @@ grammar_preparation.py     Compiles structured-output grammars and starts the to
                            sessions.
 interface.py               ModelRunner protocol: submits rounds to whatever computes them; with its
                            output classes.
-kv_headroom.py             Number of K/V slots that rounds may write past a session's committed
+kv_headroom.py             Number of KV slots that rounds may write past a session's committed
                            ones.
 results.py                 Commits the results of a round to its sessions; row results for
                            accounting and verdicts.
-swapped_sessions.py        K/V copies of preempted sessions in host memory.
+swapped_sessions.py        KV copies of preempted sessions in host memory.
 """

@@ -76,7 +76,7 @@ class _FinishedRound:
 class CpuModelRunner:
     """A `ModelRunner` that runs each round within `submit_round`.
 
-    Of sessions it holds only swapped-out K/V.
+    Of sessions it holds only swapped-out KV.
     """
 
     can_run_ahead = False
@@ -157,7 +157,7 @@ class CpuModelRunner:
 
     @staticmethod
     def make_swap_space(budget_bytes: int, pool: KVPool) -> SwapSpace:
-        """Room for the target's K/V."""
+        """Room for the target's KV."""
         return SwapSpace(budget_bytes, [pool.storage], block_tokens=pool.block_tokens)
 
     def open_session(self, session: Session) -> None:
@@ -201,7 +201,7 @@ class CpuModelRunner:
         return True
 
     def collect_round(self, flight: RoundHandle) -> RunnerOutput:
-        """What the round gave; commits its K/V."""
+        """What the round gave; commits its KV."""
         assert isinstance(flight, _FinishedRound)
         with torch.inference_mode():
             for row in flight.packed:

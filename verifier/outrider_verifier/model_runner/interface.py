@@ -22,7 +22,7 @@ from outrider_verifier.state.session import Session
 
 
 class RowOutput(NamedTuple):
-    """What a round did for one row; its K/V is committed."""
+    """What a round did for one row; its KV is committed."""
 
     tokens: tuple[int, ...]
     """What it emitted; none while a prompt is incomplete."""
@@ -130,7 +130,7 @@ class ModelRunner(Protocol):
     Between `submit_round` and `collect_round` the host's view of the round's sessions (`kv.len`,
     `length`) stays as it was; `collect_round` advances `kv` of sessions that have not ended
     meanwhile, and the caller appends the tokens. A session may be closed while a round with it is
-    in flight: its results of that round are dropped, and whatever takes over its K/V blocks or its
+    in flight: its results of that round are dropped, and whatever takes over its KV blocks or its
     slot is submitted later.
     """
 
@@ -202,11 +202,11 @@ class ModelRunner(Protocol):
         ...
 
     def make_swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
-        """Room in host memory for the K/V of suspended sessions; `pool`: the target's."""
+        """Room in host memory for the KV of suspended sessions; `pool`: the target's."""
         ...
 
     def open_session(self, session: Session) -> None:
-        """A session begins, without K/V: it waits like one that was suspended. Raises
+        """A session begins, without KV: it waits like one that was suspended. Raises
         InvalidRequestError if it can never be served."""
         ...
 
@@ -215,7 +215,7 @@ class ModelRunner(Protocol):
         ...
 
     def record_new_blocks(self, session: Session) -> None:
-        """A session that is not suspended holds more K/V blocks than before; to be called before
+        """A session that is not suspended holds more KV blocks than before; to be called before
         the submit that needs them. A round may be in flight."""
         ...
 
@@ -225,8 +225,8 @@ class ModelRunner(Protocol):
         ...
 
     def suspend_session(self, session: Session, swap: SwapSpace | None) -> bool:
-        """Release a session's K/V blocks and its slot on the device. The session must take part in
-        rounds and have none in flight. With `swap`, its committed K/V is copied to that host memory
+        """Release a session's KV blocks and its slot on the device. The session must take part in
+        rounds and have none in flight. With `swap`, its committed KV is copied to that host memory
         if it has room. Returns whether it was copied; if not, the prefix must be computed again."""
         ...
 
@@ -238,14 +238,14 @@ class ModelRunner(Protocol):
 
     def resume_session(self, session: Session) -> bool:
         """Let a suspended session, which has reserved the blocks that it needs next, take part in
-        rounds again. Whether its K/V is there, as it was; else the prefix, of which the last token
+        rounds again. Whether its KV is there, as it was; else the prefix, of which the last token
         is the root, is run like a prompt's, from 0: `tokens[:length - 1]`, or the whole prompt if
         nothing was emitted. Raises ResourceExhaustedError, and changes nothing, if there is no
         place for it."""
         ...
 
     def has_draft_kv(self, session: Session) -> bool:
-        """Whether the in-process drafter has its K/V of all that a session, which is not
+        """Whether the in-process drafter has its KV of all that a session, which is not
         suspended, has written."""
         ...
 

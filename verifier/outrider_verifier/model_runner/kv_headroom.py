@@ -1,4 +1,4 @@
-"""Number of K/V slots that rounds may write past a session's committed ones. Pure.
+"""Number of KV slots that rounds may write past a session's committed ones. Pure.
 
 This is the only place of the formula. A round writes its root and the nodes of its draft before
 acceptance is known. A runner that runs ahead submits a round behind another whose result the host
@@ -14,7 +14,7 @@ from outrider_verifier.state.session import Session
 
 
 class KVHeadroom(NamedTuple):
-    """Bounds of the K/V slots that a runner writes in advance."""
+    """Bounds of the KV slots that a runner writes in advance."""
 
     max_nodes: int
     """Nodes of a draft from outside."""

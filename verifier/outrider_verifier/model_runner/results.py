@@ -36,7 +36,7 @@ class RowResult:
     missed_proposal: bool = False
     """Whether a proposal was wanted and none was there."""
     new_positions: int = 0
-    """Of a prompt: positions whose K/V was written for the first time."""
+    """Of a prompt: positions whose KV was written for the first time."""
 
     @classmethod
     def of_plain(cls, session: Session) -> RowResult:
@@ -166,7 +166,7 @@ class VerdictInputs:
             prefix_lens=self.lengths,
             counts=counts,
             tokens=decoded.tokens,
-            # The last token is the root, whose K/V the next round writes.
+            # The last token is the root, whose KV the next round writes.
             written_positions=self.lengths + counts - 1,
             is_prompt_done=np.ones(len(counts), dtype=np.bool_),
             # One token beyond the draft is emitted.

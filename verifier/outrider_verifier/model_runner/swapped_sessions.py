@@ -1,4 +1,4 @@
-"""K/V copies of preempted sessions in host memory."""
+"""KV copies of preempted sessions in host memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from outrider_verifier.state.session import Session
 
 
 class SwappedSessions:
-    """Swaps the K/V of preempted sessions out, prefetches it and swaps it in."""
+    """Swaps the KV of preempted sessions out, prefetches it and swaps it in."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[SwapSpace, SavedKV]] = {}
@@ -17,9 +17,9 @@ class SwappedSessions:
         return len(self._copies)
 
     def swap_out(self, session: Session, swap: SwapSpace | None) -> bool:
-        """Copy a session's K/V to host memory and free its blocks; returns whether it was copied.
+        """Copy a session's KV to host memory and free its blocks; returns whether it was copied.
 
-        Nothing is copied without a swap space, without K/V, or if the swap space is full. The
+        Nothing is copied without a swap space, without KV, or if the swap space is full. The
         blocks are freed in any case.
         """
         saved = swap.swap_out_sequence(session.kv) if swap is not None and session.kv.len else None
@@ -29,7 +29,7 @@ class SwappedSessions:
         return saved is not None
 
     def prefetch(self, session: Session) -> bool:
-        """Start to copy a session's K/V back to the device, in parallel with the rounds.
+        """Start to copy a session's KV back to the device, in parallel with the rounds.
 
         Returns whether `swap_in` would delay no round; True for a session without a copy. Call this
         again until it returns True (see `SwapSpace.prefetch`).
@@ -38,7 +38,7 @@ class SwappedSessions:
         return held is None or held[0].prefetch(held[1])
 
     def swap_in(self, session: Session) -> bool:
-        """Restore a session's K/V from its copy and drop the copy; returns whether one existed."""
+        """Restore a session's KV from its copy and drop the copy; returns whether one existed."""
         held = self._copies.get(session.ticket)
         if held is None:
             return False

@@ -3,7 +3,7 @@ may import `state`, `exchange` and `model_runner`.
 
 draft_length.py            Draft length of chains that are drafted by messages: the most expected
                            tokens per second.
-draft_recovery.py          Decides for which sessions draft K/V is computed once more.
+draft_recovery.py          Decides for which sessions draft KV is computed once more.
 in_process_planner.py      Decides the draft shape of all sessions with in-process drafts, and
                            whether they have any.
 proposal_wait.py           How long a session waits for its proposal, and when a drafter counts as

@@ -1,6 +1,6 @@
-"""Decides for which sessions draft K/V is computed once more. Pure.
+"""Decides for which sessions draft KV is computed once more. Pure.
 
-Draft K/V is computed from the target's features, so all that a session has written is prefilled
+Draft KV is computed from the target's features, so all that a session has written is prefilled
 again, and its stream stands still meanwhile.
 """
 
@@ -23,7 +23,7 @@ MAX_RECOMPUTING: Final = 1
 
 
 class UndraftedSession(NamedTuple):
-    """A running session without draft K/V."""
+    """A running session without draft KV."""
 
     session_id: SessionId
     opened_at: float

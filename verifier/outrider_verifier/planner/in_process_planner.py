@@ -1,7 +1,7 @@
 """Decides the draft shape of all sessions with in-process drafts, and whether they have any. Pure.
 
 All of them share one decision, because rounds of several shapes read the weights several times. A
-session whose drafts were dropped decodes plainly to its end: the head's K/V ends there.
+session whose drafts were dropped decodes plainly to its end: the head's KV ends there.
 """
 
 from __future__ import annotations

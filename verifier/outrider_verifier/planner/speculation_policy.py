@@ -261,7 +261,7 @@ class SpeculationPolicy:
             return
         state.record_mode_change(paused=paused)
         if paused and state.is_in_process and not session.drafter_record.has_dropped_drafts:
-            # The head's K/V ends here: its drafts cannot be had again.
+            # The head's KV ends here: its drafts cannot be had again.
             session.drafter_record.record_dropped_drafts()
             session.set_in_process_drafts(0)
             self._in_process.record_dropped_drafts()

@@ -239,7 +239,7 @@ class SpeculationState:
         self.unsettled_rounds = max(self.unsettled_rounds, 2.0)
 
     def record_resume(self) -> None:
-        """Its K/V was computed once more: the time since its last round tells nothing."""
+        """Its KV was computed once more: the time since its last round tells nothing."""
         if self.workload is not None and not math.isnan(self.last_round_s):
             self.workload.decoding -= 1
         self.last_round_s = math.nan

@@ -55,8 +55,8 @@ _COUNTERS = {
     "device_losses": "Lost devices; the process exits after the first",
     "emitted_tokens": "Tokens emitted",
     "prefill_tokens": "Tokens prefilled, including recomputation after preemption",
-    "prefix_cache_query_tokens": "Tokens looked up in the prefix cache, for sessions without K/V",
-    "prefix_cache_hit_tokens": "Tokens whose K/V was found in the prefix cache",
+    "prefix_cache_query_tokens": "Tokens looked up in the prefix cache, for sessions without KV",
+    "prefix_cache_hit_tokens": "Tokens whose KV was found in the prefix cache",
     "proposed_tokens": "Draft nodes verified",
     "accepted_tokens": "Draft nodes accepted",
     "fallback_rounds": "Session rounds that wanted a proposal and had none",
@@ -88,13 +88,13 @@ _COUNTERS = {
     "commands_refused": "Requests and proposals refused because the engine thread was behind",
 }
 _GAUGES = {
-    "sessions_running": "Sessions with K/V",
-    "sessions_waiting": "Sessions without K/V: preempted, or not started",
-    "swapped_bytes": "Host memory of the swapped K/V of preempted sessions",
-    "kv_blocks": "K/V blocks of the pool",
-    "kv_blocks_free": "K/V blocks that no session holds",
-    "kv_cache_usage_ratio": "Share of the K/V blocks in use",
-    "prefix_blocks": "K/V blocks in the prefix cache, including those in use",
+    "sessions_running": "Sessions with KV",
+    "sessions_waiting": "Sessions without KV: preempted, or not started",
+    "swapped_bytes": "Host memory of the swapped KV of preempted sessions",
+    "kv_blocks": "KV blocks of the pool",
+    "kv_blocks_free": "KV blocks that no session holds",
+    "kv_cache_usage_ratio": "Share of the KV blocks in use",
+    "prefix_blocks": "KV blocks in the prefix cache, including those in use",
     "prefix_feature_bytes": "Host memory of the features of prefix cache blocks",
     "drafters_connected": "Drafters attached",
     "pending_proposals": "Proposals held for later rounds",
@@ -168,7 +168,7 @@ def stats_of(counters: Mapping[str, int]) -> SpecStats:
 def _preempted(counts: Mapping[str, int]) -> Iterator[Metric]:
     """Yield the counters of preempted sessions, and of those that resumed."""
     preemptions = CounterMetricFamily(
-        "outrider_preemptions", "Sessions preempted, by how they get their K/V back", None, ["kind"]
+        "outrider_preemptions", "Sessions preempted, by how they get their KV back", None, ["kind"]
     )
     for mode in PreemptionMode:
         preemptions.add_metric([mode.value], float(counts.get(f"preemptions_{mode.value}", 0)))

@@ -103,7 +103,7 @@ class VerifierService(SessionIteratorMixin):
         grammars: GrammarCache | None = None,
         busy_cores: BusyCores | None = None,
     ) -> None:
-        """`pool` holds the K/V of `target`; `max_context_len` is the model's own limit.
+        """`pool` holds the KV of `target`; `max_context_len` is the model's own limit.
 
         Without `grammars` sessions with structured output are refused. Without a `runner`, rounds
         are run by a `CpuModelRunner` of target and projection. `awake` is kept while there are
@@ -127,7 +127,7 @@ class VerifierService(SessionIteratorMixin):
         self._max_context_len = min(limit for limit in limits if limit > 0)
         if config.max_context_len > self._max_context_len:
             logger.warning(
-                "max_context_len is cut to what the model and the K/V budget allow",
+                "max_context_len is cut to what the model and the KV budget allow",
                 extra={"asked": config.max_context_len, "allowed": self._max_context_len},
             )
         self._running_on: asyncio.AbstractEventLoop | None = None

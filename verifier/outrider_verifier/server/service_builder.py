@@ -167,7 +167,7 @@ def uses_gpu_runner(config: VerifierConfig) -> bool:
 
 
 def _load_target(config: VerifierConfig, path: Path, copies: WeightCopies | None) -> TargetModel:
-    """The target and a K/V pool of the size that was asked for, or that the device has room for;
+    """The target and a KV pool of the size that was asked for, or that the device has room for;
     `copies`: see `load_target`."""
     sized = config.kv_tokens == 0 and torch.device(config.device).type == "cuda"
     return load_target(
@@ -183,7 +183,7 @@ def _load_target(config: VerifierConfig, path: Path, copies: WeightCopies | None
 
 
 def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
-    """Tokens of K/V that the device has room for beside the weights, which are there already."""
+    """Tokens of KV that the device has room for beside the weights, which are there already."""
     # Not before it is a GPU that is served: a CPU needs no triton, which this asks for.
     from outrider.engine.device.inputs.token_masks import mask_bytes
     from outrider_verifier.model_runner.gpu_runner.shape_family import shape_family_for
@@ -191,7 +191,7 @@ def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
     per_token = kv_bytes_per_token(model, getattr(torch, config.dtype))
     head_bytes = 0
     if config.has_in_process_drafter:
-        # The head's own K/V has the pool's slots: about one more layer.
+        # The head's own KV has the pool's slots: about one more layer.
         per_token += per_token // model.num_layers
         head_bytes = _size_of(Path(config.feature_head))
     free, total = torch.cuda.mem_get_info(config.device)

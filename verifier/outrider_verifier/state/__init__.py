@@ -6,10 +6,10 @@ commands.py                Commands from the asyncio thread to the engine thread
 effects.py                 Effects: messages from the engine thread to the asyncio thread; a
                            round's verdicts come first.
 preemption_mode.py         PreemptionMode: recompute or swap, the ways in which preempted sessions
-                           get their K/V back.
+                           get their KV back.
 round_plan.py              Inputs of the scheduler (limits, estimates, row states) and its output,
                            `RoundPlan`.
-session.py                 Session: tokens, K/V, plan and phase of one served request, and its
+session.py                 Session: tokens, KV, plan and phase of one served request, and its
                            handle; owned by the engine thread.
 session_phase.py           SessionPhase: where a session is in its life on the verifier, and what
                            may follow.

@@ -1,4 +1,4 @@
-"""PreemptionMode: recompute or swap, the ways in which preempted sessions get their K/V back."""
+"""PreemptionMode: recompute or swap, the ways in which preempted sessions get their KV back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class PreemptionMode(StrEnum):
-    """Method by which a preempted session gets its K/V back."""
+    """Method by which a preempted session gets its KV back."""
 
     SWAP = "swap"
     """Copied from the host's memory."""

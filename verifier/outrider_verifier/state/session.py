@@ -1,4 +1,4 @@
-"""Session: tokens, K/V, plan and phase of one served request; owned by the engine thread.
+"""Session: tokens, KV, plan and phase of one served request; owned by the engine thread.
 
 `SessionHandles` gives sessions small integers, which index the per-session columns and name a
 session to its drafter.
@@ -49,9 +49,9 @@ NO_LIMIT: Final = 1 << 20
 class Session:
     """A request being served.
 
-    `tokens[:length]` is the committed prefix. While prefilling, K/V is written for fewer than
+    `tokens[:length]` is the committed prefix. While prefilling, KV is written for fewer than
     `prefill.target` of them; afterwards for length - 1: the last token is the root. A waiting
-    session has no K/V. All its other state stays: a committed token is sent once, and so is a
+    session has no KV. All its other state stays: a committed token is sent once, and so is a
     position's feature.
     """
 
@@ -73,7 +73,7 @@ class Session:
     prefill: PrefillProgress
     preemption: PreemptionRecord
     max_blocks: int
-    """K/V blocks that it may ever have to hold."""
+    """KV blocks that it may ever have to hold."""
     in_process_draft_length: int
     """Draft length of the in-process drafter, which drafts for the session; 0: it does not."""
     constraint: Constraint | None
@@ -83,7 +83,7 @@ class Session:
     """Where in its life the session is; written by `change_phase` alone, which every method calls
     that marks a step of that life."""
     written_positions: int = 0
-    """Positions whose K/V was written, also if it was lost since: drafters know their features."""
+    """Positions whose KV was written, also if it was lost since: drafters know their features."""
     handle: int = -1
     """Its place in the columns of this process, and its name to a drafter; -1 before it has one."""
     round_id: int = 0
@@ -173,18 +173,18 @@ class Session:
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether the K/V of the whole prompt was written, as far as the host has seen."""
+        """Whether the KV of the whole prompt was written, as far as the host has seen."""
         return self.written_positions >= len(self.spec.token_ids)
 
     @property
     def kv_len(self) -> int:
-        """Positions whose K/V is written, or is to be before it decodes (again): all but the
+        """Positions whose KV is written, or is to be before it decodes (again): all but the
         root's."""
         return self.length - 1 if self.emitted else self.length
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has no K/V, waits for blocks and is no row of any round."""
+        """Whether it has no KV, waits for blocks and is no row of any round."""
         return self.phase is WAITING or self.phase is SWAPPED
 
     @property
@@ -262,7 +262,7 @@ class Session:
         return self.link_id is not None and not self.has_stalled_drafter and self.draft_wanted
 
     def waited_s(self, now: float) -> float:
-        """How long it has waited for K/V blocks, in seconds."""
+        """How long it has waited for KV blocks, in seconds."""
         before = self.preemption.total_wait_s
         return before + (now - self.preemption.waiting_since if self.is_waiting else 0.0)
 
@@ -306,7 +306,7 @@ class Session:
         """No drafter follows it any more."""
         self.link_id = None
 
-    # ---- its K/V blocks ------------------------------------------------------------------------
+    # ---- its KV blocks ------------------------------------------------------------------------
 
     def record_blocks(self, headroom: int) -> None:
         """Record the length up to which the session's blocks suffice, if a round writes up to
@@ -329,18 +329,18 @@ class Session:
         self.phase = phase
 
     def mark_preempted(self, now: float, *, swapped: bool) -> None:
-        """It has lost its K/V: it waits. `swapped`: there is a copy."""
+        """It has lost its KV: it waits. `swapped`: there is a copy."""
         self.change_phase(SWAPPED if swapped else WAITING)
         self.preemption.waiting_since = now
         self.preemption.count += 1
 
     def mark_recomputing(self, now: float) -> None:
-        """It has given its K/V back in order to prefill again at once, which is no preemption."""
+        """It has given its KV back in order to prefill again at once, which is no preemption."""
         self.change_phase(WAITING)
         self.preemption.waiting_since = now
 
     def mark_admitted(self, now: float, *, kept: bool, found: int = 0) -> None:
-        """It has blocks, and runs. `kept`: its K/V is there as it was; else it is to be computed
+        """It has blocks, and runs. `kept`: its KV is there as it was; else it is to be computed
         (again), but for the first `found` tokens, behind which the root, if there is one, stays as
         it is."""
         assert self.is_waiting, (self.session_id, self.phase)
@@ -365,7 +365,7 @@ class Session:
             self.change_phase(DECODING)
 
     def mark_prefilled(self, end: int, now: float) -> int:
-        """K/V of positions before `end` is written, by prefilling; how many of these positions
+        """KV of positions before `end` is written, by prefilling; how many of these positions
         were never written before."""
         fresh = max(0, end - self.written_positions)
         self.written_positions += fresh

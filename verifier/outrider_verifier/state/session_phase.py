@@ -11,10 +11,10 @@ class SessionPhase(Enum):
     """What a session has and does now; it is in exactly one phase."""
 
     WAITING = "waiting"
-    """It has no K/V and waits for blocks, to prefill (again) once it has them: it has not begun, or
-    has lost its K/V without a copy."""
+    """It has no KV and waits for blocks, to prefill (again) once it has them: it has not begun, or
+    has lost its KV without a copy."""
     SWAPPED = "swapped"
-    """It waits for blocks, too, but its K/V was copied to host memory when it was preempted."""
+    """It waits for blocks, too, but its KV was copied to host memory when it was preempted."""
     PREFILLING = "prefilling"
     """It has blocks, and no round was submitted yet with some of its tokens to prefill."""
     DECODING = "decoding"

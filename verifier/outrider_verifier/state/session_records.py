@@ -12,7 +12,7 @@ class PrefillProgress:
     target: int
     """Tokens to prefill: the prompt, or what a preempted session had written when it lost it."""
     sent: int = 0
-    """Tokens that rounds were submitted with; K/V is written for those of finished rounds."""
+    """Tokens that rounds were submitted with; KV is written for those of finished rounds."""
 
     @property
     def left(self) -> int:
@@ -22,7 +22,7 @@ class PrefillProgress:
 
 @dataclass(slots=True, kw_only=True)
 class PreemptionRecord:
-    """Preemptions of a session, and how long it has waited for K/V blocks. Times are seconds of the
+    """Preemptions of a session, and how long it has waited for KV blocks. Times are seconds of the
     engine's clock."""
 
     waiting_since: float
@@ -57,7 +57,7 @@ class DrafterRecord:
     draft."""
     last_undrafted_round: int = -1
     has_dropped_drafts: bool = False
-    """Whether its in-process drafts were dropped, for good: the head's K/V has ended."""
+    """Whether its in-process drafts were dropped, for good: the head's KV has ended."""
 
     def record_loss(self) -> int:
         """Count a loss; returns the losses so far."""

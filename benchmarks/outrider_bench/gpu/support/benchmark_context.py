@@ -39,7 +39,7 @@ VLLM_EMITTED: Final = {1: 1.72, 3: 2.60, 5: 3.20, 7: 3.60}
 SPARE_SESSIONS: Final = 2
 """Sessions admitted past the batch: one that has just ended may still be held."""
 SLACK_TOKENS: Final = 96
-"""K/V slots a session may take past prompt and output: draft nodes, rounded up to blocks."""
+"""KV slots a session may take past prompt and output: draft nodes, rounded up to blocks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +100,7 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and K/V."""
+        """Of weights and KV."""
         dtype: torch.dtype = getattr(torch, self.args.dtype)
         return dtype
 

@@ -35,7 +35,7 @@ from outrider_bench.gpu.support.services import (
 )
 
 _ROOM = 80
-"""K/V slots past the longest prefix: the largest tree, and what repeats emit."""
+"""KV slots past the longest prefix: the largest tree, and what repeats emit."""
 _CHAIN_NODES = 8
 """Rows of up to this many nodes verify a chain, larger ones a tree."""
 _LONGEST_CHAIN = 8
@@ -229,7 +229,7 @@ class DraftBench:
         )
 
     def catch_up(self, rows: int, *, new_rows: int, prune: bool) -> Callable[[], Tensor]:
-        """A catch-up alone: dead rows stop after their K/V write, or do not."""
+        """A catch-up alone: dead rows stop after their KV write, or do not."""
         return partial(self.program.catch_up, self._inputs(rows, new_rows), prune=prune)
 
     def median_ms(self, fn: Callable[[], object]) -> float:

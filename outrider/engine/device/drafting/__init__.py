@@ -10,7 +10,7 @@ draft_masks.py             Allowed-token masks of in-process drafts, uploaded fo
                            grammar.
 draft_program.py           Drafting of chains and dynamic trees on static device tensors, for any
                            `DraftForward`.
-draft_row_state.py         Sampling state of draft rows that differs from the state of their K/V
+draft_row_state.py         Sampling state of draft rows that differs from the state of their KV
                            slots.
 eagle_forward.py           Forward of an EAGLE-3 head (Li et al.
 eagle_weights.py           Weight tensors of an EAGLE-3 head, for kernels that fuse several of its
@@ -24,6 +24,6 @@ recent_rows.py             Newest draft rows of every session, kept on the devic
                            drafts.
 round_drafter.py           RoundDrafter protocol: what a round's graphs ask of whoever drafts on a
                            device for its sessions.
-small_model_forward.py     Forward of a small draft model: rows are tokens, and all its K/V is
+small_model_forward.py     Forward of a small draft model: rows are tokens, and all its KV is
                            exact.
 """

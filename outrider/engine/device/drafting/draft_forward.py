@@ -6,7 +6,7 @@ CUDA graph; on a CPU the same code runs on the kernels' PyTorch references.
 B sessions, R new rows a session, N nodes of a given tree, P = 1 + N positions (the root's, then the
 nodes'), F width of a feature, H width of an output, V target vocabulary, Vd draft vocabulary, L
 layers, G key/value heads, S pool slots, d head dimension, X session slots, T blocks of a table. Row
-r of a session has K/V slot and draft position r. The live row is the newest one, the only one whose
+r of a session has KV slot and draft position r. The live row is the newest one, the only one whose
 prediction is used.
 """
 
@@ -29,7 +29,7 @@ class NewRows(NamedTuple):
     slots: Tensor
     """int32 [B]: rows of `tables`."""
     tables: Tensor
-    """int32 [X, T]: K/V blocks of every session slot."""
+    """int32 [X, T]: KV blocks of every session slot."""
     tokens: Tensor
     """int32 [B, R]: the token of each row; -1 where there is none."""
     features: Tensor
@@ -73,7 +73,7 @@ class AttentionContext(NamedTuple):
     tables: Tensor
     slots: Tensor
     context: Tensor
-    """int32 [B]: K/V rows that every row sees."""
+    """int32 [B]: KV rows that every row sees."""
 
 
 class DraftVocabulary(NamedTuple):
@@ -97,7 +97,7 @@ class DraftVocabulary(NamedTuple):
 
 
 class DraftForward(ABC):
-    """Forward passes of a draft model over K/V in a paged storage of the caller.
+    """Forward passes of a draft model over KV in a paged storage of the caller.
 
     A session's table must hold all rows that are written: what is past its end is not kept. Rows of
     a session with count 0 (padding) are written nowhere; what is computed for them is not defined.
@@ -106,7 +106,7 @@ class DraftForward(ABC):
     feature_size: int
     """F; 0: rows are made of tokens alone."""
     keeps_proposal_kv: bool = False
-    """Whether K/V of given chains is as if their tokens were new rows, so that what is drafted
+    """Whether KV of given chains is as if their tokens were new rows, so that what is drafted
     below need not run them again."""
 
     def __init__(
@@ -153,7 +153,7 @@ class DraftForward(ABC):
         return RowPositions(positions, rotary_table(positions, self._inv_freq), write_slots)
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy K/V blocks of all layers, sources and targets int32 [B]; no block is both."""
+        """Copy KV blocks of all layers, sources and targets int32 [B]; no block is both."""
         width = self._storage.shape[-1]
         blocks = self._storage.view(
             -1, self._storage.shape[3] // self.block_tokens, self.block_tokens, width
@@ -162,13 +162,13 @@ class DraftForward(ABC):
 
     @abstractmethod
     def write_rows(self, rows: NewRows) -> None:
-        """Write the K/V of new rows; nothing else is wanted of them."""
+        """Write the KV of new rows; nothing else is wanted of them."""
 
     @abstractmethod
     def catch_up(
         self, rows: NewRows, layout: DraftLayout, places: RowPositions, *, prune: bool = True
     ) -> Tensor:
-        """Write the K/V of new rows; x [B, H], the output of each session's live row.
+        """Write the KV of new rows; x [B, H], the output of each session's live row.
 
         places: of the new rows at least, which come first. prune: rows that are not live need not
         be run further than that.

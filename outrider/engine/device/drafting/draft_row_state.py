@@ -1,4 +1,4 @@
-"""Sampling state of draft rows that differs from the state of their K/V slots.
+"""Sampling state of draft rows that differs from the state of their KV slots.
 
 B sessions or branches, W tokens that the logits-processor state has not counted yet.
 """

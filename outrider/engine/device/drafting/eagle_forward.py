@@ -45,7 +45,7 @@ class HeadForward(DraftForward):
         self._keys, self._values = storage[0, 0], storage[1, 0]
 
     def write_rows(self, rows: NewRows) -> None:
-        """Write the K/V of new rows and compute nothing else."""
+        """Write the KV of new rows and compute nothing else."""
         layout = self.layout(rows)
         places = self.row_positions(layout.positions, layout.write_slots)
         self._write_kv(self._inputs(rows).inputs, places)
@@ -102,7 +102,7 @@ class HeadForward(DraftForward):
     def catch_up(
         self, rows: NewRows, layout: DraftLayout, places: RowPositions, *, prune: bool = True
     ) -> Tensor:
-        """prune: dead rows stop after their K/V write, else they run through the block."""
+        """prune: dead rows stop after their KV write, else they run through the block."""
         block = self._inputs(rows)
         session = AttentionContext(rows.tables, rows.slots, rows.starts)
         num_rows = rows.tokens.shape[1]
@@ -159,7 +159,7 @@ class HeadForward(DraftForward):
         return self._finish(block.residual, attended)
 
     def _project(self, inputs: Tensor, places: RowPositions) -> Tensor:
-        """Queries [N, Q, d] of all rows; their K/V is written."""
+        """Queries [N, Q, d] of all rows; their KV is written."""
         w = self.weights
         qkv = fused_linear(inputs, w.qkv, bias=w.qkv_bias)
         return self._rotate(qkv, places, num_heads=w.config.num_heads)

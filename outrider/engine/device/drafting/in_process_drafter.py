@@ -1,6 +1,6 @@
 """Draft head inside the verifier process (colocated and fused placement).
 
-X session slots, n drafts of the largest shape, Vd draft vocabulary. The head's K/V has the slots of
+X session slots, n drafts of the largest shape, Vd draft vocabulary. The head's KV has the slots of
 the target's pool and is addressed by the same block tables. All shapes share it, so that sessions
 change from one to another at the cost of one round without drafts.
 """
@@ -53,7 +53,7 @@ class InProcessDraftShape(NamedTuple):
 
     @property
     def extra_slots(self) -> int:
-        """K/V slots that may be written past those that the host knows to be committed: two rounds
+        """KV slots that may be written past those that the host knows to be committed: two rounds
         may be unsettled, and the steps of the next drafts are accepted behind them."""
         width = min(self.top_k, self.num_nodes) if self.is_tree else 1
         return 2 * (1 + self.num_nodes) + max(0, self.levels - 1) * width
@@ -84,7 +84,7 @@ class InProcessDrafter:
             dtype=pool.storage.dtype,
             device=device,
         )
-        """[2, 1, G, S, d]: the head's K/V."""
+        """[2, 1, G, S, d]: the head's KV."""
         forward = HeadForward(
             weights,
             storage=self.storage,
@@ -172,7 +172,7 @@ class InProcessDrafter:
         """Rows need no preparation."""
 
     def write_rows(self, rows: NewRows) -> None:
-        """Write the K/V of rows whose prediction nobody wants."""
+        """Write the KV of rows whose prediction nobody wants."""
         self.program.forward.write_rows(rows)
 
     def draft_round(self, rows: NewRows, *, num_nodes: int, sampled: bool) -> None:

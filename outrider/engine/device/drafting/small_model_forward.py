@@ -1,4 +1,4 @@
-"""Forward of a small draft model: rows are tokens, and all its K/V is exact.
+"""Forward of a small draft model: rows are tokens, and all its KV is exact.
 
 B sessions, R new rows a session, N nodes of a given tree, H hidden size, M rows of a step, V target
 vocabulary. Row r holds token t_r at position r.
@@ -59,7 +59,7 @@ class ModelForward(DraftForward):
         self._program = TargetProgram(model, storage=storage)
 
     def write_rows(self, rows: NewRows) -> None:
-        """Run new rows for their K/V."""
+        """Run new rows for their KV."""
         layout, size = self.layout(rows), rows.tokens.shape[1]
         chunks = -(-size // _CHUNK_ROWS)
         assert size % chunks == 0, size
@@ -99,7 +99,7 @@ class ModelForward(DraftForward):
         mask: Tensor | None = None,
         parents: Tensor | None = None,
     ) -> Tensor:
-        """Run drafted tokens; `x` and `parents` say nothing that the K/V does not."""
+        """Run drafted tokens; `x` and `parents` say nothing that the KV does not."""
         group = RowGroup(
             slots=session.slots,
             context=session.context,

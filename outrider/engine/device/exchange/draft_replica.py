@@ -1,11 +1,11 @@
 """Draft model of one verifier on another GPU: it follows the verifier's rounds by exchange buffers.
 
-It has the slots, block tables and K/V slots of the verifier's sessions, so that the verifier's host
+It has the slots, block tables and KV slots of the verifier's sessions, so that the verifier's host
 manages both, and does what an in-process drafter does behind each round. Its host only launches:
 first what the verifier's host says of slots and blocks, then the graphs of a round, which wait for
 that round on the device.
 
-X session slots, S K/V slots, T blocks of a table, n drafts, G key/value heads, d head dimension.
+X session slots, S KV slots, T blocks of a table, n drafts, G key/value heads, d head dimension.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class ReplicaSlots(NamedTuple):
     """Sizes of what a replica mirrors."""
 
     num_blocks: int
-    """K/V blocks of the verifier's pool."""
+    """KV blocks of the verifier's pool."""
     block_tokens: int
-    """K/V slots of a block."""
+    """KV slots of a block."""
     table_blocks: int
     """T."""
 
@@ -308,7 +308,7 @@ class DraftReplica:
         publish_number(self._drafts, self.state, step=0)
 
     def _run_chunks(self, count: int) -> None:
-        """Write the K/V of the round's prefill chunks."""
+        """Write the KV of the round's prefill chunks."""
         taken = self._taken(self._chunks, count, self.exchange_shape.chunk_tokens)
         self._take(CHUNK_ROWS, taken, rows_ahead=0)
         self._program.forward.write_rows(self._new_rows(taken))
@@ -321,7 +321,7 @@ class DraftReplica:
         no such sessions."""
         shape, ahead = self.exchange_shape, self._ahead if is_ahead else None
         taken = self._taken(self._rows, count, shape.num_nodes)
-        # The last draft token of a chain is drafted behind, and has no K/V.
+        # The last draft token of a chain is drafted behind, and has no KV.
         self._take(DECODE_ROWS, taken, rows_ahead=shape.draft_length - 1)
         rows, warp = self._new_rows(taken), self._warp.state if sampled else None
         if warp is not None:

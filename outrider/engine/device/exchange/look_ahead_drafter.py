@@ -61,7 +61,7 @@ class LookAheadDrafter:
         first_block: int,
     ) -> None:
         """`tables`: int32 [Y, T]; `outcomes`: F, `length`: K; `max_rows`: rows of a round, at
-        most. The K/V blocks from `first_block` on are its own, as many as `blocks_needed` says;
+        most. The KV blocks from `first_block` on are its own, as many as `blocks_needed` says;
         the one before them may be written at any time."""
         self._program, self._tables, self._sampling = program, tables, sampling
         self._outcomes, self._length = outcomes, length
@@ -79,7 +79,7 @@ class LookAheadDrafter:
 
     @staticmethod
     def blocks_needed(*, outcomes: int, length: int, max_rows: int, block_tokens: int) -> int:
-        """K/V blocks for the branches of a round."""
+        """KV blocks for the branches of a round."""
         return max_rows * outcomes * _branch_blocks(length, block_tokens)
 
     def chosen_columns(self, taken: TakenRows) -> Tensor:

@@ -62,7 +62,7 @@ class ReplicaHost(Protocol):
         """A session begins in a slot."""
 
     def add_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
-        """A session holds more K/V blocks."""
+        """A session holds more KV blocks."""
 
     def end_session(self, slot: int) -> None:
         """Nobody is in a slot any more."""
@@ -149,7 +149,7 @@ class RemoteDrafter:
         history: TokenHistory = EMPTY_HISTORY,
     ) -> None:
         """A session that is drafted for begins, or comes back, with a prefix of this digest, and
-        with K/V of so many draft rows in its blocks. `history`: its tokens so far, where penalties
+        with KV of so many draft rows in its blocks. `history`: its tokens so far, where penalties
         look at them."""
         if self._host is None:
             return

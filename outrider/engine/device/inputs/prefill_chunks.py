@@ -2,7 +2,7 @@
 
 Shapes: Q prefill chunks of a bucket, P = CHUNK_TOKENS token rows of a prefill chunk, X session
 slots, T blocks of a block table. Several prefill chunks of one prompt in a round are consecutive:
-each attends to the K/V that the chunks before it write.
+each attends to the KV that the chunks before it write.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class DeviceSessionSlots:
         in_process_nodes: int = 0,
         graphs: bool = True,
     ) -> None:
-        """`max_len`: most K/V slots of a session; `max_nodes`: most nodes of a row;
+        """`max_len`: most KV slots of a session; `max_nodes`: most nodes of a row;
         `in_process_nodes`: nodes of a row with drafts of this process's in-process drafter;
         `graphs`: on a CUDA device, whether a slot is written by a graph."""
         pool.use_block_tables()
@@ -113,16 +113,16 @@ class DeviceSessionSlots:
             self._write(rows, [], [])
 
     def check_blocks(self, count: int) -> None:
-        """Raises ResourceExhaustedError for more K/V blocks than a slot's table holds."""
+        """Raises ResourceExhaustedError for more KV blocks than a slot's table holds."""
         if count > self._blocks:
             raise ResourceExhaustedError(
-                f"the session needs {count} K/V blocks, a slot's table holds {self._blocks}",
+                f"the session needs {count} KV blocks, a slot's table holds {self._blocks}",
                 reason="CONTEXT_TOO_LONG",
             )
 
     def open_slot(self, kv: KVSequence) -> int:
         """A slot for a session. Raises ResourceExhaustedError when all are taken, or when it has
-        more K/V blocks than a slot's table holds."""
+        more KV blocks than a slot's table holds."""
         self.check_blocks(kv.num_blocks)
         return self._free.take_slot()
 

@@ -2,16 +2,16 @@
 
 `tree` says what is computed and dispatches; `config` chooses tiles, `kernel` runs.
 
-compaction.py              Compaction of accepted rows: K/V of all layers and feature rows become
+compaction.py              Compaction of accepted rows: KV of all layers and feature rows become
                            contiguous.
 config.py                  Launch parameters of the attention kernels by shape: tile sizes and
                            splits of the context.
-kernel.py                  Triton kernels of tree attention over the paged K/V cache, with a split
+kernel.py                  Triton kernels of tree attention over the paged KV cache, with a split
                            context.
 layout.py                  Layout of the token rows of a round: positions, pool slots and the tree
                            mask, from parents.
-rotary.py                  Rotary embedding of new queries and keys, and the write of K/V to the
+rotary.py                  Rotary embedding of new queries and keys, and the write of KV to the
                            cache.
-tree.py                    Tree attention: the token rows of a round attend to the paged K/V cache
+tree.py                    Tree attention: the token rows of a round attend to the paged KV cache
                            and to their ancestors.
 """

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # pyright: reportCallIssue=false, reportIndexIssue=false
-"""Compaction of accepted rows: K/V of all layers and feature rows become contiguous.
+"""Compaction of accepted rows: KV of all layers and feature rows become contiguous.
 
 B rows of the bucket, N nodes a row, L layers, G key/value heads, S pool slots, d head dimension.
 """
@@ -30,7 +30,7 @@ def compact_kv(
     *,
     block_tokens: int,
 ) -> None:
-    """Move the K/V of accepted rows together: slot context + rows[b, j] to slot context + j.
+    """Move the KV of accepted rows together: slot context + rows[b, j] to slot context + j.
 
     For each b and each j < counts[b]. storage [2, L, G, S, d], keys then values, in place.
     rows int32 [B, N], ascending, rows[b, j] >= j. counts int32 [B], context int32 [B].

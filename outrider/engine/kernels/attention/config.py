@@ -29,7 +29,7 @@ class AttentionConfig(NamedTuple):
 
 
 _BLOCK_SLOTS = 64
-"""K/V slots of a step, where they fit."""
+"""KV slots of a step, where they fit."""
 
 
 class _Tuned(NamedTuple):

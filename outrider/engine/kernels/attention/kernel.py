@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-"""Triton kernels of tree attention over the paged K/V cache, with a split context.
+"""Triton kernels of tree attention over the paged KV cache, with a split context.
 
 They are launched by `outrider.engine.kernels.attention.tree`. A program takes one key/value head of
 one bucket row and all N * g query rows that read it (or a tile of them), over one part of the

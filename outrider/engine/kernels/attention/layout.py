@@ -4,7 +4,7 @@
 
 B rows of the bucket, N nodes a row (the root and N - 1 drafts), M = B * N token rows, X session
 slots, T blocks of a table. The root of a session takes the slot and the position `context`, the
-number of slots that hold K/V already; node j takes slot context + j, position context + depth.
+number of slots that hold KV already; node j takes slot context + j, position context + depth.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RoundLayout(NamedTuple):
     positions: Tensor
     """int32 [M]: absolute position."""
     write_slots: Tensor
-    """int64 [M]: pool slot of the row's K/V; -1 past the end of the table (nothing is kept)."""
+    """int64 [M]: pool slot of the row's KV; -1 past the end of the table (nothing is kept)."""
     mask: Tensor | None
     """uint8 [B, N, N]: 1 where row j sees row w. None for chains, whose mask is causal."""
 
@@ -47,7 +47,7 @@ def tree_layout(
 
     parents int32 [B, N - 1]: parent of each draft node among the draft nodes, before it; -1 for
     the root, PADDING_NODE for a node that is not there. None: chains. context int32 [B]: slots
-    of each row's session that hold K/V. tables int32 [X, T]. slots int32 [B]: session slots.
+    of each row's session that hold KV. tables int32 [X, T]. slots int32 [B]: session slots.
     Raises InvalidRequestError for parents of another shape.
     """
     if parents is not None and parents.shape != (slots.shape[0], num_nodes - 1):

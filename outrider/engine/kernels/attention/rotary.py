@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportIndexIssue=false
-"""Rotary embedding of new queries and keys, and the write of K/V to the cache.
+"""Rotary embedding of new queries and keys, and the write of KV to the cache.
 
 M token rows, Q query heads, G key/value heads, d head dimension (even), S pool slots.
 The rotation is that of RoFormer (Su et al. 2021): a pair of features (a, b) of a row at position p

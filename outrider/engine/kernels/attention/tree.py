@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false
-"""Tree attention: the token rows of a round attend to the paged K/V cache and to their ancestors.
+"""Tree attention: the token rows of a round attend to the paged KV cache and to their ancestors.
 
 B rows of the bucket, N nodes a row, M = B * N token rows, W slots that follow the context, Q query
 heads, G key/value heads, g = Q / G, d head dimension, S pool slots, X session slots, T blocks of a

@@ -25,11 +25,11 @@ class DraftLayout(NamedTuple):
     positions: Tensor
     """int32 [B*R + S*B*F]: draft position of the new rows, then of each step's rows."""
     write_slots: Tensor
-    """int64, as positions: pool slot of the row's K/V; -1 for a row that is not there."""
+    """int64, as positions: pool slot of the row's KV; -1 for a row that is not there."""
     live_rows: Tensor
     """int64 [B]: index of the live row among the B*R new rows."""
     live: Tensor
-    """int32 [B]: position of the live row, which is the number of K/V rows before it."""
+    """int32 [B]: position of the live row, which is the number of KV rows before it."""
     following: Tensor
     """int32 [S + 1, B]: position of the token that the rows of each level predict."""
 
@@ -48,8 +48,8 @@ def draft_layout(
     """Lay out new rows and the steps after them.
 
     counts int32 [B]: new rows that are there, the others and all of a session with 0 are written
-    nowhere; starts int32 [B]: position of the first one, its K/V slot too; tables int32 [X, T];
-    slots int32 [B]. Row f of step s (from 1) takes position live + s and K/V slot
+    nowhere; starts int32 [B]: position of the first one, its KV slot too; tables int32 [X, T];
+    slots int32 [B]. Row f of step s (from 1) takes position live + s and KV slot
     live + 1 + (s - 1) * F + f: what it predicts is the token at position live + 2 + s.
     """
     launch = draft_layout_triton if counts.is_cuda else draft_layout_torch

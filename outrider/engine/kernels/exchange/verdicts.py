@@ -41,7 +41,7 @@ FAULT_COUNT: Final = 3
 FAULT_START: Final = 4
 """The first token does not continue the rows that the drafter has."""
 FAULT_ROOM: Final = 5
-"""Rows for which no K/V is reserved."""
+"""Rows for which no KV is reserved."""
 FAULT_TOKEN: Final = 6
 """A token outside the vocabulary."""
 _NONE = tl.constexpr(FAULT_NONE)
@@ -64,9 +64,9 @@ class FollowedSlots(NamedTuple):
     slot_of: Tensor
     """int32 [X]: the drafter's slot of each of the verifier's; `NO_SLOT`: not followed."""
     num_rows: Tensor
-    """int32 [Y]: draft rows whose K/V is there; the next row begins here."""
+    """int32 [Y]: draft rows whose KV is there; the next row begins here."""
     max_rows: Tensor
-    """int32 [Y]: rows that K/V is reserved for, drafts included."""
+    """int32 [Y]: rows that KV is reserved for, drafts included."""
 
 
 class TakenRows(NamedTuple):
@@ -336,7 +336,7 @@ def take_rows(
     check the copies, and move `followed.num_rows` on by what is taken.
 
     `first`: `DECODE_ROWS` or `CHUNK_ROWS`. `rows_ahead`: rows that drafting writes behind a
-    session's own, for which K/V must be reserved, too. A row that fails a check is the padding
+    session's own, for which KV must be reserved, too. A row that fails a check is the padding
     slot's, with no token, and says why in `faults`.
     """
     function = take_rows_triton if taken.slots.is_cuda else take_rows_torch

@@ -1,4 +1,4 @@
-"""Products with a small number of rows, and what is joined to them: norms, rotation, K/V writes.
+"""Products with a small number of rows, and what is joined to them: norms, rotation, KV writes.
 
 `fused` says what is computed and dispatches; `configs` chooses tiles, `launch` and `kernel` run.
 
@@ -10,5 +10,5 @@ kernel.py                  Triton kernel of the weight-streaming (skinny) matrix
 launch.py                  Launch of the weight-streaming kernel, and the workspace of products with
                            a split K.
 qkv.py                     Fused QKV projection: matrix product, rotary embedding, and the write of
-                           K/V to the cache.
+                           KV to the cache.
 """

@@ -1,4 +1,4 @@
-"""Fused QKV projection: matrix product, rotary embedding, and the write of K/V to the cache.
+"""Fused QKV projection: matrix product, rotary embedding, and the write of KV to the cache.
 
 M token rows, K features, Q query heads, G key/value heads, d head dimension (even), S pool slots.
 With few rows the rotation is part of the product (see `linear`): its last step still holds the

@@ -1,4 +1,4 @@
-"""How much K/V a small model gets where nobody says."""
+"""How much KV a small model gets where nobody says."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_dropping_dead_rows_changes_no_draft(
 
     monkeypatch.setattr(source.head, "finish", count_rows)
     again = propose(source, Script(seed=8), [9, 14], TREE)
-    assert calls[0] == 1, "only the live row goes past the K/V write"
+    assert calls[0] == 1, "only the live row goes past the KV write"
     assert again.tree.tokens.tolist() == dropped.tree.tokens.tolist()
     tokens, parents, _ = oracle_tree(tmp_path, script, 14, TREE)
     assert (dropped.tree.tokens.tolist(), dropped.tree.parents.tolist()) == (tokens, parents)

@@ -138,7 +138,7 @@ class Sessions:
         )
 
     def kept(self, session: int, rows: int) -> Tensor:
-        """K/V [2, G, rows, d] of a session."""
+        """KV [2, G, rows, d] of a session."""
         index = torch.arange(rows, device=self.device)
         pool = self.tables[session, index // BLOCK].long() * BLOCK + index % BLOCK
         return self.storage[:, 0, :, pool]

@@ -242,7 +242,7 @@ class OpaqueLinear:
 
 
 NUM_LINEARS = 6
-"""Query, K/V, output, MLP (two), lm_head."""
+"""Query, KV, output, MLP (two), lm_head."""
 
 
 @pytest.mark.parametrize("opaque", range(NUM_LINEARS))

@@ -1,4 +1,4 @@
-"""Moves of accepted K/V and features against plain loops and the K/V pool's own commit."""
+"""Moves of accepted KV and features against plain loops and the KV pool's own commit."""
 
 from __future__ import annotations
 

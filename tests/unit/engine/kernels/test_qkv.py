@@ -1,4 +1,4 @@
-"""The product of q, k and v with its rotation and K/V write: PyTorch reference and kernel against
+"""The product of q, k and v with its rotation and KV write: PyTorch reference and kernel against
 float64."""
 
 from __future__ import annotations

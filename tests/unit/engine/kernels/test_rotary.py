@@ -1,4 +1,4 @@
-"""Rotary embedding and the K/V write against the engine's layers and the heads' layers."""
+"""Rotary embedding and the KV write against the engine's layers and the heads' layers."""
 
 from __future__ import annotations
 

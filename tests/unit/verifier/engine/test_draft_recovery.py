@@ -27,7 +27,7 @@ SESSIONS = 5
 
 
 class RemotelyDraftedRunner(FakeRunner):
-    """A runner whose drafter is elsewhere: K/V that was swapped comes back without the draft's."""
+    """A runner whose drafter is elsewhere: KV that was swapped comes back without the draft's."""
 
     def __init__(self, target: FakeTarget) -> None:
         super().__init__(target)
@@ -133,7 +133,7 @@ async def test_all_sessions_get_drafts_a_few_at_a_time(prefix_cache: bool) -> No
         assert rig.recoveries == SESSIONS
         assert rig.core.counters["proposed_tokens"] > 0
         assert 1 <= rig.most_recomputing <= MAX_RECOMPUTING
-        # Their own blocks are there, but without the draft's K/V.
+        # Their own blocks are there, but without the draft's KV.
         assert rig.core.counters["prefix_cache_hit_tokens"] == 0
         assert preemptions(rig.rig.service) == 0
 

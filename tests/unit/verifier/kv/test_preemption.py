@@ -1,4 +1,4 @@
-"""Who gets K/V, who loses it for whom, and that everybody gets to an end."""
+"""Who gets KV, who loses it for whom, and that everybody gets to an end."""
 
 from __future__ import annotations
 

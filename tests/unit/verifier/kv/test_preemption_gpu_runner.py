@@ -64,7 +64,7 @@ async def test_drafts_from_outside_change_no_text(
         results = await run_drafted(service, known, plan, SAMPLINGS[name])
         assert preemptions(service) >= 3
     assert [tokens for tokens, _ in results] == texts[name]
-    # Drafts wait for a session that has no K/V.
+    # Drafts wait for a session that has no KV.
     assert sum(stats.accepted for _, stats in results) > 0
 
 

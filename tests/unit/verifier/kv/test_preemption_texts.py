@@ -294,7 +294,7 @@ async def test_a_session_that_waits_for_a_proposal_waits_on_after_a_preemption(w
         assert session.preemption.count == 1
         result = await running
         assert result.tokens == rig.reference(spec)
-        # The proposal timeout began anew, for nobody waited while it had no K/V.
+        # The proposal timeout began anew, for nobody waited while it had no KV.
         assert rig.service.core.counters["proposal_timeouts"] == 1
         assert time.monotonic() - session.preemption.resumed_at >= 0.15
 
@@ -335,7 +335,7 @@ async def test_a_waiting_session_may_change_its_plan_and_lose_and_find_its_draft
         second = await rig.attach(half_good_chain(rig.target))
         await rig.service.set_plan(SessionId("s"), CHAIN)
         await until(lambda: session.link_id is not None)
-        # The new one was told all, features of positions without K/V included.
+        # The new one was told all, features of positions without KV included.
         followed = second.sessions[SessionId("s")]
         await until(lambda: len(followed.features) == session.length - 1)
         assert session.is_waiting

@@ -35,7 +35,7 @@ def computed(rig: Rig) -> int:
 
 
 def found(rig: Rig) -> int:
-    """Tokens whose K/V was there."""
+    """Tokens whose KV was there."""
     return rig.service.core.counters["prefix_cache_hit_tokens"]
 
 
@@ -271,7 +271,7 @@ async def test_an_own_head_drafts_the_same_behind_what_it_did_not_compute(
             plain = await run_all(service, SpeculationPlan(), SAMPLINGS[name])
             drafted = [await run_all(service, OWN, SAMPLINGS[name]) for _ in range(2)]
             assert service.core.counters["prefix_cache_hit_tokens"] == (
-                # A plain session leaves no K/V of the head, so who drafts computes its prompt.
+                # A plain session leaves no KV of the head, so who drafts computes its prompt.
                 sum((len(p) - 1) // 16 * 16 for p in PROMPTS) if not settings else 0
             )
         return [plain, *drafted]

@@ -426,7 +426,7 @@ def test_only_rounds_of_the_rejection_rule_take_distributions(
 def test_sessions_that_are_recomputed_draft_with_the_next_drafter(
     tiny_target: Path, tiny_head: Path, name: str, swapped: bool
 ) -> None:
-    """`swapped`: their K/V was swapped meanwhile, and came back without the draft's."""
+    """`swapped`: their KV was swapped meanwhile, and came back without the draft's."""
     runner, pool = host_runner(tiny_target, blocks=BLOCKS)
     expected = texts(Driver(runner, pool), specs(SAMPLINGS[name]))
     exchange = exchanging(tiny_target, tiny_head)

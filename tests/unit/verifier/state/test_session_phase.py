@@ -104,7 +104,7 @@ def test_a_preempted_session_goes_on_where_it_was_or_prefills_again(swapped: boo
     assert session.waited_s(4.5) == 1.5
     session.mark_admitted(5.0, kept=swapped)
     assert session.phase is (DECODING if swapped else PREFILLING)
-    # The root is known: all but its K/V is computed again.
+    # The root is known: all but its KV is computed again.
     assert session.prefill_left == (0 if swapped else len(PROMPT))
     record = session.preemption
     assert (record.count, record.total_wait_s) == (1, 2.0)

@@ -1,4 +1,4 @@
-"""Rates of simulated acceptance, and how much K/V a device has room for: plain arithmetic."""
+"""Rates of simulated acceptance, and how much KV a device has room for: plain arithmetic."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ class DeviceSlot:
     has_current_draft: bool = False
     """Whether the in-process draft on the device follows the session's prefix."""
     has_full_draft_kv: bool = False
-    """Whether the in-process drafter has its K/V of all that was written so far."""
+    """Whether the in-process drafter has its KV of all that was written so far."""
     uploaded_blocks: int = 0
-    """K/V blocks that the device knows of."""
+    """KV blocks that the device knows of."""
     is_plain: bool = field(init=False)
     """Whether its tokens are compared, and by logits as they are."""
 
@@ -88,7 +88,7 @@ class DeviceSlotTable:
         """Sessions with blocks that the device was not told of, by ticket."""
         self._suspended = SwappedSessions()
         self._were_whole: set[int] = set()
-        """Tickets of suspended sessions of which the in-process drafter had all K/V."""
+        """Tickets of suspended sessions of which the in-process drafter had all KV."""
         self._blank: set[int] = set()
         """Slots of sessions that came back, and have no in-process draft before their next
         round."""
@@ -124,7 +124,7 @@ class DeviceSlotTable:
             root=session.root if begun else 0,
         )
         if self._in_process_drafter is not None:
-            # The head's K/V came back with the target's, or is about to be written with it; where
+            # The head's KV came back with the target's, or is about to be written with it; where
             # the session begins with that of others, it has the head's, too.
             device_slot.has_full_draft_kv = (
                 session.ticket in self._were_whole if kept else session.in_process_draft_length > 0
@@ -135,7 +135,7 @@ class DeviceSlotTable:
                 self._blank.add(slot)
         self._were_whole.discard(session.ticket)
         if self._remote_drafter is not None and session.in_process_draft_length:
-            # The drafter's K/V is not swapped: what it had of this session is lost.
+            # The drafter's KV is not swapped: what it had of this session is lost.
             device_slot.has_full_draft_kv = not kept
             if not kept:
                 self._remote_drafter.begin_session(
@@ -190,7 +190,7 @@ class DeviceSlotTable:
         )
 
     def forget_remote_drafts(self) -> None:
-        """The drafter on another device is gone: no session has drafts or draft K/V."""
+        """The drafter on another device is gone: no session has drafts or draft KV."""
         for device_slot in self._device_slots.values():
             device_slot.has_current_draft = device_slot.has_full_draft_kv = False
 

@@ -244,7 +244,7 @@ class GpuModelRunner:
 
     @property
     def table_blocks(self) -> int:
-        """K/V blocks of a session, at most."""
+        """KV blocks of a session, at most."""
         return self._slots.sequence.tables.shape[1]
 
     def detach_remote_drafter(self) -> None:
@@ -328,7 +328,7 @@ class GpuModelRunner:
         self._reserve = reserve
 
     def make_swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
-        """Room for the K/V of the target, and of the in-process drafter."""
+        """Room for the KV of the target, and of the in-process drafter."""
         storages = [pool.storage]
         if self.in_process_drafter is not None:
             storages.append(self.in_process_drafter.storage)

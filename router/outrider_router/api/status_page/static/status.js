@@ -171,7 +171,7 @@ function verifierCard(verifier) {
   if (!verifier.healthy) return card;
   card.append(
     meter("Sessions", verifier.sessions, verifier.max_sessions, `${verifier.sessions} / ${verifier.max_sessions}`),
-    meter("K/V blocks", used, verifier.kv_total_blocks, `${used} / ${verifier.kv_total_blocks}`),
+    meter("KV blocks", used, verifier.kv_total_blocks, `${used} / ${verifier.kv_total_blocks}`),
     pipeline(verifier),
     facts([
       ["Acceptance", percent(share(grown("accepted_total"), grown("proposed_total")))],
@@ -180,7 +180,7 @@ function verifierCard(verifier) {
       ["Without a draft", percent(share(grown("fallback_rounds_total"), rounds))],
       ["Idle before a hit", verifier.hit_idle_us ? idle(verifier.hit_idle_us) : "–"],
       ["Preempted", decimals(verifier.preemptions_total, 0)],
-      ["Without K/V", decimals(verifier.waiting_sessions, 0)],
+      ["Without KV", decimals(verifier.waiting_sessions, 0)],
       ...(verifier.in_process_methods.length ? [["Drafts itself", verifier.in_process_methods.join(", ")]] : []),
     ]),
   );
