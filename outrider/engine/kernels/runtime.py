@@ -4,26 +4,39 @@
 from __future__ import annotations
 
 import os
-from typing import Final
+from typing import Any, Final
 
 import triton
 import triton.language as tl
 
+from outrider.engine.kernels.matrix_unit import multiply_16_bit, multiply_32_bit
+
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run in Triton's interpreter, on the CPU: read when the kernels are imported."""
 
+if INTERPRETED:
 
-@triton.jit
-def dot(a, b, acc, INTERPRETED: tl.constexpr):
-    """acc + a @ b with float32 accumulation.
+    def dot(a: Any, b: Any, acc: Any, interpreted: bool) -> Any:
+        """acc + a @ b with the bits of the GPU's matrix unit (see `matrix_unit`).
 
-    The interpreter's bfloat16 dot is wrong (Triton 3.6 to 3.9), so its operands are widened there.
-    float32 operands are multiplied as such (ieee), never as tf32.
-    """
-    if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+        The interpreter's own dot takes numpy's product, whose order of summation follows the
+        shapes; its bfloat16 dot is wrong (Triton 3.6 to 3.9).
+        """
+        del interpreted
+        multiply = multiply_32_bit if a.dtype == tl.float32 else multiply_16_bit
+        left, right = (x.to(tl.float32).handle.data for x in (a, b))
+        result = multiply(left, right, acc.handle.data)
+        return acc.__class__(type(acc.handle)(result, acc.handle.dtype), acc.type)
+
+else:
+
+    @triton.jit
+    def dot(a, b, acc, INTERPRETED: tl.constexpr):
+        """acc + a @ b with float32 accumulation.
+
+        float32 operands are multiplied as such (ieee), never as tf32.
+        """
+        return tl.dot(a, b, acc, input_precision="ieee")
 
 
 def cdiv(a: int, b: int) -> int:

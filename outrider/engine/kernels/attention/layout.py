@@ -32,6 +32,9 @@ class RoundLayout(NamedTuple):
     """int64 [M]: pool slot of the row's KV; -1 past the end of the table (nothing is kept)."""
     mask: Tensor | None
     """uint8 [B, N, N]: 1 where row j sees row w. None for chains, whose mask is causal."""
+    paths: Tensor | None = None
+    """int32 [B, N, N]: nodes on the way from the root to row j, by depth, then zeros. None for
+    chains, where node w has depth w, and for rows that `invariant_attention` never takes."""
 
 
 def tree_layout(
@@ -72,18 +75,21 @@ def tree_layout_torch(
     logical = context[:, None] + nodes
     write_slots = pool_slots(tables, slots, logical, block_tokens).flatten()
     if parents is None:
-        return RoundLayout(logical.flatten(), write_slots, None)
+        return RoundLayout(logical.flatten(), write_slots, None, None)
     batch = torch.arange(slots.shape[0], device=context.device)
     mask = torch.eye(num_nodes, dtype=torch.uint8, device=context.device)
     mask = mask.repeat(slots.shape[0], 1, 1)
     depth = torch.zeros((slots.shape[0], num_nodes), dtype=torch.int32, device=context.device)
+    paths = torch.zeros_like(mask, dtype=torch.int32)
     for node in range(1, num_nodes):
         parent = parents[:, node - 1].long() + 1
         exists = parent >= 0
         parent = parent.clamp(min=0)
         mask[:, node] |= mask[batch, parent] * exists[:, None]
         depth[:, node] = (depth[batch, parent] + 1) * exists
-    return RoundLayout((context[:, None] + depth).flatten(), write_slots, mask)
+        paths[:, node] = paths[batch, parent]
+        paths[batch, node, depth[:, node].long()] = node
+    return RoundLayout((context[:, None] + depth).flatten(), write_slots, mask, paths)
 
 
 def tree_layout_triton(
@@ -99,10 +105,11 @@ def tree_layout_triton(
     batch, device = slots.shape[0], context.device
     positions = torch.empty(batch * num_nodes, dtype=torch.int32, device=device)
     write_slots = torch.empty(batch * num_nodes, dtype=torch.int64, device=device)
-    mask = None
+    mask, paths = None, None
     if parents is not None:
         parents = parents.contiguous()
         mask = torch.empty((batch, num_nodes, num_nodes), dtype=torch.uint8, device=device)
+        paths = torch.empty_like(mask, dtype=torch.int32)
     _layout_kernel[(num_nodes, batch)](
         positions if parents is None else parents,
         context,
@@ -111,6 +118,7 @@ def tree_layout_triton(
         positions,
         write_slots,
         positions if mask is None else mask,
+        positions if paths is None else paths,
         num_nodes,
         tables.stride(0),
         tables.shape[1],
@@ -119,7 +127,7 @@ def tree_layout_triton(
         CHAIN=parents is None,
         num_warps=1,
     )
-    return RoundLayout(positions, write_slots, mask)
+    return RoundLayout(positions, write_slots, mask, paths)
 
 
 @triton.jit
@@ -131,6 +139,7 @@ def _layout_kernel(
     positions_ptr,
     write_slots_ptr,
     mask_ptr,
+    paths_ptr,
     num_nodes,
     table_stride,
     table_width,
@@ -161,8 +170,15 @@ def _layout_kernel(
             current = tl.minimum(parent, current - 1)
             seen = seen | (columns == current)
             depth += (current >= 0).to(tl.int32)
-        out = mask_ptr + row.to(tl.int64) * num_nodes + columns
-        tl.store(out, seen.to(tl.uint8), mask=columns < num_nodes)
+        out = row.to(tl.int64) * num_nodes
+        tl.store(mask_ptr + out + columns, seen.to(tl.uint8), mask=columns < num_nodes)
+        path = columns * 0
+        current = node
+        for above in range(0, depth + 1):
+            path = tl.where(columns == depth - above, current, path)
+            parent = tl.load(parents_ptr + b * (num_nodes - 1) + current - 1, current > 0, -1)
+            current = tl.maximum(tl.minimum(parent + 1, current - 1), 0)
+        tl.store(paths_ptr + out + columns, path, mask=columns < num_nodes)
     tl.store(positions_ptr + row, context + depth)
 
 

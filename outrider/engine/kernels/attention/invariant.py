@@ -1,0 +1,314 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false
+"""Batch-invariant attention over the paged KV cache: the bits of a row depend on its path alone.
+
+B rows of the bucket, N nodes a row, M = B * N token rows, Q query heads, G key/value heads,
+g = Q / G, d head dimension, S pool slots, X session slots, T blocks of a table, D entries of a path.
+
+A row at position p attends to the positions 0..p of its own path: the context, then the nodes from
+the root to itself. Its result is defined by these positions alone, so it is the same for a decoding
+row, a node of a chain or of a tree, and a row of a prompt, whatever runs beside it:
+
+* Positions are cut into KV tiles of 64 at multiples of 64. A tile has its own maximum m of the
+  scores, weights exp((s - m) * scale) rounded to the cache's dtype, their sum, and the weighted sum
+  of the values, which starts from zero.
+* Tiles are joined from left to right within splits of 8 tiles, at multiples of 512 positions; splits
+  are joined from left to right (the online softmax of Milakov and Gimelshein 2018). Positions after
+  p leave a join as it was, bit for bit.
+
+Fixed splits cost partial results that a split by load would not need, as Flash-Decoding (Dao et al.
+2023) chooses it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.engine.kernels.attention.invariant_kernel import (
+    SPLIT_TILES,
+    TILE_SLOTS,
+    joining_kernel,
+    shared_tiles_kernel,
+)
+from outrider.engine.kernels.attention.tree import tree_attention_torch
+from outrider.engine.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
+from outrider.errors import InvalidRequestError
+
+_SM_COUNT = 132
+"""Streaming multiprocessors of an H100 or H200."""
+_MAX_TILE_PARTS = 32
+"""Number of KV tiles up to which each tile is a part of its own; more tiles are joined by splits
+before they are stored."""
+
+
+class InvariantConfig(NamedTuple):
+    """Launch parameters, none of which changes a result."""
+
+    block_rows: int
+    """Query rows of a program: a power of two, at least 16."""
+    programs: int
+    """Programs that share the parts of a session; 0 for one program that needs no second kernel."""
+    num_warps: int
+    num_stages: int
+    max_parts: int = _MAX_TILE_PARTS
+
+
+def choose_invariant_config(
+    *, batch: int, num_nodes: int, num_heads: int, num_kv_heads: int, max_len: int, tree: bool
+) -> InvariantConfig:
+    """Launch parameters for a shape; `max_len`: longest context that it may have."""
+    rows = num_nodes * (num_heads // num_kv_heads)
+    block_rows = min(max(next_power_of_2(rows), 16), 64)
+    base = batch * num_kv_heads * cdiv(rows, block_rows)
+    num_warps = 8 if block_rows == 64 else 4
+    if base >= _SM_COUNT and not tree:
+        return InvariantConfig(block_rows, 0, num_warps, 3)
+    programs = min(max(cdiv(4 * _SM_COUNT, base), 1), cdiv(max_len, TILE_SLOTS.value))
+    return InvariantConfig(block_rows, programs, num_warps, 2)
+
+
+def invariant_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    tables: Tensor,
+    slots: Tensor,
+    context: Tensor,
+    num_nodes: int,
+    positions: Tensor,
+    paths: Tensor | None,
+    block_tokens: int,
+    max_len: int,
+    window: int | None = None,
+    scale: float | None = None,
+    config: InvariantConfig | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of each token row to its session's context and its own path.
+
+    Row (b, j), token row b * N + j, sees every slot below context[b]; with `paths` the slots
+    context[b] + paths[b, j, e] for the entries e up to its depth, else the slots context[b] to
+    context[b] + j. All slots up to context[b] + N must hold finite values. Slots past the table's
+    end are not seen.
+
+    Args:
+        q: [M, Q, d], each row contiguous.
+        keys, values: [G, S, d] in q's dtype, each head contiguous.
+        tables: int32 [X, T]: pool blocks of the sessions.
+        slots, context: int32 [B]: session slots, and KV slots before the rows.
+        positions: int32 [M]: context[b] plus the row's depth.
+        paths: int32 [B, N, D]: nodes on the way from the root to the row; None for chains.
+        max_len: no row has more than max_len = context + N slots.
+        window: hides positions that are at most positions[row] - window.
+        scale: positive factor of the scores; None for 1 / sqrt(d).
+        out: contiguous memory for the result; None for a new tensor.
+
+    Returns:
+        [M, Q * d] in q's dtype.
+
+    Raises:
+        InvalidRequestError: shapes, strides or the scale do not fit.
+    """
+    _check(q, keys, values, slots, positions, paths, num_nodes, scale)
+    if out is not None and (not out.is_contiguous() or out.shape != (len(q), q.shape[1:].numel())):
+        raise InvalidRequestError(f"attention of {tuple(q.shape)} into {tuple(out.shape)}")
+    launch = invariant_attention_triton if q.is_cuda else invariant_attention_torch
+    return launch(
+        q,
+        keys,
+        values,
+        tables=tables,
+        slots=slots,
+        context=context,
+        num_nodes=num_nodes,
+        positions=positions,
+        paths=paths,
+        block_tokens=block_tokens,
+        max_len=max_len,
+        window=window,
+        scale=scale,
+        config=config,
+        out=out,
+    )
+
+
+def invariant_attention_torch(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    tables: Tensor,
+    slots: Tensor,
+    context: Tensor,
+    num_nodes: int,
+    positions: Tensor,
+    paths: Tensor | None,
+    block_tokens: int,
+    max_len: int,
+    window: int | None = None,
+    scale: float | None = None,
+    config: InvariantConfig | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`invariant_attention` up to rounding, by torch operators; `config` is for the kernels."""
+    return tree_attention_torch(
+        q,
+        keys,
+        values,
+        tables=tables,
+        slots=slots,
+        context=context,
+        num_nodes=num_nodes,
+        mask=None if paths is None else _mask_of_paths(paths, positions, context),
+        block_tokens=block_tokens,
+        positions=positions,
+        max_len=max_len,
+        window=window,
+        scale=scale,
+        out=out,
+    )
+
+
+def invariant_attention_triton(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    tables: Tensor,
+    slots: Tensor,
+    context: Tensor,
+    num_nodes: int,
+    positions: Tensor,
+    paths: Tensor | None,
+    block_tokens: int,
+    max_len: int,
+    window: int | None = None,
+    scale: float | None = None,
+    config: InvariantConfig | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`invariant_attention` in one kernel, or two where several programs share a context."""
+    (num_rows, num_heads, dim), num_kv_heads = q.shape, keys.shape[0]
+    config = config or choose_invariant_config(
+        batch=slots.shape[0],
+        num_nodes=num_nodes,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        max_len=max_len,
+        tree=paths is not None,
+    )
+    if paths is not None and not config.programs:
+        raise InvalidRequestError("the rows of trees need the second kernel: programs must be > 0")
+    if out is None:
+        out = torch.empty((num_rows, num_heads * dim), dtype=q.dtype, device=q.device)
+    group, single = num_heads // num_kv_heads, not config.programs
+    table_slots = tables.shape[1] * block_tokens
+    parts, stats, allocated = out, out, 1
+    if not single:
+        num_tiles = cdiv(min(max_len, table_slots), TILE_SLOTS.value)
+        allocated = max(min(num_tiles, config.max_parts), cdiv(num_tiles, SPLIT_TILES.value) + 1)
+        shape = (num_rows, num_heads, allocated)
+        parts = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
+        stats = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
+    dims = max(next_power_of_2(dim), 16)
+    shared = {
+        "KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "DIM": dim,
+        "DIMS": dims,
+        "BLOCK_TOKENS": block_tokens,
+        "TREE": paths is not None,
+        "WINDOW": 0 if window is None else window,
+        "INTERPRETED": INTERPRETED,
+    }
+    factor = (dim**-0.5 if scale is None else scale) * math.log2(math.e)
+    strides = (q.stride(0), keys.stride(0), values.stride(0), tables.stride(0), table_slots)
+    row_tiles = cdiv(num_nodes * group, config.block_rows)
+    shared_tiles_kernel[(row_tiles * num_kv_heads, max(config.programs, 1), slots.shape[0])](
+        q,
+        keys,
+        values,
+        tables,
+        slots,
+        context,
+        positions,
+        parts,
+        stats,
+        *strides,
+        factor,
+        num_nodes,
+        config.max_parts,
+        allocated,
+        BLOCK_ROWS=config.block_rows,
+        SINGLE=single,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **shared,
+    )
+    if not single:
+        joining_kernel[(num_rows, num_kv_heads)](
+            q,
+            keys,
+            values,
+            tables,
+            slots,
+            context,
+            positions,
+            positions if paths is None else paths,
+            parts,
+            stats,
+            out,
+            *strides,
+            factor,
+            num_nodes,
+            0 if paths is None else paths.shape[2],
+            config.max_parts,
+            allocated,
+            MEMBERS=max(next_power_of_2(group), 1 if paths is None else 16),
+            num_warps=1 if paths is None else 4,
+            **shared,
+        )
+    return out
+
+
+def _mask_of_paths(paths: Tensor, positions: Tensor, context: Tensor) -> Tensor:
+    """uint8 [B, N, N]: 1 where row j has node w on its path."""
+    batch, num_nodes, entries = paths.shape
+    depth = positions.view(batch, num_nodes) - context[:, None]
+    there = torch.arange(entries, device=paths.device) <= depth[:, :, None]
+    mask = torch.zeros((batch, num_nodes, num_nodes), dtype=torch.uint8, device=paths.device)
+    return mask.scatter_add_(2, torch.where(there, paths, 0).long(), there.to(torch.uint8)).ne(0)
+
+
+def _check(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    paths: Tensor | None,
+    num_nodes: int,
+    scale: float | None,
+) -> None:
+    batch, dim = slots.shape[0], keys.shape[2]
+    if q.shape[0] != batch * num_nodes or q.shape[1] % keys.shape[0] or q.shape[2] != dim:
+        raise InvalidRequestError(
+            f"queries {tuple(q.shape)} do not fit {batch} x {num_nodes} nodes and a cache of "
+            f"{tuple(keys.shape)}"
+        )
+    if values.shape != keys.shape or any(x.stride()[1:] != (dim, 1) for x in (q, keys, values)):
+        raise InvalidRequestError(
+            "keys and values must agree; their heads and rows of q contiguous"
+        )
+    if keys.shape[1] * dim >= 2**31 or q.shape[0] * q.stride(0) >= 2**31:
+        raise InvalidRequestError("queries and heads of the cache must span less than 2^31 elements")
+    if positions.shape != (batch * num_nodes,):
+        raise InvalidRequestError(f"positions {tuple(positions.shape)} for {len(q)} rows")
+    if paths is not None and (paths.shape[:2] != (batch, num_nodes) or not paths.is_contiguous()):
+        raise InvalidRequestError(f"paths {tuple(paths.shape)} for {batch} x {num_nodes} nodes")
+    if scale is not None and not scale > 0:
+        raise InvalidRequestError(f"the scale of the scores must be positive, got {scale}")

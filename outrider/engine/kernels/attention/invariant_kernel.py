@@ -1,0 +1,315 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false
+"""Triton kernels of batch-invariant attention over the paged KV cache.
+
+They are launched by `outrider.engine.kernels.attention.invariant`, whose docstring says how the
+result of a row is defined. A row attends to the positions 0..p of its own path. The positions are
+cut into KV tiles of TILE_SLOTS at absolute multiples, and the tiles into splits of SPLIT_TILES at
+absolute multiples. Everything that decides how fast this runs (rows of a program, splits that run
+side by side) leaves the order of the sums alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider.engine.kernels.runtime import dot
+
+TILE_SLOTS = tl.constexpr(64)
+"""Positions of a KV tile, whose scores share one maximum."""
+SPLIT_TILES = tl.constexpr(8)
+"""KV tiles of a split: they are joined from left to right, then the splits are."""
+_TWO = tl.constexpr(0x40000000)
+"""Bits of the float32 2.0."""
+_WEIGHT_UNIT = tl.constexpr(2.0**-22)
+"""Distance of the float32 values in [2, 4)."""
+
+
+@triton.jit
+def _attend_tile(q, k, v, seen, scale, ROWS: tl.constexpr, DIMS: tl.constexpr, INTERPRETED):
+    """Attention of `q` [ROWS, DIMS] to one KV tile: maximum, sum of weights and weighted values.
+
+    The sum of the weights is formed in integers, so that no layout of threads decides its order.
+    """
+    scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE_SLOTS], tl.float32), INTERPRETED)
+    scores = tl.where(seen, scores, float("-inf"))
+    top = tl.max(scores, axis=1)
+    # Rows that see nothing of the tile: inf - inf would be a NaN.
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2((scores - shift[:, None]) * scale).to(v.dtype)
+    counted = (weights.to(tl.float32) + 2.0).to(tl.int32, bitcast=True) - _TWO
+    norm = tl.sum(counted, axis=1).to(tl.float32) * _WEIGHT_UNIT
+    acc = dot(weights, v, tl.zeros([ROWS, DIMS], tl.float32), INTERPRETED)
+    return top, norm, acc
+
+
+@triton.jit
+def _join(top, norm, acc, next_top, next_norm, next_acc, scale):
+    """Join what stands so far with the part to the right of it; an empty part changes no bit."""
+    new_top = tl.maximum(top, next_top)
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    decay = tl.exp2((top - shift) * scale)
+    weight = tl.exp2((next_top - shift) * scale)
+    # Written as they are rounded, so that no compiler chooses.
+    norm = tl.fma(norm, decay, next_norm * weight)
+    wide_decay = tl.broadcast_to(decay[:, None], acc.shape)
+    acc = tl.fma(acc, wide_decay, next_acc * weight[:, None])
+    return new_top, norm, acc
+
+
+@triton.jit
+def _divide(norm, acc):
+    """The weighted mean; zeros for a row that saw nothing. A NaN stays one."""
+    return acc * tl.div_rn(1.0, tl.where(norm == 0, 1.0, norm))[:, None]
+
+
+@triton.jit
+def _tiles(context, num_nodes, table_slots, TREE: tl.constexpr, WINDOW: tl.constexpr):
+    """First KV tile that any row of a session sees, and the end of those that rows share.
+
+    The rows of a tree share the tiles that hold nothing but context.
+    """
+    first = context * 0
+    if WINDOW > 0:
+        first = tl.maximum(context - (WINDOW - 1), 0) // TILE_SLOTS
+    if TREE:
+        end = tl.minimum(context, table_slots) // TILE_SLOTS
+    else:
+        end = tl.cdiv(tl.minimum(context + num_nodes, table_slots), TILE_SLOTS)
+    return first, end
+
+
+@triton.jit
+def _part_tiles(first, end, max_parts):
+    """KV tiles of one part: one, or a whole split where single tiles would be too many parts."""
+    return tl.where(end - first <= max_parts, 1, SPLIT_TILES)
+
+
+@triton.jit
+def shared_tiles_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    tables_ptr,
+    slots_ptr,
+    context_ptr,
+    positions_ptr,
+    out_ptr,
+    stats_ptr,
+    q_stride,
+    keys_stride,
+    values_stride,
+    table_stride,
+    table_slots,
+    scale,
+    num_nodes,
+    max_parts,
+    allocated,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    SINGLE: tl.constexpr,
+    TREE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Some parts of the tiles that the rows of a session share, for one tile of query rows.
+
+    SINGLE: all of them, and the result itself goes to `out`. Else the maximum, the sum of weights
+    and the weighted values of each part go to `stats` [rows, heads, allocated, 2] and `out`
+    [rows, heads, allocated, DIM], for `joining_kernel`.
+    """
+    kv_head = tl.program_id(0) % KV_HEADS
+    b = tl.program_id(2)
+    context = tl.load(context_ptr + b)
+    table = tables_ptr + tl.load(slots_ptr + b).to(tl.int64) * table_stride
+    first, end = _tiles(context, num_nodes, table_slots, TREE, WINDOW)
+    part_tiles = _part_tiles(first, end, max_parts)
+    step = SPLIT_TILES if SINGLE else part_tiles
+    first_part = first // step
+
+    row_tile = tl.program_id(0) // KV_HEADS * BLOCK_ROWS
+    tile_row = row_tile + tl.arange(0, BLOCK_ROWS)
+    node = tile_row // GROUP
+    exists = node < num_nodes
+    row = b * num_nodes + node
+    head = kv_head * GROUP + tile_row % GROUP
+    dims = tl.arange(0, DIMS)
+    used = exists[:, None] & (dims < DIM)[None, :]
+    q = tl.load(q_ptr + (row * q_stride + head * DIM)[:, None] + dims[None, :], used, other=0.0)
+    position = tl.load(positions_ptr + row, mask=exists, other=0)
+    out_row = row.to(tl.int64) * (KV_HEADS * GROUP) + head
+    if not TREE:
+        # Rows of prompts come in many tiles: later tiles than this one's own rows see are left.
+        last_node = tl.minimum((row_tile + BLOCK_ROWS - 1) // GROUP, num_nodes - 1)
+        end = tl.minimum(end, (context + last_node) // TILE_SLOTS + 1)
+
+    newest = tl.minimum(position, tl.minimum(end * TILE_SLOTS, table_slots) - 1)
+    lane = tl.arange(0, TILE_SLOTS)
+    keys = keys_ptr + kv_head.to(tl.int64) * keys_stride
+    values = values_ptr + kv_head.to(tl.int64) * values_stride
+    whole_top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    whole_norm = tl.zeros([BLOCK_ROWS], tl.float32)
+    whole_acc = tl.zeros([BLOCK_ROWS, DIMS], tl.float32)
+    for part in range(first_part + tl.program_id(1), tl.cdiv(end, step), tl.num_programs(1)):
+        low = tl.maximum(part * step, first)
+        high = tl.minimum(part * step + step, end)
+        top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        norm = tl.zeros([BLOCK_ROWS], tl.float32)
+        acc = tl.zeros([BLOCK_ROWS, DIMS], tl.float32)
+        read = tl.minimum(low * TILE_SLOTS + lane, table_slots - 1)
+        block = tl.load(table + read // BLOCK_TOKENS)
+        for tile in range(low, high):
+            slot = tile * TILE_SLOTS + lane
+            offsets = (block * BLOCK_TOKENS + read % BLOCK_TOKENS) * DIM
+            offsets = offsets[:, None] + dims[None, :]
+            # Asked for one tile ahead: keys and values wait for the block's number.
+            read = tl.minimum(slot + TILE_SLOTS, table_slots - 1)
+            block = tl.load(table + read // BLOCK_TOKENS)
+            k = _load_slots(keys + offsets, dims, DIM, DIMS)
+            v = _load_slots(values + offsets, dims, DIM, DIMS)
+            seen = slot[None, :] <= newest[:, None]
+            if WINDOW > 0:
+                seen = seen & (slot[None, :] > position[:, None] - WINDOW)
+            next_top, next_norm, next_acc = _attend_tile(
+                q, k, v, seen, scale, BLOCK_ROWS, DIMS, INTERPRETED
+            )
+            top, norm, acc = _join(top, norm, acc, next_top, next_norm, next_acc, scale)
+        if SINGLE:
+            whole_top, whole_norm, whole_acc = _join(
+                whole_top, whole_norm, whole_acc, top, norm, acc, scale
+            )
+        else:
+            at = out_row * allocated + (part - first_part)
+            tl.store(stats_ptr + 2 * at, top, mask=exists)
+            tl.store(stats_ptr + 2 * at + 1, norm, mask=exists)
+            tl.store(out_ptr + (at * DIM)[:, None] + dims[None, :], acc, mask=used)
+    if SINGLE:
+        result = _divide(whole_norm, whole_acc).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (out_row * DIM)[:, None] + dims[None, :], result, mask=used)
+
+
+@triton.jit
+def _load_slots(ptrs, dims, DIM: tl.constexpr, DIMS: tl.constexpr):
+    # Without padding no mask is made, so that the loads stay plain copies.
+    inside = (dims < DIM)[None, :]
+    return tl.load(ptrs) if DIM == DIMS else tl.load(ptrs, mask=inside, other=0.0)
+
+
+@triton.jit
+def joining_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    tables_ptr,
+    slots_ptr,
+    context_ptr,
+    positions_ptr,
+    paths_ptr,
+    parts_ptr,
+    stats_ptr,
+    out_ptr,
+    q_stride,
+    keys_stride,
+    values_stride,
+    table_stride,
+    table_slots,
+    scale,
+    num_nodes,
+    path_len,
+    max_parts,
+    allocated,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    TREE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Join the parts of one token row and key/value head, and for a tree its own tiles.
+
+    The own tiles of a tree's row are those from the first one that is not all context: there the
+    row reads the keys and values of its path, in the order of their positions.
+    """
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    b = row // num_nodes
+    context = tl.load(context_ptr + b)
+    position = tl.load(positions_ptr + row)
+    first, end = _tiles(context, num_nodes, table_slots, TREE, WINDOW)
+    part_tiles = _part_tiles(first, end, max_parts)
+    first_part = first // part_tiles
+    own_end = tl.minimum(position, table_slots - 1) // TILE_SLOTS + 1
+    if not TREE:
+        end = tl.minimum(end, own_end)
+
+    member = tl.arange(0, MEMBERS)
+    exists = member < GROUP
+    head = kv_head * GROUP + member
+    dims = tl.arange(0, DIMS)
+    used = exists[:, None] & (dims < DIM)[None, :]
+    lane = tl.arange(0, TILE_SLOTS)
+    out_row = row.to(tl.int64) * (KV_HEADS * GROUP) + head
+    if TREE:
+        table = tables_ptr + tl.load(slots_ptr + b).to(tl.int64) * table_stride
+        keys = keys_ptr + kv_head.to(tl.int64) * keys_stride
+        values = values_ptr + kv_head.to(tl.int64) * values_stride
+        at_q = (row * q_stride + head * DIM)[:, None] + dims[None, :]
+        q = tl.load(q_ptr + at_q, mask=used, other=0.0)
+
+    whole_top = tl.full([MEMBERS], float("-inf"), tl.float32)
+    whole_norm = tl.zeros([MEMBERS], tl.float32)
+    whole_acc = tl.zeros([MEMBERS, DIMS], tl.float32)
+    for split in range(first // SPLIT_TILES, tl.cdiv(own_end, SPLIT_TILES)):
+        top = tl.full([MEMBERS], float("-inf"), tl.float32)
+        norm = tl.zeros([MEMBERS], tl.float32)
+        acc = tl.zeros([MEMBERS, DIMS], tl.float32)
+        # Unrolled, so that the parts are read side by side.
+        for place in tl.static_range(SPLIT_TILES):
+            tile = split * SPLIT_TILES + place
+            part = tl.where(part_tiles == 1, tile, split)
+            there = (part_tiles == 1) & (tile >= first) & (tile < end)
+            if place == 0:
+                there = there | ((part_tiles > 1) & (tile < end))
+            at = out_row * allocated + (part - first_part)
+            is_read = member < tl.where(there, GROUP, 0)
+            part_top = tl.load(stats_ptr + 2 * at, mask=is_read, other=float("-inf"))
+            part_norm = tl.load(stats_ptr + 2 * at + 1, mask=is_read, other=0.0)
+            at_values = (at * DIM)[:, None] + dims[None, :]
+            inside = is_read[:, None] & (dims < DIM)[None, :]
+            part_acc = tl.load(parts_ptr + at_values, mask=inside, other=0.0)
+            top, norm, acc = _join(top, norm, acc, part_top, part_norm, part_acc, scale)
+        if TREE:
+            low = tl.maximum(tl.maximum(split * SPLIT_TILES, end), first)
+            for tile in range(low, tl.minimum(split * SPLIT_TILES + SPLIT_TILES, own_end)):
+                at_position = tile * TILE_SLOTS + lane
+                drafted = (at_position >= context) & (at_position <= position)
+                at_path = row.to(tl.int64) * path_len + (at_position - context)
+                node = tl.load(paths_ptr + at_path, mask=drafted, other=0)
+                slot = tl.where(at_position < context, at_position, context + node)
+                seen = (at_position <= position) & (slot < table_slots)
+                if WINDOW > 0:
+                    seen = seen & (at_position > position - WINDOW)
+                slot = tl.minimum(slot, table_slots - 1)
+                block = tl.load(table + slot // BLOCK_TOKENS)
+                offsets = (block * BLOCK_TOKENS + slot % BLOCK_TOKENS) * DIM
+                offsets = offsets[:, None] + dims[None, :]
+                k = _load_slots(keys + offsets, dims, DIM, DIMS)
+                v = _load_slots(values + offsets, dims, DIM, DIMS)
+                own_top, own_norm, own_acc = _attend_tile(
+                    q, k, v, seen[None, :], scale, MEMBERS, DIMS, INTERPRETED
+                )
+                top, norm, acc = _join(top, norm, acc, own_top, own_norm, own_acc, scale)
+        whole_top, whole_norm, whole_acc = _join(
+            whole_top, whole_norm, whole_acc, top, norm, acc, scale
+        )
+    result = _divide(whole_norm, whole_acc).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (out_row * DIM)[:, None] + dims[None, :], result, mask=used)
