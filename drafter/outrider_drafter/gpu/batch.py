@@ -188,7 +188,7 @@ class DraftBatch:
         words = _WORDS * most + _ROW_WORDS * cells
         self._uploaded = torch.zeros(words, dtype=torch.int32, device=device)
         self._staged = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
-        # Zeros: an unused row has some feature, which must be finite.
+        # Zeros, because unused rows read features too, and these must be finite.
         shape = (_WASTE * cells, self._width)
         self._brought = torch.zeros(shape, dtype=dtype, device=device)
         self._ordered = torch.zeros((cells, self._width), dtype=dtype, device=device)
@@ -240,7 +240,7 @@ class DraftBatch:
             held.copy_rows(slots, ready.starts, ready.counts, rows.reshape(count, num_rows, -1))
             lying = FeatureView(rows, np.arange(count) * num_rows)
         self._calls.copy_array(self._brought[: len(lying.rows)], lying.rows)
-        # Behind a session's rows its last one is repeated.
+        # The last row of a session is repeated in its unused rows.
         within = np.minimum(np.arange(num_rows), ready.counts[:, None] - 1)
         place.sources[:count] = lying.offsets[:, None] + within
         self._lying = lying
@@ -262,7 +262,7 @@ class DraftBatch:
         keys, head, tokens = 2 * size, _WORDS * size, _WORDS * size + cells
 
         def split(memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            # Keys come first: there is where words of 8 bytes may be.
+            # Keys come first, where 8-byte words are aligned.
             return (
                 memory[:keys].view(torch.int64),
                 memory[keys:head].view(3, size),

@@ -134,7 +134,7 @@ class DraftLauncher:
         `starts` allow."""
         words = words[: len(sessions)]
         if entries is not None:
-            # Their entries come by another download, which may take this one's memory.
+            # The entries come by another download, which may reuse the memory of this one.
             drafts = make_chains_with_distributions(
                 words.copy(), entries, lengths.tolist(), self._target_ids, self._downloads
             )

@@ -140,12 +140,12 @@ def _mask_node(
     """Restrict the candidates [c] of one place to a mask."""
     known = tokens >= 0
     if not known.any():
-        # It was not scored.
+        # The place was not scored.
         return
     bits = mask[tokens >> 5] >> (tokens & 31).astype(np.uint32) & 1
     allowed_tokens = known & (bits != 0)
     if not allowed_tokens.any():
-        # The head thinks of none of them. Of a few each may be next.
+        # No candidate is allowed. If only a few ids are allowed, they become the candidates.
         few = small_id_set(mask, len(tokens))
         tokens[: len(few)], allowed_tokens[: len(few)], logprobs[:] = few, True, 0.0
     logprobs[~allowed_tokens] = -np.inf

@@ -133,7 +133,7 @@ class OutcomeBatch:
         """Stage the outcomes with indices `chosen` [B] of `found`. `owners` [B]: device slots of
         their sessions; `keys` [B]: their noise keys."""
         words = self._mirror.array
-        # Keys first: there is where words of 8 bytes may be.
+        # Keys come first, where 8-byte words are aligned.
         words[: 2 * size].view(np.int64)[: len(chosen)] = keys.view(np.int64)
         head = words[2 * size : _WORDS * size].reshape(3, size)
         rest = words[_WORDS * size : (_WORDS + 2 * num_rows) * size]
@@ -239,7 +239,7 @@ class OutcomeDrafter:
         fit &= first - 1 + np.minimum(depths, found.rooms) <= self._max_context
         fit &= last - found.starts // BLOCK_TOKENS * BLOCK_TOKENS <= _OWN_ROWS
         if self._program.forward.keeps_proposal_kv:
-            # Of a tree's outcomes the paths would have to be run, which chains have no graph for.
+            # Paths through a tree would have to be run again, but chains have no graph for that.
             fit &= branching.is_scored_as_chain[found.rows] | branching.is_tree[found.rows]
         kinds = branching.shape_of[found.rows] * _MORE_THAN_DEPTHS + depths
         for kind in dict.fromkeys(kinds[fit].tolist()):

@@ -62,8 +62,8 @@ class ProposalBatch:
         words[0] = first
         tokens, parents = words[1 : _words(nodes, size)].reshape(2, size, nodes.num_nodes)
         tokens[:] = -1
-        # What a chain sees is not looked up: its nodes are accepted one below the other, there or
-        # not.
+        # The attention of a chain does not depend on `parents`: every node, present or not, is the
+        # parent of the next one.
         parents[:] = np.arange(nodes.num_nodes) - 1 if nodes.is_chain else ROOT
         for row, each in enumerate(placed):
             each.write_row(row, tokens, parents)
@@ -97,7 +97,7 @@ class ProposalScorer:
         self._landing, self._sweeps = landing, sweeps
         device = rows.tables.device
         self._given = ProposalBatch(device)
-        # A launch leaves rows of its padding behind those of its proposals.
+        # A launch also writes rows of padding after the rows of its proposals.
         most = MAX_SCORED_NODES + max(
             nodes.batch_buckets[-1] * nodes.num_positions for nodes, _ in scoring_shapes()
         )

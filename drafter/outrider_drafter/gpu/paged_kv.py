@@ -98,7 +98,7 @@ class PagedDraftKV:
         slot = self._free.take_slot()
         self._held[slot] = []
         state = self.sampling
-        # Copies from pageable memory have left it when they return: nothing to keep alive.
+        # A copy from pageable memory is complete when it returns, so nothing must be kept alive.
         state.stream_keys[slot].copy_(torch.from_numpy(stream_key_row(sampling)))
         state.temperatures[slot] = sampling.temperature
         state.rules[slot] = RULE_NUMBERS[sampling.effective_rule]

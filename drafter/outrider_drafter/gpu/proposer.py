@@ -208,7 +208,7 @@ class GpuProposer(GpuProposerBase):
                 known.append(session)
             else:
                 (hosted if self._is_on_host(session) else new).append(session)
-        # Seating who is new takes calls of the device's driver, too.
+        # New sessions come last, because assigning device slots takes calls of the device driver.
         for part in (known, new):
             for shape, members in self._grouped(part):
                 yield from self._draft_all(shape, members, sessions)
@@ -336,7 +336,7 @@ class GpuProposer(GpuProposerBase):
         because its KV is there."""
         if session.key in self._known:
             return False
-        # Where few ids are allowed, hardly a draft that is not masked would be one of them.
+        # With token limits few ids may be allowed, and unmasked drafts would hardly ever be valid.
         covered = session.token_limits is None and is_supported(session.sampling, session.plan)
         if session.key not in self._on_host and not covered:
             self._on_host.add(session.key)

@@ -202,7 +202,7 @@ class Replicas:
             _capture_all(self._new_replica(shape, _USUAL_SLOTS), self._device)
             torch.cuda.synchronize(self._device)
         self._give_stream(stream)
-        # Exchange buffers are allocated past torch, which is to keep nothing from them.
+        # Exchange buffers are not allocated by torch, so torch must not keep the memory cached.
         torch.cuda.empty_cache()
         seconds = round(time.monotonic() - began, 1)
         logger.info("replica kernels compiled", extra={"seconds": seconds})
@@ -305,7 +305,7 @@ class Replicas:
         except UnavailableError:
             if not self._is_cuda:
                 raise
-        # Torch keeps what the graphs of earlier replicas had until somebody needs it.
+        # Torch still caches the memory of the graphs of earlier replicas.
         torch.cuda.empty_cache()
         return allocate_memory(num_bytes, self._device, on_device=on_device)
 
@@ -322,7 +322,7 @@ class Replicas:
             dtype=self._dtype,
             device=self._device,
             cuda_graphs=self._captures,
-            # On a CPU the thread looks whether a round is there, and waits for none.
+            # On a CPU the thread polls for rounds and never waits.
             timeout_us=int(ROUND_TIMEOUT_S * 1e6) if self._is_cuda else 0,
         )
 
@@ -433,7 +433,7 @@ class Replicas:
         self._give_stream(peer.stream)
         del peer
         if self._is_cuda and not self._peers:
-            # Nobody is held up by that now.
+            # Without replicas this delays no verifier.
             torch.cuda.empty_cache()
 
     def _take_stream(self) -> torch.cuda.Stream | None:

@@ -35,7 +35,7 @@ class ProposalRange(NamedTuple):
         nodes = proposal_shape(len(tree), chain=is_chain(tree.parents))
         places = np.arange(1 + len(tree))
         if len(tree) > nodes.num_nodes:
-            # Log-probs never rise on a path, so nothing stays below a node that does not.
+            # Log-probs never rise on a path, so a node is never kept without its parent.
             kept = (-tree.logprobs).argsort(kind="stable")[: nodes.num_nodes]
             places[1:] = NO_ROW
             places[1 + np.sort(kept)] = 1 + np.arange(nodes.num_nodes)
@@ -74,7 +74,7 @@ class ScoredRows:
         lineage = [np.arange(len(rows))]
         for _ in range(int(places.depths.max(initial=0))):
             lineage.append(places.parent_indices[lineage[-1]])
-        # The ancestor at each depth; the place itself behind it.
+        # The ancestor at each depth; beyond its own depth the place itself.
         back = np.maximum(places.depths[:, None] - np.arange(len(lineage)), 0)
         line = np.stack(lineage)[back, lineage[0][:, None]]
         self._rows = rows[line]

@@ -166,9 +166,9 @@ def scoring_shapes() -> Iterator[tuple[ProposalShape, bool]]:
 def draft_shapes(
     chains: tuple[int, ...], *, branches: bool = False
 ) -> Iterator[tuple[DraftTreeShape, bool]]:
-    """Yield the draft shapes that are captured at start-up, each with whether its graph supports
-    logits processing and trees with the target's noise. `chains`: chain lengths; `branches`:
-    whether the shapes are for branches."""
+    """Yield the draft shapes that are captured at start-up, each with whether its graph is the
+    general one, which supports logits processing and trees with the target's noise. `chains`: chain
+    lengths; `branches`: whether the shapes are for branches."""
     for length in chains:
         for has_distribution, general in ((False, False), (False, True), (True, True)):
             yield DraftTreeShape(length, 1, length, has_distribution), general
@@ -227,10 +227,11 @@ def shape_of_session(session: FollowedSession) -> DraftTreeShape | None:
     if num_nodes <= 0 or room <= 0:
         return None
     if plan.top_k == 1:
-        # Near its end a session takes the beginning of a chain, so that all share one graph.
+        # A session near its maximum length cuts the chain, so that all sessions share one graph.
         return DraftTreeShape(num_nodes, 1, num_nodes, has_distribution)
     depth = min(tree_depth(num_nodes, plan.depth), room)
     if has_distribution:
-        # Its plan was a chain's when it began: trees of this rule are grown on the host.
+        # The session began with a chain plan on the device; trees under this rule are grown only on
+        # the host, so it continues with a chain.
         return DraftTreeShape(depth, 1, depth, has_distribution)
     return DraftTreeShape(num_nodes, plan.top_k, depth)

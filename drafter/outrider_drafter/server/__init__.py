@@ -1,5 +1,5 @@
-"""The process around it: verifier connections, the drafting thread, RPCs, start-up. It may import
-everything.
+"""Server of the drafter: verifier connections, the drafting thread, RPCs and start-up. It may
+import all other packages of the drafter.
 
 build.py                   From a configuration to loaded draft sources and a service (torch is
                            imported here).
