@@ -1,7 +1,7 @@
 """The drafter process: it follows the sessions of verifiers and proposes draft trees for them.
 
-Sub-packages may import those to their left: state <- proposers <- gpu, look_ahead <- server. All of
-them may import `config` and `metrics`; `hooks` is shared by the server and an operator's modules.
+Arrows lead from a sub-package to those that it may import: state <- proposers <- gpu, look_ahead <-
+server. All may import `config` and `metrics`; the server and an operator's modules share `hooks`.
 
 __main__.py                Command line of the drafter process.
 config.py                  Configuration of the drafter process: the fields of `DrafterConfig` are

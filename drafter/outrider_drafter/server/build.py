@@ -1,4 +1,4 @@
-"""From a configuration to loaded draft sources and a service (torch is imported here)."""
+"""Builds the service from a configuration: loads all draft models (torch is imported here)."""
 
 from __future__ import annotations
 
