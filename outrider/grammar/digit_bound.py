@@ -89,8 +89,9 @@ class DigitBound:
         """Remove ids with too many digits from a mask [W], in place, unless nothing else is
         allowed.
 
-        At the digit limit, zeros are also removed unless nothing else is allowed: after zeros, a
-        number above an exclusive bound could never end.
+        If the mask allows only such ids, those that begin with nothing but zeros are removed
+        instead, unless nothing else is allowed: after zeros, a number above an exclusive bound
+        could never end.
         """
         left = position.digits_left
         if left >= len(self._up_to):
