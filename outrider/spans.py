@@ -87,7 +87,7 @@ class RequestSpan:
 
     @property
     def is_sampled(self) -> bool:
-        """Return whether the request is traced."""
+        """Whether the request is traced."""
         return self._span is not None
 
     @property
@@ -97,7 +97,7 @@ class RequestSpan:
 
     @property
     def traceparent(self) -> str:
-        """Return the W3C `traceparent` for spans of other processes; "" without a span."""
+        """W3C `traceparent` for spans of other processes; "" without a span."""
         if self._span is None:
             return ""
         context = self._span.get_span_context()

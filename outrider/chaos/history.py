@@ -48,17 +48,17 @@ class ClientHistory:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Return all received token ids, in order."""
+        """All received token ids, in order."""
         return tuple(token for heard in self.heard for token in heard.token_ids)
 
     @property
     def text(self) -> str:
-        """Return all received text."""
+        """All received text."""
         return "".join(heard.text for heard in self.heard)
 
     @property
     def gaps(self) -> list[float]:
-        """Return the seconds between received events, including the wait for the first."""
+        """Seconds between received events, including the wait for the first."""
         times = [self.began, *(heard.at for heard in self.heard)]
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 

@@ -64,7 +64,7 @@ class TcpProxy:
 
     @property
     def connections(self) -> int:
-        """Return the number of open connections."""
+        """Number of open connections."""
         return len(self._writers) // 2
 
     def stall(self, *, there: bool = True, back: bool = True) -> None:

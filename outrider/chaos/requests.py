@@ -65,12 +65,12 @@ class TextSpec:
 
     @property
     def is_deterministic(self) -> bool:
-        """Return whether the text is independent of the drafts."""
+        """Whether the text is independent of the drafts."""
         return self.sampling != "rejection"
 
     @property
     def options(self) -> GenerateOptions:
-        """Return the sampling and stopping options."""
+        """Sampling and stopping options."""
         ignore = self.sampling != "min tokens"
         return {**SAMPLING_SETS[self.sampling], "max_tokens": self.max_tokens, "ignore_eos": ignore}
 

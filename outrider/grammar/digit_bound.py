@@ -40,7 +40,7 @@ class JsonPosition(NamedTuple):
 
     @property
     def digits_left(self) -> int:
-        """Return the number of digits that may follow."""
+        """Number of digits that may follow."""
         limit = MAX_EXPONENT_DIGITS if self.in_exponent else MAX_NUMBER_DIGITS
         return max(0, limit - self.digits)
 
