@@ -21,8 +21,8 @@ MAX_BACKOFF_S = 0.25
 """Maximum pause between two attempts to resume a stream, in seconds; a user is waiting."""
 MAX_ROUTER_LOOKUPS = 32
 """Maximum number of connections that search for an answer where several routers share an address.
-With four routers, all of four connections miss the right one once in ten thousand cases, and all of
-eight once in seventy with eight routers."""
+All 32 connections lead to wrong routers once in ten thousand cases with four routers, and once in
+seventy with eight."""
 SHUTDOWN = "SHUTDOWN"
 """Reason of the errors of a router that stops; it, or one with its journal, may be back soon."""
 
