@@ -309,7 +309,7 @@ def _candidate_probs(logprobs_AV: Tensor, walks: list[_Walk]) -> list[list[float
 
 
 def _random_draws(walks: list[_Walk]) -> list[list[float]]:
-    """Return per walk the ACCEPT random draw of each child, then the draw that all children share."""
+    """Return per walk the ACCEPT draw of each child, then the draw that all children share."""
     sizes = [len(walk.children()) + 1 for walk in walks]
     ids = [[*(t for _, t in walk.children()), SHARED_DRAW_ID] for walk in walks]
     keys = position_keys(
@@ -329,8 +329,8 @@ def _split(flat: list[float], sizes: list[int]) -> list[list[float]]:
 
 
 Change = tuple[NDArray[np.int64], NDArray[np.float64]]
-"""(ids, log-probs): values, up to a constant, that replace a row's log-probs at these ids before the
-last token is drawn."""
+"""(ids, log-probs): values, up to a constant, that replace a row's log-probs at these ids before
+the last token is drawn."""
 
 
 def _target_only(

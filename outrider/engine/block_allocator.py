@@ -47,7 +47,7 @@ class BlockAllocator:
         return taken
 
     def allocate_contiguous(self, count: int) -> range | None:
-        """Allocate `count` contiguous blocks with free blocks behind them for growth if possible. Return
+        """Allocate `count` contiguous blocks, with free blocks behind them if possible. Return
         None if no extent is large enough."""
         if not self._extents:
             return None
