@@ -90,7 +90,7 @@ def prefix_keys(stream_keys: Words, digests: Words) -> NDArray[np.uint64]:
 
 
 def bits_from_keys(keys: NDArray[np.uint64], ids: Words) -> NDArray[np.uint64]:
-    """Noise bits by broadcasting keys with ids (>= SHARED_ACCEPTANCE_ID)."""
+    """Noise bits by broadcasting keys with ids (>= SHARED_DRAW_ID)."""
     with np.errstate(over="ignore"):
         counters = (_words(ids) + np.uint64(1)) * np.uint64(GOLDEN64)
         return mix64_array(np.asarray(keys + counters, dtype=np.uint64))
