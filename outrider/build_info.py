@@ -10,22 +10,22 @@ _SPEC: Final = Path(__file__).parent / "spec"
 
 
 def is_extension(file: str) -> bool:
-    """Whether a module in this file is compiled."""
+    """Return whether a module in this file is compiled."""
     return file.endswith(tuple(EXTENSION_SUFFIXES))
 
 
 def has_extensions(folder: Path) -> bool:
-    """Whether modules in this folder, or in folders within it, are compiled."""
+    """Return whether a folder, or a folder within it, holds compiled modules."""
     return any(is_extension(entry.name) for entry in folder.rglob("*"))
 
 
 COMPILED: Final = has_extensions(_SPEC)
-"""Whether this installation's are."""
+"""Whether this installation is compiled."""
 
 
 def require_one_build(package: str) -> None:
-    """Raise ImportError where a package, whose `__file__` is given, and this one are not of one
-    build: compiled modules know where in an object another one of them keeps what."""
+    """Raise ImportError if the package with this `__file__` is from another build than this
+    package. Compiled modules depend on each other's object layouts."""
     if has_extensions(Path(package).parent) != COMPILED:
         raise ImportError(
             f"{Path(package).parent} and {_SPEC.parent} are of different builds, one is compiled: "

@@ -31,9 +31,9 @@ EXTRAS: Final = {
 def explain_missing_packages(who: str) -> Iterator[None]:
     """Replace the import error of a missing optional package by one that names its pip extra.
 
-    `who`: name of the program or command, for the message. Raises NotFoundError (NOT_INSTALLED) in
-    the place of the ModuleNotFoundError. The ModuleNotFoundError of any other module is a bug and
-    passes through.
+    `who` is the name of the program or command, for the message. Raises NotFoundError
+    (NOT_INSTALLED) in place of the ModuleNotFoundError. The ModuleNotFoundError of any other module
+    is a bug and is not replaced.
     """
     try:
         yield

@@ -20,4 +20,4 @@ VerifierId = NewType("VerifierId", str)
 """A verifier process; stable across its restarts."""
 
 TenantId = NewType("TenantId", str)
-"""Whoever a request is charged to; empty where requests do not say."""
+"""Tenant to which a request is charged; empty if the request names none."""

@@ -16,7 +16,7 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as JSON: ts, level, logger, event, then everything given as `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, keys in a fixed order."""
+        """Return a record as one line, with keys in a fixed order."""
         entry: dict[str, object] = {
             "ts": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
@@ -31,7 +31,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def check_level(level: str) -> None:
-    """Raise ValueError for what is no level."""
+    """Raise ValueError if `level` is not a log level."""
     if level not in LOG_LEVELS:
         raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
 

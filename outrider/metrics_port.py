@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONNECTION_TIMEOUT_S: Final = 10.0
-"""Time that a connection gets in all: handshake, request, answer."""
+"""Maximum duration of a connection in seconds: handshake, request and response."""
 MAX_SCRAPES: Final = 16
-"""Connections at once; those beyond are closed."""
+"""Maximum number of simultaneous connections; further connections are closed."""
 CHECK_INTERVAL_S: Final = 0.5
-"""Time between two looks for connections whose time is over."""
+"""Seconds between two checks for connections that have lasted too long."""
 
 
 class PortMetrics:
@@ -53,11 +53,11 @@ class PortMetrics:
         )
 
     def count_refusal(self, reason: str) -> None:
-        """A call was refused."""
+        """Count a refused call."""
         self._refusals.labels(reason).inc()
 
     def count_handshake(self) -> None:
-        """A handshake begins; any thread."""
+        """Count the start of a handshake; any thread."""
         self._handshakes.inc()
 
 
@@ -98,7 +98,7 @@ def serve_metrics(
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: scrapes are no events."""
+        """Do nothing: scrapes are not logged."""
 
 
 class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
@@ -108,13 +108,13 @@ class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
         super().__init__(*args, **kwargs)
         self._room = threading.BoundedSemaphore(MAX_SCRAPES)
         self._ends: dict[socket.socket, float] = {}
-        """When each connection is cut, by the monotonic clock."""
+        """Time of the monotonic clock at which each connection is cut."""
         self._lock = threading.Lock()
-        """Of these."""
+        """Protects the connections' times."""
         self._tls: TlsConfig | None = None
 
     def server_bind(self) -> None:
-        """Bind without asking who this host is, which may take seconds."""
+        """Bind without resolving this host's name, which may take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -122,19 +122,19 @@ class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def secure(self, tls: TlsConfig) -> None:
-        """Speak TLS from now on. Raises FailedPreconditionError."""
+        """Use TLS from now on. Raises FailedPreconditionError."""
         server_context(tls, require_client=True)
         self._tls = tls
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a connection a thread of its own, if there is room."""
+        """Start a thread for a connection, or close the connection if there are too many."""
         if self._room.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Shake hands, then serve; on the connection's thread."""
+        """Perform the handshake, then serve the request, on the connection's thread."""
         end, tls = time.monotonic() + CONNECTION_TIMEOUT_S, self._tls
         try:
             if tls is not None:
@@ -155,7 +155,7 @@ class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
             self._room.release()
 
     def service_actions(self) -> None:
-        """Cut the connections whose time is over: whatever their threads wait for, ends."""
+        """Cut the connections that have lasted too long, so that their threads end."""
         now = time.monotonic()
         with self._lock:
             for request, end in self._ends.items():
@@ -175,12 +175,15 @@ class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
                 del self._ends[request]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that went away is no error of ours."""
+        """Ignore errors of a connection, because a scraper may disconnect at any time."""
         logger.debug("a scrape failed", exc_info=True)
 
 
 def _shake_hands(request: ssl.SSLSocket, tls: TlsConfig) -> None:
-    """Raises PermissionDeniedError for a certificate of another role."""
+    """Check a caller's certificate.
+
+    Raises PermissionDeniedError for a certificate of another role.
+    """
     request.do_handshake()
     shown: Any = request.getpeercert() or {}
     names = [str(value) for _kind, value in shown.get("subjectAltName", ())]

@@ -17,27 +17,29 @@ from typing import Any, Final, TypeVar
 ResultT = TypeVar("ResultT")
 
 SWITCH_INTERVAL_S = 0.0005
-"""Python's own 5 ms is longer than a draft step, or a round outside its forward, may take: a thread
-that waits for the interpreter lock would stall the others by that much."""
+"""Interpreter switch interval in seconds. Python's default of 5 ms is longer than a draft step and
+would delay all threads that wait for the interpreter lock."""
 FULL_COLLECTION_INTERVAL: Final = 100
-"""Collections of the middle generation between two of all objects. With Python's own 10 a busy
-router went over all that it keeps of its answers every two or three seconds, for up to 180 ms."""
+"""Number of middle-generation collections between two full collections. With Python's default of
+10, a busy router ran a full collection of up to 180 ms every two or three seconds."""
 MAX_FILES: Final = 1 << 16
-"""Open files that no process of a fleet needs more than."""
+"""Maximum number of open files that a process of a fleet needs."""
 KEPT_HEAP_BYTES: Final = 128 << 20
-"""Freed memory at the end of a heap that goes back to the system only beyond this size."""
+"""Free memory at the end of the heap, in bytes, beyond which memory is returned to the system."""
 OMP_SPIN_COUNT: Final = 20_000
-"""About a millisecond where a pause takes 140 cycles, a quarter of it where it takes 40."""
+"""Spin count of OpenMP threads: about 1 ms if a pause instruction takes 140 cycles, 0.25 ms if it
+takes 40."""
 _SPIN_COUNT: Final = "GOMP_SPINCOUNT"
 _LARGEST_IN_HEAP: Final = 32 << 20
-"""The most that glibc allows."""
+"""Largest threshold that glibc accepts, in bytes."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of malloc.h."""
+"""Parameter numbers from malloc.h."""
 _OWN_SETTINGS: Final = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def run_event_loop(main: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """`asyncio.run` on uvloop where it is installed: a gRPC round trip takes a tenth less."""
+    """Run `main` on uvloop if it is installed, else on asyncio: uvloop shortens a gRPC round trip
+    by a tenth."""
     try:
         import uvloop
     except ImportError:
@@ -62,9 +64,10 @@ async def run_in_short_thread(function: Callable[..., ResultT], *args: Any) -> R
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many files as the system allows it; the limit from then on.
+    """Raise the limit of open files to the system's maximum and return the new limit.
 
-    Every connection is a file, and the usual soft limit of 1024 is for programs that use `select`.
+    Every connection is a file, and the usual soft limit of 1024 exists for programs that use
+    `select`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
@@ -88,25 +91,29 @@ def add_tls_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def set_openmp_spin() -> None:
-    """Let OpenMP's threads wait awake for a millisecond and no longer; call it before torch is
-    imported. From one product to the next they need some tens of microseconds. libgomp's own 16 ms
-    (Intel Xeon) takes a core from the process whose turn it is after a forward, and from this one's
-    event loop. Where an operator has said otherwise in the environment, nothing changes."""
+    """Limit the busy-waiting of OpenMP threads to about 1 ms; call this before torch is imported.
+
+    The threads wait some tens of microseconds between two matrix products. With libgomp's default
+    of 16 ms (Intel Xeon), they would take cores from other processes and from this process's event
+    loop after a forward pass. Settings in the environment take precedence.
+    """
     if not any(name in os.environ for name in ("OMP_WAIT_POLICY", _SPIN_COUNT)):
         os.environ[_SPIN_COUNT] = str(OMP_SPIN_COUNT)
 
 
 def tune_process() -> None:
-    """Settings for a process that does nothing but serve; call it once the models are loaded."""
+    """Tune a process that only serves; call this once the models are loaded."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     tune_garbage_collector()
 
 
 def tune_garbage_collector() -> None:
-    """Keep the collector of garbage from walking over what stays for the life of the process,
-    models, a vocabulary, modules, and let it go over all of the rest seldom: every stream waits
-    meanwhile. Call it once all that is loaded."""
+    """Exclude the objects that exist now from garbage collection, and make full collections rare.
+
+    Call this once models, vocabulary and modules are loaded. All streams of the process wait during
+    a full collection.
+    """
     gc.collect()
     gc.freeze()
     young, middle, _ = gc.get_threshold()
@@ -114,10 +121,12 @@ def tune_garbage_collector() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what is freed: a round of 64 sessions has megabytes of features in
-    buffers that come and go, and taking each from the system anew costs a page fault for every
-    4 KiB, which is more than all that is done with it. Where an operator has said otherwise in the
-    environment, and where the library is not glibc, nothing changes."""
+    """Let the C library keep freed memory.
+
+    A round of 64 sessions allocates and frees megabytes of features, and memory that is new from
+    the system costs a page fault for every 4 KiB. Settings in the environment take precedence;
+    without glibc nothing changes.
+    """
     if any(name in os.environ for name in _OWN_SETTINGS):
         return
     with contextlib.suppress(OSError, AttributeError):

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 
 MAX_HEADER_CHARS = 128
-"""A `traceparent` of a client that is longer is no traceparent."""
+"""Maximum length of a client's `traceparent`; longer values are ignored."""
 _FLUSH_S = 3.0
-"""How long the end of a process waits for a collector."""
+"""Maximum time that an ending process waits for the collector, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class TracingConfig:
 
 
 def add_tracing_flags(parser: ArgumentParser) -> None:
-    """The flags that fill a process's `tracing`."""
+    """Declare the flags of a process's `tracing` table."""
     add = parser.add_argument
     add(
         "--otlp-endpoint",
@@ -78,7 +78,7 @@ def add_tracing_flags(parser: ArgumentParser) -> None:
 
 
 class RequestSpan:
-    """One span, or none: then every method does nothing."""
+    """One span, or no span, whose methods then do nothing."""
 
     __slots__ = ("_span",)
 
@@ -87,7 +87,7 @@ class RequestSpan:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether there is one."""
+        """Whether the request is traced."""
         return self._span is not None
 
     @property
@@ -97,7 +97,7 @@ class RequestSpan:
 
     @property
     def traceparent(self) -> str:
-        """What makes spans of another process children of this one; "" without a span."""
+        """W3C `traceparent` for spans of other processes; "" without a span."""
         if self._span is None:
             return ""
         context = self._span.get_span_context()
@@ -106,7 +106,7 @@ class RequestSpan:
     def child(
         self, name: str, attributes: Attributes | None = None, *, began: float | None = None
     ) -> RequestSpan:
-        """A span within this one; `began` is wall time in seconds, now by default."""
+        """Start a child span. `began` is wall-clock time in seconds; None means now."""
         if self._span is None or _exporter is None:
             return NO_SPAN
         from opentelemetry.trace import set_span_in_context
@@ -120,18 +120,20 @@ class RequestSpan:
         return RequestSpan(start)
 
     def event(self, name: str, attributes: Attributes | None = None) -> None:
-        """Something that happens at this moment."""
+        """Add an event at the current time."""
         if self._span is not None:
             self._span.add_event(name, dict(attributes or {}))
 
     def set_attributes(self, attributes: Attributes) -> None:
-        """Say more of it."""
+        """Set attributes of the span."""
         if self._span is not None:
             self._span.set_attributes(dict(attributes))
 
     def end(self, error: BaseException | None = None, *, at: float | None = None) -> None:
-        """It is over; idempotent. `error`: because of that. `at` is wall time in seconds, now by
-        default."""
+        """End the span; idempotent.
+
+        `error` is the reason if it failed; `at` is wall-clock time in seconds, and None means now.
+        """
         if self._span is None or not self._span.is_recording():
             return
         if error is not None:
@@ -156,11 +158,12 @@ class RequestSpan:
 
 
 NO_SPAN = RequestSpan(None)
-"""The span of everything that is not traced."""
+"""Span of all requests that are not traced."""
 
 
 class RoundTraceSampler:
-    """Selects the rounds of one session that get a span: fewer, the longer it lasts."""
+    """Selects the rounds of one session that get a span, at a rate that falls as the session
+    continues."""
 
     __slots__ = ("_left", "_most", "_stride", "_until")
 
@@ -170,7 +173,7 @@ class RoundTraceSampler:
         self._stride = self._until = 1
 
     def should_sample(self) -> bool:
-        """Whether the next one gets a span."""
+        """Return whether the next round gets a span."""
         self._until -= 1
         if self._until:
             return False
@@ -182,7 +185,7 @@ class RoundTraceSampler:
 
 
 class _Exporter:
-    """What one process exports its spans with."""
+    """Exporter of the spans of one process."""
 
     def __init__(self, config: TracingConfig, service: str, instance: str) -> None:
         try:
@@ -217,7 +220,7 @@ class _Exporter:
         self.tracer: Tracer = self.provider.get_tracer("outrider", outrider.__version__)
 
     def close(self) -> None:
-        """Send what is left, but do not wait long for a collector that is away."""
+        """Send the remaining spans, with a limit on the wait for an unreachable collector."""
         ending = threading.Thread(target=self.provider.shutdown, name="otlp-end", daemon=True)
         ending.start()
         ending.join(_FLUSH_S)
@@ -255,12 +258,12 @@ def start_span(
 
 
 def round_sampling() -> RoundTraceSampler:
-    """Which rounds of a traced session get a span."""
+    """Return the sampler for the rounds of a traced session."""
     return RoundTraceSampler(1 if _exporter is None else _exporter.rounds)
 
 
 def to_wall_time(monotonic: float) -> float:
-    """Wall time of a moment on the clock of `time.monotonic`, seconds."""
+    """Convert a time of `time.monotonic` to wall-clock time, in seconds."""
     return time.time() - (time.monotonic() - monotonic)
 
 

@@ -64,7 +64,7 @@ class StartTimes:
 
 
 def _process_start() -> float:
-    """When this process began, by `time.monotonic`; now, where the system does not say."""
+    """Return when this process began, by `time.monotonic`, or the current time if it is unknown."""
     now = time.monotonic()
     try:
         ticks = int(_STAT.read_text("utf-8").rpartition(")")[2].split()[_START_TIME_FIELD])

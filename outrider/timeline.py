@@ -19,9 +19,9 @@ from time import perf_counter as now
 from typing import Any, Final, NamedTuple
 
 MAX_MARKS: Final = 1 << 17
-"""Marks that are kept: some 10,000 rounds of one process."""
+"""Maximum number of marks kept, enough for some 10,000 rounds of one process."""
 INSTANT: Final = -1.0
-"""In place of a duration: something that happened at a moment."""
+"""Value of `lasted` for an event without a duration."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 __all__ = [
@@ -41,12 +41,12 @@ class TimelineMark(NamedTuple):
 
     began: float
     lasted: float
-    """INSTANT for a moment."""
+    """Duration in seconds; INSTANT for an event without one."""
     name: str
     n: int
-    """How many rows, sessions or nodes it was about."""
+    """Number of rows, sessions or nodes that the work covered."""
     track: str | int
-    """The name of a track, or the thread that left it."""
+    """Name of a track, or the id of the thread that recorded the mark."""
 
 
 class TimelineRecorder:
@@ -57,28 +57,28 @@ class TimelineRecorder:
         self._ring: list[TimelineMark | None] = [None] * capacity
         self._places = itertools.count()
         self._threads: dict[int, str] = {}
-        """Names of the threads that left marks: they may have ended when it is written."""
+        """Names of the threads that recorded marks; a thread may end before the file is written."""
 
     def add_mark(self, began: float, lasted: float, name: str, n: int, track: str) -> None:
-        """Leave a mark."""
+        """Record a mark."""
         # The counter gives each place to one thread only.
         place = next(self._places) % len(self._ring)
         self._ring[place] = TimelineMark(began, lasted, name, n, track or self._calling_thread())
 
     def _calling_thread(self) -> int:
-        """The calling thread, whose name is noted."""
+        """Return the id of the calling thread, and remember its name."""
         thread = threading.get_ident()
         if thread not in self._threads:
             self._threads[thread] = threading.current_thread().name
         return thread
 
     def marks(self) -> list[TimelineMark]:
-        """What is kept, by begin; what contains another comes before it."""
+        """Return the marks by start time; a mark that contains another one comes first."""
         kept = [mark for mark in self._ring if mark is not None]
         return sorted(kept, key=lambda mark: (mark.began, -mark.lasted))
 
     def events(self) -> list[dict[str, Any]]:
-        """All of it as trace events: microseconds, a thread for each track."""
+        """Return the marks as trace events, in microseconds, with one thread for each track."""
         pid, marks = os.getpid(), self.marks()
         tracks = {track: place for place, track in enumerate(dict.fromkeys(m.track for m in marks))}
         events: list[dict[str, Any]] = [_about(pid, 0, "process_name", self.process)]
@@ -106,7 +106,7 @@ class TimelineRecorder:
         return events
 
     def write(self, path: Path) -> None:
-        """Write the file."""
+        """Write the trace events to a file."""
         content = {
             "traceEvents": self.events(),
             "displayTimeUnit": "ms",
@@ -127,19 +127,19 @@ def mark_span(name: str, began: float, n: int = 0, *, ended: float = 0.0, track:
 
 
 def mark_instant(name: str, n: int = 0, *, track: str = "") -> None:
-    """Something that happens at this moment."""
+    """Record an event at the current time."""
     if _recorder is not None:
         _recorder.add_mark(now(), INSTANT, name, n, track)
 
 
 def is_recording() -> bool:
-    """Whether marks are kept."""
+    """Return whether marks are recorded."""
     return _recorder is not None
 
 
 @contextmanager
 def record_timeline(path: str | Path, process: str) -> Generator[None]:
-    """Keep marks until the end, then write the file; "" keeps none."""
+    """Record marks within the context, then write them to `path`; "" records nothing."""
     global _recorder
     if not path:
         yield
@@ -157,7 +157,7 @@ def _about(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
 
 
 def _clock() -> str:
-    """What tells one host's clock from another's."""
+    """Return an identifier of this host's clock."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:

@@ -84,7 +84,8 @@ def record_step() -> None:
 
 
 def unbounded_step() -> contextlib.AbstractContextManager[None]:
-    """`PullProgress.unbounded_step` of the calling thread; nothing if it is not watched."""
+    """Return `Progress.unbounded_step` of the calling thread, or a context that does nothing if the
+    thread is not watched."""
     progress: Progress | None = getattr(_current, "progress", None)
     return contextlib.nullcontext() if progress is None else progress.unbounded_step()
 
@@ -109,12 +110,12 @@ class Watchdog:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to watch; idempotent."""
+        """Start watching; idempotent."""
         if self._task is None and self._timeout_s > 0:
             self._task = asyncio.create_task(self._watch(), name="outrider-watchdog")
 
     def stop(self) -> None:
-        """Watch no more; idempotent."""
+        """Stop watching; idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

@@ -1,6 +1,7 @@
-"""Command `outrider chaos`: run a fleet under faults and check texts and guarantees.
+"""Run a fleet under faults, and check answers and guarantees (`outrider chaos`).
 
-Exit status: 0 all guarantees held; 1 one was violated; 2 wrong usage, or it could not run.
+The exit status is 0 if all guarantees held, 1 if a guarantee was violated, and 2 if the arguments
+are invalid or the run could not start.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _TINY = "tiny"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the flags ask for; the exit status."""
+    """Run the mode that the arguments select and return the exit status."""
     args = make_parser().parse_args(argv)
     try:
         if args.fuzz is not None:
@@ -37,36 +38,105 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="outrider chaos", description=__doc__)
     mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--seeds", metavar="A-B", type=_range, help="run these seeds, in processes")
-    mode.add_argument("--replay", metavar="SEED", type=int, help="run one seed and show all of it")
-    mode.add_argument("--fuzz", metavar="N", type=int, help="frames for every decoder")
-    mode.add_argument("--router", metavar="HOST:PORT", help="load and faults for a running fleet")
-    seeds = parser.add_argument_group("of seeds")
-    seeds.add_argument("--jobs", metavar="N", type=int, default=os.cpu_count() or 1)
-    seeds.add_argument("--shrink", action="store_true", help="find the least that still fails")
+    mode.add_argument(
+        "--seeds", metavar="A-B", type=_range, help="Run the fault schedules of these seeds."
+    )
+    mode.add_argument(
+        "--replay", metavar="SEED", type=int, help="Run one seed and print its full report."
+    )
+    mode.add_argument(
+        "--fuzz", metavar="N", type=int, help="Send N malformed frames to every decoder."
+    )
+    mode.add_argument(
+        "--router",
+        metavar="HOST:PORT",
+        help="Send load to the running fleet of this router, and inject faults.",
+    )
+    seeds = parser.add_argument_group("options of --seeds and --replay")
     seeds.add_argument(
-        "--model", metavar="NAME|DIR", default=_TINY, help="default: a tiny random one"
+        "--jobs",
+        metavar="N",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="Number of parallel processes, also of --fuzz (default: number of CPUs).",
     )
     seeds.add_argument(
-        "--slowness", metavar="F", type=float, default=1.0, help="times are longer by so much"
+        "--shrink",
+        action="store_true",
+        help="With --replay: reduce a failing schedule to a minimal one.",
     )
-    seeds.add_argument("--head", metavar="DIR", type=Path, help="default: that of the model")
-    fuzzing = parser.add_argument_group("of frames")
-    fuzzing.add_argument("--ports", metavar="A,B", default="", help="decoders; default: all")
-    running = parser.add_argument_group("of a running fleet")
+    seeds.add_argument(
+        "--model",
+        metavar="NAME|DIR",
+        default=_TINY,
+        help="Target model (default: a tiny random model).",
+    )
+    seeds.add_argument(
+        "--slowness",
+        metavar="F",
+        type=float,
+        default=1.0,
+        help="Factor by which all times are longer (default: %(default)s).",
+    )
+    seeds.add_argument(
+        "--head", metavar="DIR", type=Path, help="Draft head (default: the model's own head)."
+    )
+    fuzzing = parser.add_argument_group("options of --fuzz")
+    fuzzing.add_argument(
+        "--ports",
+        metavar="A,B",
+        default="",
+        help="Ports whose decoders receive frames (default: all ports).",
+    )
+    running = parser.add_argument_group("options of --router")
     running.add_argument(
         "--process",
         metavar="ROLE=PID",
         action="append",
         default=[],
-        help="a process on this machine that may be hit; repeatable",
+        help="Process on this machine that faults may hit. Repeatable.",
     )
-    running.add_argument("--faults", metavar="A,B", default="stop", help="kill, terminate, stop")
-    running.add_argument("--duration-s", metavar="S", type=float, default=30.0)
-    running.add_argument("--every-s", metavar="S", type=float, default=5.0)
-    running.add_argument("--concurrency", metavar="N", type=int, default=8)
-    running.add_argument("--max-tokens", metavar="N", type=int, default=64)
-    running.add_argument("--seed", metavar="N", type=int, default=0)
+    running.add_argument(
+        "--faults",
+        metavar="A,B",
+        default="stop",
+        help="Kinds of faults: kill, terminate, stop (default: %(default)s).",
+    )
+    running.add_argument(
+        "--duration-s",
+        metavar="S",
+        type=float,
+        default=30.0,
+        help="Duration of the run, in seconds (default: %(default)s).",
+    )
+    running.add_argument(
+        "--every-s",
+        metavar="S",
+        type=float,
+        default=5.0,
+        help="Time between two faults, in seconds (default: %(default)s).",
+    )
+    running.add_argument(
+        "--concurrency",
+        metavar="N",
+        type=int,
+        default=8,
+        help="Number of clients (default: %(default)s).",
+    )
+    running.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        default=64,
+        help="Maximum number of output tokens of a request (default: %(default)s).",
+    )
+    running.add_argument(
+        "--seed",
+        metavar="N",
+        type=int,
+        default=0,
+        help="Random seed of --router and --fuzz (default: %(default)s).",
+    )
     return parser
 
 
@@ -128,7 +198,7 @@ def _run_seeds(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _models(args: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
-    """Target and head."""
+    """Provide the directories of the target model and of the draft head."""
     from outrider.client.local.model_files import find_model
     from outrider.errors import InvalidRequestError
     from outrider_chaos.seed_runs import tiny_models

@@ -1,6 +1,7 @@
-"""The drafter process: it keeps draft models beside a verifier's sessions and proposes draft
-trees. Arrows of imports: state <- proposers <- gpu, look_ahead <- server; `config` and
-`metrics` are open to all, `hooks` is what the server and an operator's modules share.
+"""The drafter process: it follows the sessions of verifiers and proposes draft trees for them.
+
+Arrows lead from a sub-package to those that it may import: state <- proposers <- gpu, look_ahead <-
+server. All may import `config` and `metrics`; the server and an operator's modules share `hooks`.
 
 __main__.py                Command line of the drafter process.
 config.py                  Configuration of the drafter process: the fields of `DrafterConfig` are

@@ -47,12 +47,14 @@ _EXIT_MISUSE = 2
 
 
 def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
-    """Configuration from a file, the environment and flags. Raises InvalidRequestError."""
+    """Return the configuration from the configuration file, the environment and the flags. Raises
+    InvalidRequestError."""
     return parse_config(DrafterConfig, make_parser(), argv, "drafter").config
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line; flags are stored by the keys that they set."""
+    """Return the parser of the command line; each flag is stored under the configuration key that
+    it sets."""
     parser = argparse.ArgumentParser(
         prog="outrider-drafter", description="Propose draft trees for a verifier's sessions."
     )
@@ -110,8 +112,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def serve(config: DrafterConfig) -> int:
-    """Serve until SIGTERM, SIGINT or SIGHUP, then hand the sessions over; or until a device is
-    lost. The exit status."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, then wait for routers to move the sessions to other
+    drafters. Serving also ends when a device is lost or the drafting thread hangs. Return the exit
+    status."""
     with BusyCores.claim(config.busy_polling_cores) as busy_cores:
         return await _serve(config, busy_cores)
 
@@ -158,7 +161,7 @@ async def _serve(config: DrafterConfig, busy_cores: BusyCores) -> int:
             await asyncio.sleep(EXIT_NOTICE_S)
         if not service.lost.is_set():
             logger.info("draining", extra={"sessions": service.num_sessions})
-            # Who asks twice does not want to wait.
+            # A second signal ends the wait for the routers.
             await _first(
                 service.hand_over(config.drain_timeout_s), signals.get(), service.lost.wait()
             )
@@ -173,7 +176,7 @@ async def _serve(config: DrafterConfig, busy_cores: BusyCores) -> int:
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:
-    """Wait until one of these is over, and give up the others."""
+    """Wait until one of the coroutines ends, then cancel the remaining ones."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -184,14 +187,14 @@ async def _first(*waits: Coroutine[Any, Any, object]) -> None:
 
 
 def _serve_metrics(config: DrafterConfig, registry: CollectorRegistry) -> str:
-    """Start the Prometheus endpoint; its address, or ""."""
+    """Start the Prometheus endpoint. Return its address, or an empty string if it is disabled."""
     if config.metrics_port < 0:
         return ""
     return serve_metrics(registry, config.metrics_host, config.metrics_port, tls=config.tls)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; the exit status."""
+    """Run the drafter process and return its exit status."""
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
@@ -204,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             status = run_event_loop(serve(config))
         if status == EXIT_STALLED:
-            # The end of the interpreter could wait for the thread that hangs.
+            # A normal exit of the interpreter could wait for the hung thread.
             exit_now(status)
         return status
     except OutriderError as error:

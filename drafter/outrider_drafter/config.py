@@ -27,7 +27,7 @@ def _require(ok: bool, message: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReconnectConfig:
-    """How a lost verifier is dialled again."""
+    """Reconnection to a lost verifier."""
 
     min_backoff_s: float = 0.1
     """Pause before the first attempt to reconnect; it doubles with each further attempt, with
@@ -51,12 +51,12 @@ class ReconnectConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NgramConfig:
-    """Prompt lookup."""
+    """N-gram drafts (prompt lookup)."""
 
     max_match: int = 4
-    """Maximum length of a looked-up suffix in tokens."""
+    """Maximum number of tokens of the suffix that is looked up."""
     min_match: int = 2
-    """Minimum length of a matching suffix in tokens."""
+    """Minimum number of tokens of a matching suffix."""
 
     def __post_init__(self) -> None:
         _require(1 <= self.min_match <= self.max_match, "1 <= min_match <= max_match must hold")
@@ -74,7 +74,8 @@ class DrafterConfig:
     head: str = ""
     """Directory of an EAGLE head; needed by the methods eagle3 and eagle."""
     draft_model: str = ""
-    """A small model (directory or name) with the target's tokenizer; needed by the method model."""
+    """Small draft model (directory or name of a pulled model) with the target's tokenizer; needed
+    by the method model."""
     methods: tuple[DraftMethod, ...] = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
     """Draft methods that this drafter offers."""
     dtype: Annotated[str, OneOf(DTYPES)] = "float32"
@@ -82,8 +83,8 @@ class DrafterConfig:
     device: str = "cpu"
     """torch device of the draft models."""
     cuda_graphs: bool = True
-    """Whether drafts of a head run as captured CUDA graphs on a CUDA device; otherwise kernels are
-    launched one by one."""
+    """Whether drafts of an EAGLE head or a small model run as captured CUDA graphs on a CUDA
+    device. Otherwise kernels are launched one by one."""
     threads: int = 0
     """Number of torch's compute threads; 0 measures the fastest number if the device is a CPU."""
     busy_polling_cores: int = 0
@@ -96,9 +97,9 @@ class DrafterConfig:
     """Whether to exchange directly between GPUs with verifiers on this host that allow it: on, off
     or auto, which is on if this process computes on a GPU. For eagle3 heads only."""
     exchange_kv_rows: int = 1 << 22
-    """Maximum number of KV rows of the head for all verifiers of device_exchange together, one for
-    each of their KV tokens. A verifier for which too few rows are left is refused and exchanges by
-    messages."""
+    """Maximum number of KV rows of the EAGLE head for all verifiers of device_exchange together. A
+    verifier needs one row for each of its KV tokens. A verifier for which too few rows are left is
+    refused and exchanges by messages."""
     drafter_id: str = field(default_factory=lambda: f"drafter-{secrets.token_hex(4)}")
     """Unique id of this drafter. Set it, so that the drafter is recognised after a restart."""
     metrics_port: int = -1
@@ -115,16 +116,16 @@ class DrafterConfig:
     drain_timeout_s: float = 10.0
     """Maximum time that routers get after SIGTERM to move this drafter's sessions."""
     stall_s: float = 10.0
-    """Time without a drafting step, while drafts are wanted, after which the drafting thread counts
-    as hung: health reports NOT_SERVING, the connections to verifiers are closed, and the process
-    exits with status 3 so that its supervisor restarts it. Loading, compilation and graph capture
-    do not count. 0 disables the check."""
+    """Maximum time in seconds without a drafting step while drafts are requested. After this time
+    the drafting thread counts as hung: health reports NOT_SERVING, the connections to verifiers are
+    closed, and the process exits with status 3 so that its supervisor restarts it. Loading,
+    compilation and graph capture do not count. 0 disables the check."""
     max_sessions: int = 1024
-    """Maximum number of followed sessions, which is reported to routers. Beyond it, the verifier
-    with the most sessions gives up its least recently used one."""
+    """Maximum number of followed sessions, which is reported to routers. Beyond it, the least
+    recently used session of the verifier with the most sessions is dropped."""
     limit_look_ahead_time: bool = True
-    """Whether look-ahead passes are limited to the time until the next verdict; otherwise they
-    always run to the end."""
+    """Whether look-ahead passes are limited to the time until the next verdict; otherwise each pass
+    runs to its end."""
     max_context: int = 131072
     """Maximum length of a followed session in tokens."""
     head_kv_rows: int = 131072
@@ -132,17 +133,19 @@ class DrafterConfig:
     head_max_context: int = 0
     """Maximum context of a head in draft positions; 0 uses the head's own limit."""
     draft_model_kv_tokens: int = 0
-    """Maximum number of KV tokens that all sessions of the small model may reserve together. 0 is
-    automatic: on a GPU 131072, or fewer if half of its free memory holds fewer; elsewhere 16384. On
-    a GPU, sessions that are drafted from the host have up to 16384 in addition."""
+    """Maximum number of KV tokens that all sessions of the small model may reserve together. 0
+    chooses the number automatically: on a GPU 131072, or fewer if half of the free GPU memory holds
+    fewer; elsewhere 16384. On a GPU, sessions that are drafted from the host have up to 16384
+    tokens in addition."""
     max_backlog: int = 4096
-    """Maximum number of messages of a verifier that wait for the drafting thread; beyond it,
+    """Maximum number of messages of one verifier that wait for the drafting thread; beyond it,
     reading from that verifier pauses."""
     max_unsent_batches: int = 1024
-    """Maximum number of draft batches that wait for a slow connection; beyond it the oldest are
-    dropped."""
+    """Maximum number of draft batches that wait for a slow connection; beyond it the oldest batches
+    are dropped."""
     tls: TlsConfig = field(default_factory=TlsConfig)
-    """This process's certificate, for its own ports and for those that it connects to."""
+    """Certificate of this process, for the ports that it serves and the connections that it
+    makes."""
     trace_file: str = ""
     """File to which the process writes a timeline of its last events when it exits; "" writes
     none."""
@@ -163,7 +166,8 @@ class DrafterConfig:
 
     @property
     def exchanges_on_device(self) -> bool:
-        """Whether verifiers on other devices may exchange with this one's memory."""
+        """Whether verifiers on other devices may exchange drafts and features directly with this
+        drafter's device memory."""
         has_head = DraftMethod.EAGLE3 in self.methods
         return has_head and may_exchange(self.device_exchange, self.device)
 

@@ -12,39 +12,42 @@ from outrider_drafter.proposers.interface import Proposer
 
 
 class VerifierAccess(NamedTuple):
-    """How a drafter reaches verifiers."""
+    """The means by which a drafter connects to verifiers."""
 
     dialer: Dialer
-    """Makes connections; whoever built the process closes it at the end."""
+    """Makes connections to verifiers. The code that built the process closes the dialer at the
+    end."""
     join: ShmChannelJoiner = join_channel
-    """Joins the channel of shared memory that a verifier offers; blocks for a moment."""
+    """Joins the shared-memory channel that a verifier offers. The call blocks for a moment."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DrafterHooks:
-    """What a hook of a drafter may add to; a list that stays empty changes nothing."""
+    """Extension points that a hook may add to. A list that stays empty changes nothing."""
 
     access_wrappers: list[Callable[[VerifierAccess], VerifierAccess]] = field(default_factory=list)
-    """Put something between drafter and verifiers. A new dialer closes the one that it wraps."""
+    """Functions that return a replacement for the `VerifierAccess` that they receive. A new dialer
+    must close the dialer that it wraps."""
     proposer_wrappers: list[Callable[[Proposer], Proposer]] = field(default_factory=list)
-    """Put something around each way of drafting once it is loaded. What wraps a
-    `LookAheadProposer` is one, too."""
+    """Functions that return a replacement for each loaded proposer. The replacement of a
+    `LookAheadProposer` must be a `LookAheadProposer`, too."""
     handicaps: list[str] = field(default_factory=list)
-    """What slows the drafter down, in words; `outrider status` and the router's page tell it."""
+    """Descriptions of everything that slows the drafter down, shown by `outrider status` and the
+    router's page."""
 
     def wrap_access(self, access: VerifierAccess) -> VerifierAccess:
-        """The access with all wrappers around it, the first one innermost."""
+        """Return the access with all wrappers around it, the first wrapper innermost."""
         for wrap in self.access_wrappers:
             access = wrap(access)
         return access
 
     def wrap_proposer(self, proposer: Proposer) -> Proposer:
-        """The proposer with all wrappers around it, the first one innermost."""
+        """Return the proposer with all wrappers around it, the first wrapper innermost."""
         for wrap in self.proposer_wrappers:
             proposer = wrap(proposer)
         return proposer
 
     @property
     def handicap(self) -> str:
-        """All handicaps in one text; "" where there is none."""
+        """All handicaps in one text, or an empty string if there are none."""
         return ", ".join(self.handicaps)

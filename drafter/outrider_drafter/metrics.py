@@ -15,7 +15,7 @@ _WINDOW = 256
 
 
 class DrafterMetrics:
-    """All metrics of one drafter in one registry; written by one thread each."""
+    """All metrics of one drafter in one registry. Each metric is written by one thread only."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -131,7 +131,8 @@ class DrafterMetrics:
         )
 
     def init_series(self, methods: Iterable[str]) -> None:
-        """Series whose labels are known are there from the start: a rate sees the first event."""
+        """Create all series whose label values are known, so that rates count the first event,
+        too."""
         by_method = (
             self.proposals,
             self.draft_tokens,
@@ -152,7 +153,8 @@ class DrafterMetrics:
             self.look_ahead_seconds.labels(step)
 
     def record_drafts(self, method: str, node_counts: NDArray[np.int64], seconds: float) -> None:
-        """Count the proposals of a batch, which took so long, by their nodes [n]."""
+        """Count the proposals of a batch. `node_counts` [n]: draft tokens of each proposal, 0 where
+        none was made; `seconds`: drafting time of the batch."""
         made = int(np.count_nonzero(node_counts))
         if made < len(node_counts):
             self.no_proposal.labels(method).inc(len(node_counts) - made)
@@ -164,6 +166,7 @@ class DrafterMetrics:
 
     @property
     def draft_ms_p50(self) -> float:
-        """Median drafting time over the recent window, milliseconds; 0 before the first."""
+        """Median drafting time of the most recent batches in milliseconds, or 0 before the first
+        batch."""
         recent = tuple(self._recent_ms)
         return statistics.median(recent) if recent else 0.0

@@ -17,10 +17,12 @@ def check_request(count: int, device: str) -> None:
 
 
 def claim_order(allowed: Iterable[int], siblings: Mapping[int, Set[int]]) -> list[int]:
-    """Cores in the order in which they are to be claimed: the highest first (interrupts tend to go
-    to the lowest), and a second hardware thread of a physical core only after all first ones.
+    """Return the cores in the order in which they are claimed: the highest number first, because
+    interrupts tend to use the lowest. The second hardware thread of a physical core follows after
+    all first ones.
 
-    siblings: all hardware threads of a core's physical core; a core that is not there is alone.
+    `siblings` are the hardware threads of each core's physical core; a core without an entry has no
+    siblings.
     """
     first: list[int] = []
     second: list[int] = []
@@ -32,7 +34,9 @@ def claim_order(allowed: Iterable[int], siblings: Mapping[int, Set[int]]) -> lis
 
 
 def parse_core_list(text: str) -> frozenset[int]:
-    """The cores that the kernel's list format names: "0-3,8". ValueError for anything else."""
+    """Return the cores named in the kernel's list format, such as "0-3,8". Raises ValueError for
+    anything else.
+    """
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         low, _, high = part.partition("-")

@@ -15,15 +15,16 @@ from outrider.busy_polling.polling_process import SLEEP, SPIN
 from outrider.errors import FailedPreconditionError
 
 _CLAIM = "\0outrider-awake-core-{}"
-"""Abstract socket address that the process which holds a core is bound to: the kernel frees it when
-the process ends, however it ends."""
+"""Abstract socket address to which the process that claims a core is bound. The kernel frees the
+address when the process ends.
+"""
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 _SPINNER = Path(__file__).with_name("polling_process.py")
 _STOP_S = 2.0
 
 
 class BusyCores:
-    """CPU cores that only this process of its kind claims, kept awake after `set_busy(True)`.
+    """CPU cores that this process has claimed, kept awake after `set_busy(True)`.
 
     Without cores every method does nothing. A context manager that closes. Linux only.
     """
@@ -41,8 +42,9 @@ class BusyCores:
 
     @classmethod
     def claim(cls, count: int) -> BusyCores:
-        """Take `count` cores out of those that this process may run on and no other process of its
-        kind has claimed. Raises FailedPreconditionError where there are fewer."""
+        """Claim `count` of the cores that this process may run on and that no other Outrider
+        process has claimed. Raises FailedPreconditionError if there are fewer.
+        """
         if count and not hasattr(os, "SCHED_IDLE"):
             raise FailedPreconditionError(
                 "busy_polling_cores needs Linux", reason="NO_BUSY_POLLING_CORES"
@@ -77,18 +79,18 @@ class BusyCores:
             os.sched_setaffinity(0, self.cores)
 
     def set_busy(self, busy_cores: bool) -> None:
-        """Keep the cores awake, or let them sleep; repeating the last order costs nothing."""
+        """Keep the cores awake, or let them sleep. Has no effect if the state is the same."""
         if busy_cores == self._kept:
             return
         self._kept = busy_cores
         for spinner in self._spinners:
             assert spinner.stdin is not None
-            # A spinner that was killed is missed by nobody but the clock.
+            # If a child process was killed, only latency suffers.
             with contextlib.suppress(OSError):
                 os.write(spinner.stdin.fileno(), SPIN if busy_cores else SLEEP)
 
     def close(self) -> None:
-        """End the spinners and give the cores up; idempotent."""
+        """End the child processes that keep the cores awake, and release the cores. Idempotent."""
         spinners, self._spinners = self._spinners, []
         for spinner in spinners:
             assert spinner.stdin is not None

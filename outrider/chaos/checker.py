@@ -18,7 +18,7 @@ class ExpectedAnswer:
     text: str
     reason: FinishReason
     exact: bool = True
-    """Whether the text may not depend on what was drafted."""
+    """Whether the text must not depend on the drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class CheckViolation:
     """A violated guarantee."""
 
     promise: str
-    """In a word: text, order, hang, error, leak."""
+    """Violated guarantee in one word: text, order, hang, error or leak."""
     detail: str
 
     def __str__(self) -> str:
@@ -34,13 +34,13 @@ class CheckViolation:
 
 
 AllowedError = Callable[[OutriderError], bool]
-"""Whether a client may hear this error."""
+"""Returns whether a client may receive this error."""
 
 
 def check_history(
     history: ClientHistory, expected: ExpectedAnswer, *, allowed: AllowedError
 ) -> list[CheckViolation]:
-    """What is wrong with a client's history."""
+    """Return the violated guarantees in a client's history."""
     found = _check_text(history, expected)
     match history.end:
         case StreamResult.FINISHED:
@@ -55,12 +55,12 @@ def check_history(
 
 
 def allow_none(_error: OutriderError) -> bool:
-    """No error is allowed."""
+    """Allow no error."""
     return False
 
 
 def allow_reasons(allowed: Collection[str]) -> AllowedError:
-    """Errors with these reasons are allowed."""
+    """Return a predicate that allows errors with these reasons."""
     return lambda error: error.reason in allowed
 
 
@@ -71,7 +71,7 @@ def _permitted(error: BaseException | None, allowed: AllowedError) -> bool:
 
 
 def _check_text(history: ClientHistory, expected: ExpectedAnswer) -> list[CheckViolation]:
-    """Everything that was heard is the beginning of the expected text, once and in order."""
+    """Check that the received text is the beginning of the expected text, once and in order."""
     if not expected.exact:
         return []
     ids, text = history.token_ids, history.text
@@ -111,7 +111,7 @@ def _check_finish(history: ClientHistory, expected: ExpectedAnswer) -> list[Chec
 
 
 def _divergence(number: int, heard: tuple[object, ...], expected: tuple[object, ...]) -> str:
-    """The first place where two sequences differ, with what is around it."""
+    """Describe the first position at which two sequences differ, with its surroundings."""
     at = next(
         (i for i, (a, b) in enumerate(zip(heard, expected, strict=False)) if a != b),
         min(len(heard), len(expected)),

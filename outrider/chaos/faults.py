@@ -19,47 +19,47 @@ class FaultPhase(StrEnum):
     """Phase of its target at which a fault is injected."""
 
     PREFILL = "prefill"
-    """A verifier has sessions, and no token of one has been heard yet."""
+    """A verifier has sessions, and no client has received a token of them yet."""
     ROUND = "round"
-    """Tokens come."""
+    """Clients receive tokens."""
     PREEMPTED = "preempted"
-    """A session of a verifier waits for its KV."""
+    """A session of a verifier is preempted and waits for KV cache."""
     SWAPPING = "swapping"
-    """KV of a session is in host memory."""
+    """KV cache of a session is swapped to host memory."""
     DRAINING = "draining"
-    """A verifier was told to end."""
+    """A verifier is draining."""
 
 
 class FaultKind(StrEnum):
     """Kinds of faults."""
 
     KILL = "kill"
-    """It is gone at once; a keeper starts it again."""
+    """The target is killed at once; its supervisor restarts it."""
     TERMINATE = "terminate"
-    """It is told to end, and does in its time; a keeper starts it again."""
+    """The target is asked to stop and shuts down gracefully; its supervisor restarts it."""
     STOP = "stop"
-    """It does nothing for a while, then goes on."""
+    """The target is suspended for a while, then continues."""
     DEVICE_LOST = "device-lost"
     DISK_FULL = "disk-full"
-    """Nothing can be written to the router's journal for a while."""
+    """The router's journal cannot be written for a while."""
     PARTITION = "partition"
-    """Nothing passes between two processes for a while."""
+    """No data passes between two processes for a while."""
     ONE_WAY = "one-way"
-    """Nothing passes from it to the other."""
+    """No data passes from the target to the other process."""
     DELAY = "delay"
-    """Everything between them takes longer."""
+    """All data between two processes is delayed."""
     CUT = "cut"
-    """Every connection between them ends in the middle of a frame."""
+    """Every connection between two processes ends in the middle of a frame."""
     LOSE = "lose"
-    """Whole messages get lost."""
+    """Whole messages are lost."""
     DUPLICATE = "duplicate"
     REORDER = "reorder"
     CORRUPT = "corrupt"
     TRUNCATE = "truncate"
     CANCEL = "cancel"
-    """The client ends its request."""
+    """The client cancels its request."""
     DEADLINE = "deadline"
-    """The client's time is up."""
+    """The client's deadline passes."""
     SLOW = "slow"
     """The client does not read for a while."""
 
@@ -71,8 +71,8 @@ FRAME_FAULTS = (
     FaultKind.CORRUPT,
     FaultKind.TRUNCATE,
 )
-"""Faults of single messages. Only the exchange of drafter and verifier stands them: there a message
-is worth what its digest says. Streams of sessions rest on an ordered, checked transport."""
+"""Faults of single messages. They apply only to the exchange between drafter and verifier, which
+validates each message by its digest. Session streams rely on an ordered, checked transport."""
 LINK_FAULTS = (FaultKind.PARTITION, FaultKind.ONE_WAY, FaultKind.DELAY, FaultKind.CUT)
 
 FAULTS_BY_ROLE: dict[FaultRole, tuple[FaultKind, ...]] = {
@@ -107,8 +107,8 @@ FAULTS_BY_ROLE: dict[FaultRole, tuple[FaultKind, ...]] = {
         FaultKind.CUT,
     ),
 }
-"""What can happen to whom. A drafter's links are those to the verifiers, a verifier's those to the
-router, a router's those to the drafters (a cut: to its clients too)."""
+"""Kinds of faults by role. A drafter's links lead to the verifiers, a verifier's to the router, and
+a router's to the drafters; a cut of a router's links also ends connections of its clients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,14 +118,17 @@ class Fault:
     kind: FaultKind
     role: FaultRole
     index: int = 0
-    """Which of that role; of clients, the request of that number."""
+    """Index of the target among the processes of its role; for a client, the number of its
+    request."""
     phase: FaultPhase = FaultPhase.ROUND
-    """When: as soon as a session is in it, after `after` tokens of all clients."""
+    """Phase at which the fault is injected: once a session is in it, and clients have received
+    `after` tokens."""
     after: int = 0
     lasts_s: float = 0.05
-    """How long it lasts where it ends by itself, or until what has ended is started again."""
+    """Duration in seconds of a fault that ends by itself, or time until an ended process is
+    restarted."""
     share: float = 0.0
-    """Of messages that are mangled."""
+    """Share of messages that are lost or changed."""
 
     def __str__(self) -> str:
         tail = f", {self.share:.0%} of the messages" if self.share else ""
@@ -141,4 +144,4 @@ CELLS: tuple[tuple[FaultKind, FaultRole, FaultPhase], ...] = tuple(
     for kind in kinds
     for phase in FaultPhase
 )
-"""Every fault in every phase."""
+"""Every fault kind with every role and phase."""

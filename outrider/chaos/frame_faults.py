@@ -16,16 +16,16 @@ class FrameFaults:
 
     kind: FaultKind
     share: float
-    """Of the frames."""
+    """Share of the frames that are changed."""
     rng: random.Random
     held: bytes | None = None
-    """A frame that waits to be overtaken."""
+    """Frame that is held back so that the next one overtakes it."""
 
     def __post_init__(self) -> None:
         assert self.kind in FRAME_FAULTS, self.kind
 
     def frames(self, frame: bytes) -> list[bytes]:
-        """What arrives in place of a frame."""
+        """Return the frames that arrive in place of a frame."""
         held, self.held = self.held, None
         if held is not None:
             return [frame, held]
@@ -46,7 +46,7 @@ class FrameFaults:
 
 
 def flip_bits(frame: bytes, rng: random.Random) -> bytes:
-    """A frame in which a few bits are others."""
+    """Return a copy of a frame with a few bits flipped."""
     changed = bytearray(frame)
     for _ in range(rng.randint(1, MAX_FLIPS) if changed else 0):
         changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)

@@ -24,12 +24,12 @@ from outrider.wire import (
 from outrider.wire.v1 import control_pb2, exchange_pb2, inference_pb2, pool_pb2
 
 MAX_DECODE_S = 0.5
-"""Processor time of one frame of at most `MAX_FRAME_BYTES`; one that takes longer is an attack that
-works."""
+"""Maximum processor time, in seconds, of decoding one frame of at most `MAX_FRAME_BYTES`. A frame
+that takes longer is a denial-of-service attack that works."""
 MAX_FRAME_BYTES = 1 << 16
 _BASES = 400
 _FRAMES_A_BASE = 200
-"""Frames made of one set of bases before some of these are replaced."""
+"""Number of frames made from one set of base frames before some base frames are replaced."""
 _DEPTH = 4
 
 Decode = Callable[[bytes], object]
@@ -40,10 +40,10 @@ class Decoder:
     """A decoder of one kind of frame."""
 
     port: str
-    """Where such frames arrive."""
+    """Port on which such frames arrive."""
     name: str
     kind: type[Message]
-    """What an honest frame is."""
+    """Message type that a valid frame holds."""
     decode: Decode
 
 
@@ -140,15 +140,15 @@ class FuzzReport:
     """Result of a fuzzing run."""
 
     frames: Counter[str] = field(default_factory=Counter)
-    """By port."""
+    """Number of frames by port."""
     accepted: Counter[str] = field(default_factory=Counter)
-    """Those that were read as a message."""
+    """Number of frames that were decoded into a message, by port."""
     failures: list[str] = field(default_factory=list)
-    """Frames that raised what is not a typed error, or took too long; in hexadecimal digits."""
+    """Frames, in hexadecimal, that raised an untyped error or took too long."""
     slowest_s: float = 0.0
 
     def add(self, other: FuzzReport) -> None:
-        """Take in another report."""
+        """Add the counts and failures of another report."""
         self.frames.update(other.frames)
         self.accepted.update(other.accepted)
         self.failures += other.failures
@@ -164,7 +164,10 @@ class FuzzReport:
 
 
 def fuzz_port(port: str, frames: int, *, seed: int, corpus: Sequence[bytes] = ()) -> FuzzReport:
-    """Feed so many frames to the decoders of a port; `corpus` are honest frames of any kind."""
+    """Feed `frames` malformed frames to the decoders of a port.
+
+    `corpus` holds valid frames of any kind.
+    """
     report, rng = FuzzReport(), random.Random(f"{port}-{seed}")
     decoders = [decoder for decoder in DECODERS if decoder.port == port]
     share = -(-frames // len(decoders))
@@ -175,7 +178,7 @@ def fuzz_port(port: str, frames: int, *, seed: int, corpus: Sequence[bytes] = ()
 
 
 def can_read(decoder: Decoder, frame: bytes) -> bool:
-    """Whether a decoder takes a frame in without an error that it may have."""
+    """Return whether a decoder reads a frame without an unexpected error."""
     try:
         decoder.decode(frame)
     except (InvalidRequestError, DecodeError):
@@ -216,7 +219,7 @@ def _is_message(read: object) -> bool:
 
 
 def mutated(base: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
-    """A frame that has something of `base`: bits and bytes changed, cut, doubled or spliced."""
+    """Return a malformed variant of `base`: bits or bytes changed, cut, duplicated or spliced."""
     frame = bytearray(base)
     for _ in range(rng.choice((0, 1, 1, 2, 5))):
         at = rng.randrange(len(frame) + 1)
@@ -246,7 +249,7 @@ _STRINGS = ("", "a", "req-1", "127.0.0.1:1", "\x00", "\u65e5" * 9, "x" * 300)
 
 
 def random_frame(kind: type[Message], rng: random.Random) -> bytes:
-    """A well-formed message of a kind, with fields that make no sense together."""
+    """Return a well-formed message of a kind whose fields are inconsistent."""
     message = kind()
     _fill(message, kind.DESCRIPTOR, rng, _DEPTH)
     return message.SerializeToString()
@@ -274,7 +277,7 @@ def _fill(message: Any, descriptor: Any, rng: random.Random, depth: int) -> None
 
 
 def _scalar(one: FieldDescriptor, rng: random.Random) -> object:
-    """A value that fits into a field."""
+    """Return a random value that fits the type of a field."""
     match one.cpp_type:
         case FieldDescriptor.CPPTYPE_BOOL:
             return rng.random() < 0.5

@@ -16,14 +16,16 @@ from outrider.wire.codec import decode_drafter_messages
 
 PORT = "shm"
 _PACKETS = 8
-"""Sent at once, if the shared-memory channel lives."""
+"""Number of packets sent at once while the shared-memory channel is alive."""
 _PLACES = (0, 1, 4096, RING_BYTES - 1, RING_BYTES, RING_BYTES + 1, 2**31, 2**63, 2**64 - 1)
 _MAX_BYTES = 512
 
 
 def fuzz_shm_channel(frames: int, *, seed: int) -> FuzzReport:
-    """Send so many packets to one end of channels; a shared-memory channel that is lost is followed
-    by another."""
+    """Send malformed packets to one end of shared-memory channels.
+
+    A channel that breaks is replaced by a new one.
+    """
     report, rng = FuzzReport(), random.Random(seed)
     ring, other = _ring(), _ring()
     left = frames
@@ -46,7 +48,8 @@ def fuzz_shm_channel(frames: int, *, seed: int) -> FuzzReport:
 def _receives(
     shm_channel: ShmChannel, peer: socket.socket, packets: list[bytes], report: FuzzReport
 ) -> bool:
-    """Whether the shared-memory channel stands these packets."""
+    """Return whether the shared-memory channel survives these packets without an unexpected
+    error."""
     began = time.thread_time()
     try:
         for packet in packets:
@@ -69,7 +72,7 @@ def _receives(
 
 
 def _packet(rng: random.Random) -> bytes:
-    """Mostly of a known form: a shared-memory channel ends with the first that is not."""
+    """Return a packet, mostly of a valid form, because a channel ends at the first invalid form."""
     form = rng.random()
     if form < 0.85:
         return b"\0" + rng.randbytes(rng.randrange(_MAX_BYTES))

@@ -15,11 +15,11 @@ class StreamResult(StrEnum):
 
     FINISHED = "finished"
     FAILED = "failed"
-    """With an error of Outrider."""
+    """The stream ended with an error of Outrider."""
     LEFT = "left"
-    """By itself: it was killed, cancelled or out of time."""
+    """The client ended the stream: it was killed, cancelled or out of time."""
     CRASHED = "crashed"
-    """With an error that is not of Outrider."""
+    """The stream ended with an error that is not an `OutriderError`."""
     HUNG = "hung"
 
 
@@ -28,7 +28,7 @@ class ReceivedEvent:
     """One event that a client received."""
 
     at: float
-    """Seconds after the run's begin."""
+    """Seconds since the start of the run."""
     token_ids: tuple[int, ...]
     text: str
 
@@ -38,7 +38,7 @@ class ClientHistory:
     """History of one client, from its request to its end."""
 
     number: int
-    """Of the request."""
+    """Number of the request."""
     began: float = 0.0
     heard: list[ReceivedEvent] = field(default_factory=list)
     finish: FinishInfo | None = None
@@ -48,35 +48,35 @@ class ClientHistory:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All that were heard, in order."""
+        """All received token ids, in order."""
         return tuple(token for heard in self.heard for token in heard.token_ids)
 
     @property
     def text(self) -> str:
-        """All that was heard."""
+        """All received text."""
         return "".join(heard.text for heard in self.heard)
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between what was heard, the wait for the first included."""
+        """Seconds between received events, including the wait for the first."""
         times = [self.began, *(heard.at for heard in self.heard)]
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
     def add_delta(self, delta: Delta, at: float) -> None:
-        """Note a delta."""
+        """Record a delta."""
         self.heard.append(ReceivedEvent(at=at, token_ids=delta.token_ids, text=delta.text))
 
     def finished(self, finish: FinishInfo | None, at: float) -> None:
-        """The stream ended by itself."""
+        """Record that the stream ended normally."""
         self.finish, self.ended, self.end = finish, at, StreamResult.FINISHED
 
     def failed(self, error: BaseException, at: float) -> None:
-        """The stream ended with an error."""
+        """Record that the stream ended with an error."""
         self.error, self.ended = error, at
         self.end = StreamResult.FAILED if isinstance(error, OutriderError) else StreamResult.CRASHED
 
     def left(self, at: float) -> None:
-        """The client ended it."""
+        """Record that the client ended the stream."""
         self.ended, self.end = at, StreamResult.LEFT
 
     def __str__(self) -> str:

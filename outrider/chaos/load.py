@@ -33,12 +33,12 @@ class ChaosLoad:
     max_tokens: int
     timeout_s: float
     expected: dict[tuple[int, int], ExpectedAnswer] = field(default_factory=dict)
-    """By prompt and sampling."""
+    """Fault-free answers by prompt and sampling."""
     histories: list[ClientHistory] = field(default_factory=list)
     violations: list[CheckViolation] = field(default_factory=list)
 
     async def record_baseline(self) -> None:
-        """Ask everything once. Raises OutriderError if that fails."""
+        """Request every answer once without faults. Raises OutriderError if a request fails."""
         async with AsyncClient(self.address, timeout_s=self.timeout_s) as client:
             for prompt, text in enumerate(PROMPTS):
                 for number, sampling in enumerate(SAMPLINGS):
@@ -48,7 +48,8 @@ class ChaosLoad:
                     )
 
     async def run_clients(self, clients: int, until: float, seed: int) -> None:
-        """Let so many clients ask until the clock's time `until`; all answers are waited for."""
+        """Run `clients` clients that send requests until the event loop's time `until`, and wait
+        for all answers."""
         await asyncio.gather(*(self._ask_on(until, seed + number) for number in range(clients)))
 
     async def _ask_on(self, until: float, seed: int) -> None:

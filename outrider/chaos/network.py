@@ -27,7 +27,7 @@ from outrider.transport.interface import DrafterConnection, RouterConnection
 from outrider.transport.session_stream import SessionIteratorMixin
 
 CONTROL_S = 0.5
-"""How long a call to another process may take."""
+"""Maximum duration of a control call to another process, in seconds."""
 
 
 def _lost(peer: str) -> ConnectionLostError:
@@ -42,20 +42,20 @@ class NetworkDirection:
         self._changed = asyncio.Event()
         self.delay_s = 0.0
         self.mangling: FrameFaults | None = None
-        """What happens to frames of exchanges."""
+        """Faults applied to frames of exchanges, if any."""
 
     def block(self) -> None:
-        """Let nothing pass until `unblock`, as often as this was called."""
+        """Block the link until `unblock` was called as often as this method."""
         self._blocks += 1
 
     def unblock(self) -> None:
-        """Let what has waited pass."""
+        """Undo one `block`; after the last one, waiting data passes."""
         self._blocks -= 1
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def wait_transit(self) -> None:
-        """Wait as long as something takes on its way."""
+        """Wait for the delay of this direction, and while it is blocked."""
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
         while self._blocks:
@@ -72,7 +72,7 @@ class _Pipe:
         self.arrived: BoundedQueue[bytes | memoryview] = BoundedQueue(size_of=len)
 
     async def run(self) -> None:
-        """Carry frames until the sender is gone and all of its frames have arrived."""
+        """Carry frames until the sender is gone and all its frames have arrived."""
         try:
             while True:
                 frame = await self.sent.get()
@@ -85,12 +85,12 @@ class _Pipe:
             self.arrived.close(end)
 
     def cut(self, peer: str) -> None:
-        """End it; what is on its way is lost."""
+        """End the direction; frames in transit are lost."""
         self.sent.close(_lost(peer), discard=True)
 
 
 class _NetworkEnd:
-    """One end of a connection, as frames."""
+    """One end of a connection that carries frames."""
 
     def __init__(self, peer: str, out: _Pipe, into: _Pipe) -> None:
         self._peer, self._out, self._into = peer, out, into
@@ -118,7 +118,7 @@ class _NetworkEnd:
         self._into.arrived.close(closed, discard=True)
 
     def end(self, error: OutriderError) -> None:
-        """The peer reads what was sent, then this error."""
+        """Let the peer read what was sent, and then this error."""
         self._out.sent.close(error)
 
 
@@ -146,13 +146,16 @@ class ChaosNetwork:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serve_process(self, name: str, endpoint: object) -> None:
-        """Make a process reachable."""
+        """Make a process reachable under a name."""
         if name in self._endpoints:
             raise AlreadyExistsError(f"{name} is taken", reason="ADDRESS_IN_USE")
         self._endpoints[name] = endpoint
 
     def dialer(self, caller: str) -> ChaosDialer:
-        """How a process reaches the others; its earlier dialer reaches nobody any more."""
+        """Return a process's dialer to the other processes.
+
+        Earlier dialers of the process stop working.
+        """
         earlier = self._callers.get(caller)
         if earlier is not None:
             earlier.alive = False
@@ -160,16 +163,17 @@ class ChaosNetwork:
         return dialer
 
     def direction(self, source: str, target: str) -> NetworkDirection:
-        """The direction from one process to another."""
+        """Return the direction from one process to another."""
         return self._ways.setdefault((source, target), NetworkDirection())
 
     def directions_between(self, name: str, others: list[str]) -> list[NetworkDirection]:
-        """Both directions between one process and others."""
+        """Return both directions between one process and others."""
         pairs = [pair for other in others for pair in ((name, other), (other, name))]
         return [self.direction(*pair) for pair in pairs]
 
     def kill(self, name: str) -> None:
-        """A process is gone: its connections end, and whatever it still does reaches nobody."""
+        """End a process: its connections end, and whatever it still sends reaches no other
+        process."""
         self._endpoints.pop(name, None)
         dialer = self._callers.get(name)
         if dialer is not None:
@@ -179,13 +183,13 @@ class ChaosNetwork:
                 connection.cut(*pair)
 
     def cut_connections(self, one: str, other: str) -> None:
-        """End every connection between two processes; what is on its way is lost."""
+        """End every connection between two processes; frames in transit are lost."""
         for connection, pair in list(self._connections.items()):
             if set(pair) == {one, other}:
                 connection.cut(*pair)
 
     async def close(self) -> None:
-        """End everything that still runs on behalf of anybody."""
+        """End all tasks of the network."""
         for name in list(self._endpoints):
             self.kill(name)
         for task in self._tasks:
@@ -193,7 +197,7 @@ class ChaosNetwork:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def endpoint(self, name: str) -> Any:
-        """What serves a name; UnavailableError if nothing does."""
+        """Return the endpoint with a name. Raises UnavailableError if there is none."""
         if name not in self._endpoints:
             raise UnavailableError(f"nothing serves {name}", reason="UNREACHABLE")
         return self._endpoints[name]
@@ -201,9 +205,9 @@ class ChaosNetwork:
     def connect(
         self, caller: str, host: str, serve: str, *, mangles: bool
     ) -> tuple[_NetworkEnd, _NetworkEnd]:
-        """Both ends, the caller's first, of a new connection whose frames are carried.
+        """Open a connection and return both ends, the caller's first.
 
-        `serve` is the method of the host's endpoint that is given the other end.
+        `serve` is the method of the host's endpoint that receives the other end.
         """
         there = _Pipe(self.direction(caller, host), mangles=mangles)
         back = _Pipe(self.direction(host, caller), mangles=mangles)
@@ -257,7 +261,7 @@ class ChaosDialer:
 
     def __init__(self, network: ChaosNetwork, caller: str) -> None:
         self.alive = True
-        """Whether its process is."""
+        """Whether the process of this dialer is alive."""
         self._network = network
         self._caller = caller
 
@@ -280,13 +284,16 @@ class ChaosDialer:
         return _Control(self, address)
 
     async def close_channel(self, address: str) -> None:
-        """Nothing to close: connections belong to their holders."""
+        """Do nothing: connections belong to their holders."""
 
     async def close(self) -> None:
-        """Nothing to close: connections belong to their holders."""
+        """Do nothing: connections belong to their holders."""
 
     async def call(self, host: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A call to another process; UnavailableError, DeadlineExceededError or its own error."""
+        """Call a method of another process.
+
+        Raises UnavailableError, DeadlineExceededError or the method's own error.
+        """
         network, caller = self._network, self._caller
         try:
             async with asyncio.timeout(self._network.control_s):
@@ -322,7 +329,7 @@ class ChaosDialer:
 
 
 class _Control(SessionIteratorMixin):
-    """Whatever may be asked of a process: every method of its endpoint is a call to it."""
+    """Control client of a process: each method of the process's endpoint becomes a call to it."""
 
     def __init__(self, dialer: ChaosDialer, address: str) -> None:
         self._dialer = dialer

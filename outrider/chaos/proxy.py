@@ -15,7 +15,7 @@ CHUNK_BYTES = 16384
 
 @dataclass(slots=True)
 class _Direction:
-    """What happens to bytes that go one way."""
+    """State of one direction of a connection."""
 
     open: asyncio.Event = field(default_factory=asyncio.Event)
     delay_s: float = 0.0
@@ -29,10 +29,14 @@ class _Direction:
 
 
 class TcpProxy:
-    """Forwards connections to an address that may change; `address` is where it listens."""
+    """Forwards connections to an upstream address that may change; `address` is the listening
+    address."""
 
     def __init__(self, upstream: Callable[[], str], *, seed: int = 0) -> None:
-        """`upstream` is asked at every connection for the HOST:PORT behind the proxy."""
+        """Create a proxy.
+
+        `upstream` is called at every connection and returns the HOST:PORT to forward to.
+        """
         self.address = ""
         self._upstream = upstream
         self._rng = random.Random(seed)
@@ -43,14 +47,14 @@ class TcpProxy:
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def start(self, host: str = "127.0.0.1") -> str:
-        """Listen on a free port; the address."""
+        """Listen on a free port and return the address."""
         self._server = await asyncio.start_server(self._accept, host, 0)
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"{host}:{port}"
         return self.address
 
     async def close(self) -> None:
-        """End every connection and listen no more."""
+        """End every connection and stop listening."""
         if self._server is not None:
             self._server.close()
         self.cut()
@@ -60,26 +64,29 @@ class TcpProxy:
 
     @property
     def connections(self) -> int:
-        """Connections that are carried now."""
+        """Number of open connections."""
         return len(self._writers) // 2
 
     def stall(self, *, there: bool = True, back: bool = True) -> None:
-        """Let nothing pass until `heal`: a partition; with one direction, a one-way one."""
+        """Let no data pass until `heal`: a partition.
+
+        With one direction only, a one-way partition.
+        """
         if there:
             self._there.open.clear()
         if back:
             self._back.open.clear()
 
     def delay(self, seconds: float) -> None:
-        """Hold everything for so long, each way."""
+        """Delay all data by `seconds` in each direction."""
         self._there.delay_s = self._back.delay_s = seconds
 
     def corrupt(self, share: float) -> None:
-        """Change bits in a share of the chunks, each way."""
+        """Change bits in a share of the chunks of each direction."""
         self._there.corrupt = self._back.corrupt = share
 
     def truncate(self) -> None:
-        """Cut the next chunk that comes back short, and its connection with it."""
+        """Cut the next chunk from the upstream short, and end its connection."""
         self._back.truncate = True
 
     def cut(self) -> None:
@@ -88,12 +95,12 @@ class TcpProxy:
             writer.transport.abort()
 
     def shut(self) -> None:
-        """Reset every connection and let none in any more."""
+        """Reset every connection and accept no more."""
         self._shut = True
         self.cut()
 
     def heal(self) -> None:
-        """Be a good link again."""
+        """Remove all faults."""
         for direction in (self._there, self._back):
             direction.open.set()
             direction.delay_s = direction.corrupt = 0.0

@@ -12,7 +12,7 @@ from outrider.errors import OutriderError
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that so large a share of the values does not exceed; 0 of none."""
+    """Return the value that a share of the values does not exceed; 0 if there are no values."""
     if not values:
         return 0.0
     ordered = sorted(values)

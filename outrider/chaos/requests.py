@@ -36,7 +36,7 @@ SAMPLING_SETS: dict[str, GenerateOptions] = {
     "target-only": {"temperature": 0.0, "rule": "target-only"},
     "rejection": {"temperature": 0.9, "seed": 13, "rule": "rejection"},
 }
-"""By name; under the last one the text may depend on what was drafted when."""
+"""Sampling options by name. With the last entry, the text may depend on the drafts."""
 
 _CHAIN: GenerateOptions = {"draft_tokens": 4, "draft_top_k": 1, "look_ahead": 0}
 _TREE: GenerateOptions = {"draft_tokens": 8, "draft_top_k": 2, "look_ahead": 0}
@@ -65,12 +65,12 @@ class TextSpec:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the text is the same whatever was drafted."""
+        """Whether the text is independent of the drafts."""
         return self.sampling != "rejection"
 
     @property
     def options(self) -> GenerateOptions:
-        """Sampling and stopping."""
+        """Sampling and stopping options."""
         ignore = self.sampling != "min tokens"
         return {**SAMPLING_SETS[self.sampling], "max_tokens": self.max_tokens, "ignore_eos": ignore}
 
@@ -85,7 +85,8 @@ TEXTS = tuple(
         (name, size) for size in (10, 20, 32) for name in SAMPLING_SETS
     )
 )
-"""All texts that runs ask for: few, so that each is computed once in calm."""
+"""All texts that runs request. There are few, so that each fault-free answer is computed only
+once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class ChaosRequest:
     priority: int = 0
     resumable: bool = True
     starts_s: float = 0.0
-    """When, after the run's begin."""
+    """Start of the request, in seconds after the start of the run."""
 
     @property
     def options(self) -> GenerateOptions:
@@ -116,13 +117,13 @@ class ChaosRequest:
 
 
 def priority_request(rng: random.Random) -> ChaosRequest:
-    """A request for which others have to make room."""
+    """Return a request that preempts others."""
     large = [text for text in TEXTS if PROMPTS[text.prompt] == LONG]
     return ChaosRequest(text=rng.choice(large), priority=50, starts_s=rng.uniform(0.05, 0.2))
 
 
 def draw_requests(rng: random.Random, count: int) -> tuple[ChaosRequest, ...]:
-    """Requests of one run."""
+    """Return `count` random requests of one run."""
     return tuple(
         ChaosRequest(
             text=rng.choice(TEXTS),

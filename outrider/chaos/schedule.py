@@ -19,7 +19,8 @@ from outrider.chaos.requests import ChaosRequest, draw_requests, priority_reques
 
 MAX_FAULTS = 3
 _STRIDE = 61
-"""Seeds in a row hit different roles; coprime to the number of cells, so that all are hit."""
+"""Step between the cells of consecutive seeds, so that they hit different roles. Coprime to the
+number of cells, so that all cells are hit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +30,15 @@ class FleetShape:
     verifiers: int = 1
     drafters: int = 1
     kv_tokens: int = 4096
-    """Of each verifier; few make it preempt."""
+    """KV cache size of each verifier, in tokens; a small one causes preemption."""
     shm_channels: bool = False
-    """Whether drafters exchange through shared memory: messages cannot be mangled then."""
+    """Whether drafters use shared-memory channels, whose messages cannot be changed by faults."""
     planner: str = "fixed"
     preemption: str = "auto"
-    """How sessions that lost their KV get it back: auto, swap or recompute."""
+    """How preempted sessions recover their KV cache: auto, swap or recompute."""
 
     def count(self, role: FaultRole, clients: int) -> int:
-        """How many there are of a role."""
+        """Return the number of processes (or clients) of a role."""
         counts = {
             FaultRole.DRAFTER: self.drafters,
             FaultRole.VERIFIER: self.verifiers,
@@ -57,7 +58,10 @@ class FaultSchedule:
 
     @classmethod
     def from_seed(cls, seed: int) -> Self:
-        """The run of a seed: its first fault goes through all cells as seeds are counted up."""
+        """Create the schedule of a seed.
+
+        The first fault goes through all cells as the seed increases.
+        """
         rng = random.Random(f"outrider-chaos-{seed}")
         kind, role, phase = CELLS[seed * _STRIDE % len(CELLS)]
         tight = phase in (FaultPhase.PREEMPTED, FaultPhase.SWAPPING) or rng.random() < 0.3
@@ -80,12 +84,12 @@ class FaultSchedule:
         return cls(seed=seed, fleet=shape, asks=asks, faults=faults)
 
     def without(self, index: int) -> FaultSchedule:
-        """The same run with one fault less."""
+        """Return this schedule without one fault."""
         kept = self.faults[:index] + self.faults[index + 1 :]
         return replace(self, faults=kept)
 
     def without_ask(self, index: int) -> FaultSchedule:
-        """The same run with one request less; faults of its client go with it."""
+        """Return this schedule without one request, and without the faults of its client."""
         faults = tuple(
             replace(fault, index=fault.index - (fault.index > index))
             if fault.role is FaultRole.CLIENT

@@ -10,7 +10,8 @@ from outrider.chaos.schedule import FaultSchedule
 def shrink_schedule(
     schedule: FaultSchedule, fails: Callable[[FaultSchedule], bool]
 ) -> FaultSchedule:
-    """Leave out faults, then requests, one by one, as long as what is left fails."""
+    """Remove faults, then requests, one by one as long as the schedule still fails; return the
+    result."""
     smaller = True
     while smaller:
         smaller = False

@@ -13,7 +13,7 @@ from outrider.chaos.faults import FaultKind, FaultRole
 from outrider.errors import InvalidRequestError, NotFoundError
 
 KINDS = (FaultKind.KILL, FaultKind.TERMINATE, FaultKind.STOP)
-"""What signals can do."""
+"""Kinds of faults that signals can inject."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class FaultTarget:
 
 
 def parse_target(text: str) -> FaultTarget:
-    """ROLE=PID of a process that runs. Raises InvalidRequestError or NotFoundError."""
+    """Parse ROLE=PID of a running process. Raises InvalidRequestError or NotFoundError."""
     role, _, pid = text.partition("=")
     try:
         target = FaultTarget(FaultRole(role), int(pid))
@@ -45,7 +45,7 @@ def parse_target(text: str) -> FaultTarget:
 
 
 def parse_kinds(text: str) -> tuple[FaultKind, ...]:
-    """Kinds of faults, separated by commas. Raises InvalidRequestError."""
+    """Parse kinds of faults, separated by commas. Raises InvalidRequestError."""
     try:
         kinds = tuple(FaultKind(name) for name in text.split(",") if name)
     except ValueError:
@@ -57,7 +57,7 @@ def parse_kinds(text: str) -> tuple[FaultKind, ...]:
 
 
 def is_alive(target: FaultTarget) -> bool:
-    """Whether the process is there."""
+    """Return whether the process is running."""
     try:
         os.kill(target.pid, 0)
     except ProcessLookupError:
@@ -75,7 +75,10 @@ def pick_fault(
 
 
 async def inject_fault(kind: FaultKind, target: FaultTarget, lasts_s: float) -> None:
-    """Let it happen; what is stopped goes on after a while, also if this is cancelled."""
+    """Inject a fault.
+
+    A stopped process continues after `lasts_s` seconds, also if this call is cancelled.
+    """
     numbers = {
         FaultKind.KILL: signal.SIGKILL,
         FaultKind.TERMINATE: signal.SIGTERM,

@@ -99,7 +99,7 @@ def _read_generation_eos(file: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def _read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Descriptions of the tensors of all weight files; the index says which files there are."""
+    """Return the descriptions of all tensors; the index file, if any, names the weight files."""
     index = path / _INDEX
     if not index.is_file():
         if not (path / _SINGLE).is_file():

@@ -107,7 +107,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _sliding_window(raw: Mapping[str, Any], kind: str) -> int | None:
-    """The window, if every layer slides. Models that mix layers are refused, not approximated."""
+    """Return the sliding window if all layers use one. Models that mix layer types are refused."""
     listed = raw.get("layer_types") or []
     if not isinstance(listed, list):
         raise InvalidRequestError(f"layer_types must be a list, not {listed!r}")

@@ -87,7 +87,7 @@ def check_model_tensors(
 
 
 def _check_duplicate(where: str, tensors: Mapping[str, StoredTensor], compare_all: bool) -> None:
-    """The stored output projection of a tied model must be a copy of the embedding."""
+    """Check that the stored output projection of a tied model is a copy of the embedding."""
     embedding, head = tensors[EMBEDDING], tensors[LM_HEAD]
     if embedding.dtype != head.dtype or not _has_same_bytes(embedding, head, compare_all):
         raise InvalidRequestError(

@@ -26,9 +26,9 @@ class StoredTensor:
     """Element type by the name that the file's format gives to it, such as BF16 or Q4_K."""
     shape: tuple[int, ...]
     file: Path | None = None
-    """The file that holds it; None if only the tensor itself is known."""
+    """File that holds the tensor; None if unknown."""
     start: int = 0
-    """Offset of its first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
     size_bytes: int = 0
 
 

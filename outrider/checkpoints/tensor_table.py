@@ -26,10 +26,10 @@ class TensorSpec:
     """Requirements on one tensor of a model."""
 
     shape: tuple[int, ...] | None
-    """Its shape; None accepts every shape."""
+    """Required shape; None accepts every shape."""
     is_required: bool = True
     dtypes: tuple[str, ...] = WEIGHT_DTYPES
-    """Supported element types by the names of the file's format; none at all accepts every one."""
+    """Supported element types by the names of the file's format; empty accepts every type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,10 @@ class TensorTable:
 
     single: Mapping[str, TensorSpec]
     layer: Mapping[str, TensorSpec] = field(default_factory=dict)
-    """By the part of the name that follows `model.layers.N.`."""
+    """Requirements of the tensors of a layer, by the name after `model.layers.N.`."""
     num_layers: int = 0
     hints: Mapping[str, str] = field(default_factory=dict)
-    """By the names of required tensors: advice that follows the error that one is missing."""
+    """Advice, by tensor name, that the error of a missing required tensor adds."""
 
     def find(self, name: str) -> TensorSpec | None:
         """Return what the model needs of a tensor; None if the model has no such tensor."""

@@ -32,7 +32,7 @@ class AbortSender:
         self._telling: set[asyncio.Future[list[Any]]] = set()
 
     def send_abort(self, attempts: RequestAttempts) -> asyncio.Future[list[Any]]:
-        """Have a request aborted; those that are not resumable end with their calls."""
+        """Send an abort for a request. Requests that are not resumable end with their calls."""
         left = self.wanted.remove_request(attempts)
         # A closed client has said so of all of them.
         return self._tell(self._channels.current, left) if left else asyncio.gather()
@@ -61,7 +61,7 @@ class AbortSender:
 
 
 def is_cancelled() -> bool:
-    """Whether the running task is being cancelled."""
+    """Return whether the running task is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -82,7 +82,7 @@ async def await_answer(
 async def replace_channel(
     channels: ChannelPool[grpc.aio.Channel], channel: grpc.aio.Channel, problem: OutriderError
 ) -> None:
-    """Have calls go by a new channel if this one broke."""
+    """Replace the channel of later calls if this one broke."""
     old = channels.report_broken(channel, problem)
     if old is not None:
         await old.close()
@@ -91,7 +91,10 @@ async def replace_channel(
 async def wait_attempt(
     again: RetryDecision, problem: OutriderError, deadline: float | None
 ) -> bool:
-    """Wait before the next attempt, and say whether it resumes; `problem` if it is too late."""
+    """Wait before the next attempt and return whether it resumes the stream.
+
+    Raises `problem` if the deadline would pass first.
+    """
     left_s = remaining(deadline, time.monotonic())
     if left_s is not None and again.delay_s >= left_s:
         raise problem
@@ -102,7 +105,7 @@ async def wait_attempt(
 async def wait_retry(
     retry: RetryPolicy, attempt: int, problem: OutriderError, deadline: float | None
 ) -> None:
-    """Wait before the next attempt; raises `problem` if there is to be none."""
+    """Wait before the next attempt. Raises `problem` if there must be none."""
     delay_s = retry.delay_s(attempt, problem)
     if delay_s is None:
         raise problem

@@ -184,7 +184,7 @@ class AsyncClient:
         return await self._call(LIST_MODELS, None, INFO_TIMEOUT_S)
 
     def _said(self, metadata: Metadata) -> Metadata:
-        """What goes with a request, the caller's trace included."""
+        """Return the metadata of a request, including the trace of the caller."""
         return add_trace_metadata((*self._metadata, *check_metadata(metadata)))
 
     def _deadline(self, timeout_s: float | None) -> float | None:
@@ -218,7 +218,7 @@ class AsyncClient:
         deadline: float | None,
         metadata: Metadata,
     ) -> GenerateResult | None:
-        """The answer to a request; None if its stream is to be asked for instead."""
+        """Return the answer to a request, or None if its stream must be resumed instead."""
         method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
         data = GENERATE.encode(request)
         while True:
@@ -280,7 +280,7 @@ class AsyncStream:
     ) -> None:
         self._channels = channels
         self._channel: grpc.aio.Channel
-        """That of the call."""
+        """Channel of the current call."""
         self._address = address
         self._request = request
         self._attempts = attempts
@@ -402,7 +402,7 @@ class AsyncStream:
         self._farewells.wanted.remove_request(self._attempts)
 
     def _leave(self) -> asyncio.Future[list[Any]]:
-        """Want no more, and have the router told."""
+        """Stop reading and tell the router to abort the request."""
         self._over = True
         self._collected.fail(left_error())
         if self._call is not None:

@@ -18,10 +18,11 @@ from outrider.errors import (
 
 MIN_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.25
-"""Of attempts to take a stream up again: somebody waits for the next word."""
+"""Maximum pause between two attempts to resume a stream, in seconds; a user is waiting."""
 MAX_ROUTER_LOOKUPS = 32
-"""Connections by which an answer is looked for where several routers share an address: with four
-of them all of these lead to others once in ten thousand times, with eight once in seventy."""
+"""Maximum number of connections that search for an answer where several routers share an address.
+All 32 connections lead to wrong routers once in ten thousand cases with four routers, and once in
+seventy with eight."""
 SHUTDOWN = "SHUTDOWN"
 """Reason of the errors of a router that stops; it, or one with its journal, may be back soon."""
 
@@ -47,15 +48,16 @@ class RequestAttempts:
         self._resumable = resumable
         self._openings = 1
         self._probing = False
-        """Whether the stream of an attempt that broke is asked for."""
+        """Whether the next attempt asks for the stream of an attempt whose connection broke."""
         self._pauses = 0
         self._looks = 0
-        """Routers that did not have the answer, another one of the same address may."""
+        """Number of routers that did not have the answer while another router at the address
+        may."""
         self._broke: OutriderError | None = None
         self._broke_at = 0.0
 
     def record_message(self) -> None:
-        """A message has come: what broke is mended."""
+        """Record a received message: the connection works again."""
         self._broke = None
         self._probing = False
         self._pauses = self._looks = 0
@@ -103,8 +105,10 @@ class RequestAttempts:
 
 
 def is_elsewhere(error: OutriderError) -> bool:
-    """Whether a router has not the stream that it was asked for, and another one at its address
-    may: only then it says when to ask again."""
+    """Return whether the stream may be on another router at the same address.
+
+    Only then does the error of the router that was asked say when to retry.
+    """
     return isinstance(error, NotFoundError) and error.retry_after_s is not None
 
 

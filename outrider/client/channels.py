@@ -33,7 +33,7 @@ class ChannelPool(Generic[ChannelT]):
 
     @property
     def current(self) -> ChannelT:
-        """The channel for the next call. Raises CancelledRequestError (CLIENT_CLOSED)."""
+        """Channel for the next call. Raises CancelledRequestError (CLIENT_CLOSED)."""
         self.check_open()
         return self._current
 
@@ -53,12 +53,12 @@ class ChannelPool(Generic[ChannelT]):
             return self._old.popleft() if len(self._old) > MAX_OLD_CHANNELS else None
 
     def take_all(self) -> list[ChannelT]:
-        """Every channel that is open, to be closed; there are no others from now on."""
+        """Return all open channels, to be closed; later calls get none."""
         with self._lock:
             self._closed = True
             return [self._current, *self._old]
 
     def check_open(self) -> None:
-        """CancelledRequestError (CLIENT_CLOSED) once they were taken."""
+        """Raise CancelledRequestError (CLIENT_CLOSED) if the channels were taken by `take_all`."""
         if self._closed:
             raise CancelledRequestError("the client was closed", reason="CLIENT_CLOSED")

@@ -16,13 +16,13 @@ from outrider.wire.inference import (
 
 
 class CollectedStream:
-    """The messages of one stream, put together."""
+    """Collects the messages of one stream."""
 
     def __init__(self) -> None:
         self.info: PromptInfo | None = None
         self.finish: FinishInfo | None = None
         self.problem: OutriderError | None = None
-        """Why there is no last message."""
+        """Error that ended the stream without a last message, if any."""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self._text: list[str] = []
@@ -30,22 +30,22 @@ class CollectedStream:
 
     @property
     def text(self) -> str:
-        """Text so far."""
+        """Text received so far."""
         return "".join(self._text)
 
     @property
     def has_tokens(self) -> bool:
-        """Whether anything was emitted; from then on a retry would repeat it."""
+        """Whether tokens were received; from then on a retry would repeat them."""
         return bool(self.token_ids or self._text)
 
     def position(self, request_id: RequestId) -> StreamPosition:
-        """Where the stream is to go on."""
+        """Return the position at which the stream must resume."""
         return StreamPosition(
             request_id=request_id, tokens=len(self.token_ids), characters=self._characters
         )
 
     def add_event(self, event: StreamEvent) -> Delta | None:
-        """Take a message in; the delta if it is one."""
+        """Add a message. Returns it if it is a delta, else None."""
         match event:
             case PromptInfo():
                 self.info = event
@@ -60,7 +60,7 @@ class CollectedStream:
         return None
 
     def fail(self, error: OutriderError) -> None:
-        """The stream ends without its last message; the first error counts."""
+        """Record the error that ended the stream; only the first error counts."""
         self.problem = self.problem or error
 
     def result(self) -> GenerateResult:
@@ -82,5 +82,5 @@ class CollectedStream:
 
 
 def left_error() -> CancelledRequestError:
-    """The error of a stream that its reader left."""
+    """Return the error of a stream that its reader closed."""
     return CancelledRequestError("the stream was closed before its end", reason="STREAM_CLOSED")

@@ -146,7 +146,10 @@ def add_connecting_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tls_of(args: argparse.Namespace) -> TlsConfig | None:
-    """The TLS configuration that the flags set; None for plain text. Raises InvalidRequestError."""
+    """Return the TLS configuration that the flags set, or None for plain text.
+
+    Raises InvalidRequestError.
+    """
     try:
         tls = TlsConfig(ca=args.tls_ca, cert=args.tls_cert, key=args.tls_key)
     except ValueError as error:

@@ -130,7 +130,7 @@ _SAMPLING = (
 
 
 def user(content: str) -> ChatMessage:
-    """A message of the user."""
+    """Create a message of the user."""
     return ChatMessage(role="user", content=content)
 
 
@@ -198,7 +198,7 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
 
 
 def make_prompt(prompt: PromptLike) -> Prompt:
-    """The prompt that was meant: by the type of a sequence's items.
+    """Return the prompt of a value, which is recognised by its type and the type of its items.
 
     Raises InvalidRequestError (INVALID_PROMPT).
     """
@@ -219,7 +219,7 @@ def make_prompt(prompt: PromptLike) -> Prompt:
 
 
 def _made_prompt(found: Any) -> Prompt | None:
-    """The prompt of a text or of a sequence's items; None: it is none."""
+    """Return the prompt of a text or of a sequence's items, or None if it is no prompt."""
     if isinstance(found, str):
         return TextPrompt(found) if found and is_text(found) else None
     # Bytes and mappings have items, too, which nobody means.
@@ -236,7 +236,7 @@ def _made_prompt(found: Any) -> Prompt | None:
 
 
 def _structured(options: GenerateOptions) -> StructuredOutput | None:
-    """The form that is asked for, if one is."""
+    """Return the structured-output constraint of the options, if there is one."""
     found: list[StructuredOutput] = []
     if options.get("json_schema") is not None:
         found.append(StructuredOutput(StructuredKind.JSON_SCHEMA, _schema(options)))
@@ -257,7 +257,7 @@ def _structured(options: GenerateOptions) -> StructuredOutput | None:
 
 
 def _schema(options: GenerateOptions) -> str:
-    """A JSON schema as its text; true and false are schemas, too."""
+    """Return a JSON schema as text; true and false are schemas, too."""
     schema: object = options.get("json_schema")
     if isinstance(schema, str) and is_text(schema):
         return schema
@@ -270,7 +270,7 @@ def _schema(options: GenerateOptions) -> str:
 
 
 def _flag(options: GenerateOptions, name: str, default: FlagT) -> bool | FlagT:
-    """An option that is true or false, or was left out."""
+    """Return a boolean option, or `default` if it was left out."""
     value: Any = options.get(name, default)
     if value is not default and not isinstance(value, bool):
         raise _not(options, name, "true or false")
@@ -278,7 +278,7 @@ def _flag(options: GenerateOptions, name: str, default: FlagT) -> bool | FlagT:
 
 
 def _allowed(options: GenerateOptions) -> tuple[int, ...]:
-    """The only ids that may come, where that was said: none of them would read as all."""
+    """Return the allowed ids. An empty list is refused, because it would be read as no limit."""
     allowed = _ids(options, "allowed_token_ids")
     if "allowed_token_ids" in options and not allowed:
         raise InvalidRequestError(
@@ -314,7 +314,7 @@ def _not(options: GenerateOptions, name: str, wanted: str) -> InvalidRequestErro
 
 
 def _seed(options: GenerateOptions) -> int | None:
-    """64 bits; a negative one stands for itself plus 2^64, as over HTTP."""
+    """Return the seed as an unsigned 64-bit integer; a negative seed means itself plus 2^64."""
     seed: Any = options.get("seed")
     return seed & UINT64_MAX if isinstance(seed, int) and MIN_SEED <= seed < 0 else seed
 

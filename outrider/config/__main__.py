@@ -18,7 +18,7 @@ _EXIT_MISUSE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status: 0, or 2 for a configuration that cannot be."""
+    """Run a command and return the exit status: 0, or 2 for an invalid configuration."""
     args = make_parser().parse_args(argv)
     try:
         return _run(args)
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of `outrider config`."""
+    """Return the parser of `outrider config`."""
     parser = argparse.ArgumentParser(
         prog="outrider config", description="Show, check and describe configurations."
     )

@@ -10,7 +10,7 @@ from typing import Any
 class OneOf:
     """Allowed values of a text field, as in `Annotated[str, OneOf(DTYPES)]`.
 
-    For the schema and the reference; the dataclass itself refuses others.
+    The schema and the reference show these values; the dataclass itself must refuse others.
     """
 
     choices: tuple[str, ...]
@@ -25,4 +25,4 @@ class KeysOf:
 
     config: type[Any]
     excluded: frozenset[str] = frozenset()
-    """Keys that may not be given here."""
+    """Keys of `config` that are not allowed here."""

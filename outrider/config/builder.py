@@ -18,10 +18,10 @@ ConfigT = TypeVar("ConfigT")
 
 
 def from_plain(cls: type[ConfigT], values: Mapping[str, object]) -> ConfigT:
-    """Build `cls` from plain data, as `dataclasses.asdict` and JSON leave it.
+    """Build `cls` from plain data, as returned by `dataclasses.asdict` and JSON parsers.
 
-    Raises InvalidRequestError (reason INVALID_CONFIG) for unknown keys, missing ones, wrong types
-    and values that the dataclass refuses (ValueError).
+    Raises InvalidRequestError (INVALID_CONFIG) for unknown or missing keys, wrong types, and values
+    for which the dataclass raises ValueError.
     """
     return _build(cls, values, where="")
 
@@ -61,7 +61,9 @@ def _check_names(values: Mapping[str, object], names: Sequence[str], where: str)
 
 
 def describe_valid_keys(key: str, names: Sequence[str], where: str = "") -> str:
-    """What an error says of the known keys: the one that may be meant, and all."""
+    """Return the end of an error message for an unknown key: the most similar known key, and all
+    known keys.
+    """
     near = difflib.get_close_matches(key, names, n=1)
     hint = f"; did you mean {where}{near[0]}?" if near else ""
     return f"{hint} (known: {', '.join(sorted(names))})"
@@ -72,7 +74,9 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _convert(hint: Any, value: object, *, where: str) -> object:
-    """Check `value` against a field's type: scalars, enums, paths, tuples, maps, dataclasses."""
+    """Check `value` against a field's type and return it in that type. Raises
+    InvalidRequestError.
+    """
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
         for mark in hint.__metadata__:
@@ -97,7 +101,9 @@ def _convert(hint: Any, value: object, *, where: str) -> object:
 
 
 def _check_keys(mark: KeysOf, values: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Some keys of another configuration, as they are: its own dataclass is built from them."""
+    """Check and return some keys of another configuration, whose dataclass is built from them
+    later.
+    """
     hints = typing.get_type_hints(mark.config, include_extras=True)
     for key in values:
         if key in mark.excluded:
@@ -155,12 +161,12 @@ def _expect(hint: Any, value: object, where: str) -> Any:
     if not isinstance(hint, type):
         return value
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        # What stands where a table should be may be a secret.
+        # A value in place of a table may be a secret, so only its type is shown.
         got = type(value).__name__ if hint is dict else repr(value)
         raise invalid_config_error(f"{where} must be {hint.__name__}, got {got}")
     return value
 
 
 def invalid_config_error(message: str) -> InvalidRequestError:
-    """The error for a configuration that cannot be."""
+    """Return the error for an invalid configuration."""
     return InvalidRequestError(message, reason="INVALID_CONFIG")

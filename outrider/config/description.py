@@ -21,24 +21,25 @@ from typing import Any, Union
 from outrider.config.annotations import KeysOf, OneOf
 
 GENERATED_DEFAULT = object()
-"""The default of a field whose value is chosen anew in every process."""
+"""Marks the default of a field whose value is generated anew in every process."""
 REQUIRED = object()
-"""Of one that must be given."""
+"""Marks a field without a default, which must be set."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """The type of a value, without whether it may be unset."""
+    """Type of a value, apart from whether the value may be unset."""
 
     word: str
-    """boolean, integer, number, text, path, list, table, tables (by name) or keys (some of a
-    table)."""
+    """Name of the type: boolean, integer, number, text, path, list, table, tables (by name) or keys
+    (some keys of a table).
+    """
     choices: tuple[str, ...] = ()
-    """Of a text: what it may be; none: anything."""
+    """Allowed values of a text; empty allows any text."""
     item: ValueType | None = None
-    """Of a list: what its items are; of tables by name: what each is."""
+    """Type of the items of a list, or of each table of `tables`; None for other types."""
     table: ConfigTable | None = None
-    """Of a table: its keys."""
+    """Keys of a table; None for other types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,9 @@ class ConfigField:
     name: str
     value_type: ValueType
     default: object
-    """As TOML has it (None: unset), CHOSEN or NEEDED."""
+    """Default as a plain value (None if unset), GENERATED_DEFAULT or REQUIRED."""
     text: str
-    """What it means, in one paragraph."""
+    """Description of the key, in one paragraph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,9 @@ class ConfigTable:
 
 
 def describe_config(cls: type) -> ConfigTable:
-    """The keys of a configuration's dataclass, in their order.
+    """Return the keys of a configuration dataclass, in the order of its fields.
 
-    Raises TypeError for a field of a type that TOML has no value for.
+    Raises TypeError for a field whose type TOML does not have.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
     texts = _texts(cls)
@@ -79,7 +80,9 @@ def describe_config(cls: type) -> ConfigTable:
 
 
 def keys_of(table: ConfigTable, where: str = "") -> Iterator[tuple[str, ConfigField]]:
-    """Every key that is no table, by its dotted name; NAME stands for a name that is free."""
+    """Yield every key that is not a table, with its dotted name. NAME in it stands for a name that
+    users choose.
+    """
     for field in table.fields:
         kind, name = field.value_type, f"{where}{field.name}"
         if kind.item is not None and kind.item.table is not None:
@@ -91,7 +94,7 @@ def keys_of(table: ConfigTable, where: str = "") -> Iterator[tuple[str, ConfigFi
 
 
 def to_plain(value: object) -> object:
-    """A field's value as TOML has it; None where TOML has nothing for it."""
+    """Return a field's value as plain data that TOML can hold, or None if it is unset."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init
@@ -152,7 +155,7 @@ def _default(field: dataclasses.Field[Any]) -> object:
 
 
 def _texts(cls: type) -> dict[str, str]:
-    """The strings under the fields of a class and its bases."""
+    """Return the docstrings of the fields of a class and its bases, by field name."""
     found: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(each):

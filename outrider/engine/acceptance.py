@@ -1,27 +1,28 @@
 """Acceptance rules of speculative decoding: accepted path and next token of every row.
 
-target_probs (p) is the target's distribution after the logits processor, draft_probs (q) the
-distribution a draft token was drawn from. Every row walks down its tree from the root; at its
-current node:
+target_probs (p) is the target's distribution after the logits processor. draft_probs (q) is the
+distribution from which a draft token was drawn. Every row walks down its draft tree from the root.
+Its acceptance rule decides at each node:
 
 greedy, coupled   y = argmax(z / T + G); the child whose token is y is accepted, otherwise y is
                   emitted. G is the TARGET noise of the position; greedy has G = 0 and T = 1.
 rejection         Children were drawn from q without replacement, in node order. Child c is accepted
-                  if u < p(c) / q(c), u its ACCEPT random draw; else p <- max(p - q, 0) and q <- q
-                  without c, both renormalised. After the last one a token is drawn from p (RECOVER
-                  noise).
+                  if u < p(c) / q(c), where u is the child's ACCEPT random draw; otherwise
+                  p <- max(p - q, 0) and q <- q without c, both renormalised. If all children are
+                  rejected, a token is drawn from p (RECOVER noise).
 target-only       The siblings share one random draw u: child c_j is accepted for the first j
-                  with u < p(c_1) + .. + p(c_j); otherwise p without the children is sampled.
+                  with u < p(c_1) + .. + p(c_j). If no child is accepted, a token is drawn from p
+                  without the children.
 
-A node without children emits a sample of p: the bonus token. Only visited nodes are evaluated,
-so the cost follows accepted_len and not the size of the tree; a residual that is zero everywhere
-(p = q and a rejection by rounding) falls back to p. A row's result depends on that row only.
+At a node without children a token is drawn from p: the bonus token. Only visited nodes are
+evaluated, so the cost depends on accepted_len and not on the size of the tree. If rounding leaves a
+residual that is zero everywhere, p itself is sampled. A row's result depends on that row only.
 
 A row of logits without a finite value (NaN weights, an overflow) is invalid: a walk that reaches it
 ends there, and its result has `invalid_output` set. Other rows are unaffected.
 
-Noise belongs to a position and is used once, however often the position is proposed: a position
-that was drafted but not reached has used none of its random draws.
+The random draws of a position are used once, however often drafts are proposed for the position:
+a position that was drafted but not reached has used none of its random draws.
 
 Shape suffixes: R rows of the target's forward, A rows of one level, V vocabulary.
 """
@@ -55,7 +56,7 @@ from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 
 MAX_CHUNK_ELEMENTS = 1 << 18
-"""Logits handled in one piece on a CPU: more rows at once would fall out of its caches."""
+"""Maximum number of logits processed at once on a CPU, so that they fit into its caches."""
 
 
 def _no_ids() -> NDArray[np.int32]:
@@ -64,49 +65,54 @@ def _no_ids() -> NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AcceptRow:
-    """One session's part of a verify forward. The tree and the distribution have been validated."""
+    """Inputs of the acceptance of one session's draft. Tree and distribution must be valid."""
 
     logits_start: int
-    """Row of the root in the logits; node i is at logits_start + 1 + i."""
+    """Row of the root in the logits. The row of node i is logits_start + 1 + i."""
     tree: DraftTree | None = None
     distribution: DraftDistribution | None = None
-    """The distribution that the tree was drawn from; only the rejection rule looks at it."""
+    """Distribution from which the tree was drawn. Only the rejection rule uses it."""
     sampling: SamplingParams
     position: int
-    """Absolute position of the token that follows the root: the length of the prefix."""
+    """Absolute position of the token that follows the root, which is the length of the prefix."""
     prompt_ids: NDArray[np.int32] = field(default_factory=_no_ids)
-    """Only needed for penalties, as are output_ids."""
+    """Prompt token ids. Only penalties use prompt_ids and output_ids."""
     output_ids: NDArray[np.int32] = field(default_factory=_no_ids)
     banned_now: tuple[int, ...] = ()
     """Ids banned at positions below `banned_until` (stop tokens before min_new_tokens)."""
     banned_until: int = sys.maxsize
     allowed_tokens: NDArray[np.uint32] | None = None
-    """uint32 [1 + N, W]: what a grammar allows after the root, and after each node; None: there is
-    none (`outrider.engine.logits_processor.TokenHistory`)."""
+    """Bit masks of the tokens that a grammar allows after the root (row 0) and after each of the N
+    nodes, uint32 [1 + N, words] as in `outrider.engine.logits_processor.TokenHistory`. None without
+    a grammar."""
 
 
 class AcceptanceResult(NamedTuple):
     """Accepted path and next token of one row."""
 
     accepted_nodes: tuple[int, ...]
-    """Nodes on the accepted path, first level first."""
+    """Indices of the accepted nodes, from the first level of the tree down."""
     tokens: tuple[int, ...]
-    """Their tokens and the final one: accepted_len + 1 ids."""
+    """Tokens of the accepted nodes, then the next token: accepted_len + 1 ids."""
     resampled: bool
-    """Whether the final token follows a rejection; else it is the bonus token."""
+    """Whether all children of the last node were rejected. If not, the last token is the bonus
+    token."""
     used_target_only_fallback: bool
-    """Whether the rejection rule was judged target-only because the distribution was missing."""
+    """Whether the target-only rule replaced the rejection rule because the draft distribution was
+    missing."""
     invalid_output: bool = False
-    """Whether the last node's row has no finite logit: the final token is 0, a placeholder."""
+    """Whether the logits of the last node have no finite value. The last token is then 0, a
+    placeholder."""
 
 
 class _Walk:
-    """A row on its way down."""
+    """State of one row's walk down its draft tree."""
 
     __slots__ = ("below", "distribution", "fallback", "nodes", "result", "row", "rule", "tokens")
 
     below: dict[int, list[tuple[int, int]]]
-    """(node, token) by parent; a node whose children are all out of range has an empty list."""
+    """(node, token) of the children of each parent node. The list is empty if all tokens of the
+    children are out of range."""
 
     def __init__(self, row: AcceptRow, vocab_size: int) -> None:
         self.row = row
@@ -129,7 +135,7 @@ class _Walk:
         return self.row.position + len(self.nodes)
 
     def children(self) -> list[tuple[int, int]]:
-        """(node, token) of the current node's children, in order."""
+        """Return (node, token) of the current node's children, in node order."""
         return self.below.get(self.node, [])
 
     def history(self) -> TokenHistory:
@@ -157,14 +163,14 @@ class _Walk:
         )
 
     def finish_invalid(self) -> None:
-        """End at a row without a finite logit."""
+        """End the walk because the current node's logits have no finite value."""
         self.finish(0)
         assert self.result is not None
         self.result = self.result._replace(invalid_output=True)
 
 
 def _children_in_range(tree: DraftTree | None, vocab_size: int) -> dict[int, list[tuple[int, int]]]:
-    """Children by parent, without placeholders and ids out of range: these never stand."""
+    """Return the (node, token) pairs by parent node, without tokens outside [0, vocab_size)."""
     below: dict[int, list[tuple[int, int]]] = {}
     if tree is not None:
         tokens = tree.tokens.tolist()
@@ -176,12 +182,12 @@ def _children_in_range(tree: DraftTree | None, vocab_size: int) -> dict[int, lis
 
 
 def accept_drafts(logits: Tensor, rows: Sequence[AcceptRow]) -> list[AcceptanceResult]:
-    """Judge the drafts of all rows against the target's logits, float32 [R, V].
+    """Apply each row's acceptance rule to the target's logits, float32 [R, V].
 
-    Rules mix freely. Rejection rows without a distribution are judged target-only, which is
-    lossless for any draft that does not depend on the random draws. Never emits an id outside [0,
-    V). A row that meets logits of which none is finite ends as `AcceptanceResult.invalid_output`
-    says.
+    Rows may have different rules. A rejection row without a draft distribution uses the target-only
+    rule, which is lossless for any draft that does not depend on the random draws. All returned
+    tokens lie in [0, V). A row that reaches logits without a finite value ends there, with
+    `AcceptanceResult.invalid_output` set.
     """
     walks = [_Walk(row, logits.shape[1]) for row in rows]
     active = walks
@@ -210,7 +216,7 @@ def _chunks(walks: list[_Walk], logits: Tensor) -> Iterator[list[_Walk]]:
 def _without_invalid(
     rows_AV: Tensor, walks: list[_Walk], finite_A: Tensor
 ) -> tuple[Tensor, list[_Walk]]:
-    """End the walks whose rows have no finite logit; the rows and walks that are left."""
+    """End the walks whose logits have no finite value. Return the other walks and their logits."""
     kept: list[_Walk] = []
     for walk, is_finite in zip(walks, finite_A.tolist(), strict=True):
         if is_finite:
@@ -221,7 +227,7 @@ def _without_invalid(
 
 
 def _rows_of(logits: Tensor, walks: list[_Walk]) -> Tensor:
-    """Logits [A, V] at the node that each walk stands on."""
+    """Return the logits [A, V] of the current node of each walk."""
     indices = [walk.row.logits_start + 1 + walk.node for walk in walks]
     if len(indices) == 1:
         return logits[indices[0] : indices[0] + 1]
@@ -239,7 +245,7 @@ def _keys(walks: list[_Walk], stream: NoiseStream, device: torch.device) -> Tens
 
 
 def _accept_greedy(rows_AV: Tensor, walks: list[_Walk]) -> None:
-    """One level of greedy rows, by logits [A, V]."""
+    """Advance greedy walks by one level, from logits [A, V]."""
     params = [walk.row.sampling for walk in walks]
     histories = [walk.history() for walk in walks]
     edits = [i for i in range(len(walks)) if needs_editing(params[i], histories[i])]
@@ -251,13 +257,13 @@ def _accept_greedy(rows_AV: Tensor, walks: list[_Walk]) -> None:
 
 
 def _accept_coupled(rows_AV: Tensor, walks: list[_Walk]) -> None:
-    """One level of coupled rows, by logits [A, V]."""
+    """Advance coupled walks by one level, from logits [A, V]."""
     keys = _keys(walks, NoiseStream.TARGET, rows_AV.device)
     _follow(walks, perturbed_argmax(_processed(rows_AV, walks), keys))
 
 
 def _follow(walks: list[_Walk], chosen_A: Tensor) -> None:
-    """Descend to the child that carries the chosen token, or emit it."""
+    """Descend to the child with the chosen token, or end the walk with this token."""
     for walk, wanted in zip(walks, chosen_A.tolist(), strict=True):
         for node, token in walk.children():
             if token == wanted:
@@ -268,7 +274,7 @@ def _follow(walks: list[_Walk], chosen_A: Tensor) -> None:
 
 
 def _accept_randomized(rows_AV: Tensor, walks: list[_Walk]) -> None:
-    """One level of rejection and target-only rows, by logits [A, V]."""
+    """Advance rejection and target-only walks by one level, from logits [A, V]."""
     logprobs_AV = _processed(rows_AV, walks).log_softmax(dim=-1)
     probs, coins = _candidate_probs(logprobs_AV, walks), _random_draws(walks)
     unfinished: list[tuple[_Walk, int]] = []
@@ -293,7 +299,7 @@ def _accept_randomized(rows_AV: Tensor, walks: list[_Walk]) -> None:
 
 
 def _candidate_probs(logprobs_AV: Tensor, walks: list[_Walk]) -> list[list[float]]:
-    """target_probs of each walk's children, float64."""
+    """Return the target_probs of the children of each walk's current node, in float64."""
     pairs = [(i, token) for i, walk in enumerate(walks) for _, token in walk.children()]
     if not pairs:
         return [[] for _ in walks]
@@ -303,7 +309,7 @@ def _candidate_probs(logprobs_AV: Tensor, walks: list[_Walk]) -> list[list[float
 
 
 def _random_draws(walks: list[_Walk]) -> list[list[float]]:
-    """ACCEPT random draws of each walk's children, then the random draw that they share."""
+    """Return per walk the ACCEPT draw of each child, then the draw that all children share."""
     sizes = [len(walk.children()) + 1 for walk in walks]
     ids = [[*(t for _, t in walk.children()), SHARED_DRAW_ID] for walk in walks]
     keys = position_keys(
@@ -323,13 +329,14 @@ def _split(flat: list[float], sizes: list[int]) -> list[list[float]]:
 
 
 Change = tuple[NDArray[np.int64], NDArray[np.float64]]
-"""New log-probs (up to a constant) of some ids of a row, before its last token is drawn."""
+"""(ids, log-probs): values, up to a constant, that replace a row's log-probs at these ids before
+the last token is drawn."""
 
 
 def _target_only(
     candidates: list[tuple[int, int]], probs: list[float], coin: float
 ) -> tuple[tuple[int, int] | None, Change | None]:
-    """The child that stands, or what to take out of p."""
+    """Return the accepted child, or None and the change that removes the children from p."""
     mass, seen = 0.0, set()
     for candidate, prob in zip(candidates, probs, strict=True):
         if candidate[1] not in seen:
@@ -348,7 +355,7 @@ def _finish_sampled(
     unfinished: list[tuple[_Walk, int]],
     changes: list[tuple[int, NDArray[np.int64], NDArray[np.float64]]],
 ) -> None:
-    """Draw the last token of each walk from its row, changed where a rejection changed it."""
+    """Draw the last token of each walk from its log-probs after `changes`."""
     walks = [walk for walk, _ in unfinished]
     indices = torch.tensor([index for _, index in unfinished], device=logprobs_AV.device)
     scores = logprobs_AV[indices]

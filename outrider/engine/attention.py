@@ -1,7 +1,8 @@
 """PyTorch attention of ragged segments over the KV pool.
 
-R rows of the batch, N rows of a segment, C context slots, G key/value heads, Q query heads,
-g = Q / G, d head dimension, L layers.
+A segment is the consecutive rows of a batch that belong to one sequence. Shapes: N rows of a
+segment, C context slots (cached tokens and new rows), S slots of the pool, G key/value heads, Q
+query heads, g = Q / G query heads per key/value head, d head dimension.
 """
 
 from __future__ import annotations
@@ -19,23 +20,27 @@ from outrider.engine.kv_cache import KVPool, KVSequence
 class SegmentPlan:
     """Read and write positions of one segment in the pool, shared by all layers of a forward.
 
-    The views of all layers are cut here in a few calls, for on a CPU a layer's small operators
-    cost as much as a good part of its products.
+    The views of all layers are created together in a few calls, because on a CPU small operators
+    in each layer take a notable part of the time of its matrix products.
     """
 
     rows: slice
     keys: tuple[Tensor, ...]
-    """Per layer [G, g, C, d]: a view that repeats each head g times; [1, G, C, d] for a single row.
-    Empty when fragmented."""
+    """Keys of the context per layer: a view [G, g, C, d] that repeats each head g times, or
+    [1, G, C, d] for a single row. Empty if the sequence is fragmented (not contiguous)."""
     values: tuple[Tensor, ...]
+    """Values of the context per layer, in the shape of `keys`."""
     new_rows: tuple[Tensor, ...]
-    """Per layer [2, G, N, d]: where this segment's keys and values go. Empty when fragmented."""
+    """View [2, G, N, d] per layer to which this segment's keys and values are written. Empty if the
+    sequence is fragmented."""
     storage: tuple[Tensor, ...]
-    """Per layer [2, G, S, d], for a fragmented sequence."""
+    """Keys and values of the whole pool per layer [2, G, S, d]. Empty if the sequence is
+    contiguous."""
     read_slots: Tensor | None
-    """int64 [C], pool slots of a fragmented sequence, in order."""
+    """Pool slots of a fragmented sequence in token order, int64 [C]. None if contiguous."""
     mask: Tensor | None
-    """[N, C], 0 where visible and -inf elsewhere, in the model's dtype."""
+    """Additive mask [N, C] in the model's dtype: 0 for visible slots, -inf for hidden slots. None
+    if no mask is needed."""
     is_causal: bool
 
 
@@ -49,7 +54,7 @@ def plan_segment(
     num_heads: int,
     dtype: torch.dtype,
 ) -> SegmentPlan:
-    """Lay out the rows announced by `sequence.begin`."""
+    """Return the plan of the rows that `sequence.begin` has reserved."""
     start, count = sequence.len, rows.stop - rows.start
     end = start + count
     window = None if window is None or end <= window else window
@@ -103,12 +108,11 @@ def _additive_mask(
 
 
 def attend_segment(plan: SegmentPlan, layer: int, qkv_NDd: Tensor, num_heads: int) -> Tensor:
-    """Write this segment's keys and values, then attend. Returns [N, G, g, d] (a view).
+    """Write this segment's keys and values to the pool, then attend. Return a view [N, G, g, d].
 
-    All query heads of a single row see the same slots. Those of a group are then rows of one
-    product over their keys, which takes three quarters of the time of a product each on a CPU.
-
-    qkv holds Q query heads, then G key heads, then G value heads, of the segment's rows.
+    qkv [N, Q + 2G, d] holds the query heads, then the key heads, then the value heads. For a single
+    row, the query heads of a group are computed as rows of one matrix product, which takes three
+    quarters of the time of separate products on a CPU.
     """
     count, _, dim = qkv_NDd.shape
     new_2GNd = qkv_NDd[:, num_heads:].view(count, 2, -1, dim).permute(1, 2, 0, 3)

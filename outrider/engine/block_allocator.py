@@ -1,4 +1,4 @@
-"""Allocators for the free blocks of a KV pool: by extents or as a stack. Pure."""
+"""Allocators for the free blocks of a KV pool: by extents or as a stack. Without I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.errors import ResourceExhaustedError
 
 
 class BlockAllocator:
-    """Allocates blocks from free extents, for sequences that are read fastest in one piece."""
+    """Allocates blocks from free extents, for sequences that should be contiguous in the pool."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -18,19 +18,19 @@ class BlockAllocator:
         self.free = num_blocks
         """Number of free blocks."""
         self._extents: list[tuple[int, int]] = [(0, num_blocks)]
-        """Free extents (start, end), sorted, never adjacent."""
+        """Free extents (start, end), without `end`, in ascending order and never adjacent."""
 
     @classmethod
     def from_free(cls, total: int, free: Sequence[int]) -> BlockAllocator:
-        """With these of the `total` blocks free."""
+        """Return an allocator of `total` blocks of which the blocks in `free` are free."""
         allocator = cls(total)
         allocator._extents, allocator.free = [], 0
         allocator.free_blocks(free)
         return allocator
 
     def allocate_blocks(self, count: int) -> list[int]:
-        """Remove `count` free blocks: the smallest extent that holds them all, else the largest
-        extents first. Raises ResourceExhaustedError when fewer are free."""
+        """Allocate `count` blocks: from the smallest extent that is large enough, or from several
+        extents, largest first. Raises ResourceExhaustedError if fewer blocks are free."""
         _check_free(count, self.free, self.total)
         fitting = [e for e in self._extents if e[1] - e[0] >= count]
         if fitting:
@@ -47,21 +47,22 @@ class BlockAllocator:
         return taken
 
     def allocate_contiguous(self, count: int) -> range | None:
-        """Remove `count` neighbouring blocks with room to grow behind them; None if no extent holds
-        that many."""
+        """Allocate `count` contiguous blocks, with free blocks behind them if possible. Return
+        None if no extent is large enough."""
         if not self._extents:
             return None
         start, end = max(self._extents, key=lambda e: (e[1] - e[0], -e[0]))
         left = end - start - count
         if left < 0:
             return None
-        # Whoever lies before the extent grows into it, too: half of the room is left to them.
+        # The sequence before the extent may grow, too: half of the free blocks are left to it.
         first = start + (left // 2 if start else 0)
         self._replace((start, end), (start, first), (first + count, end))
         return range(first, first + count)
 
     def allocate_next(self, block: int, count: int) -> bool:
-        """Remove the `count` blocks from `block` on; False and nothing removed if one is taken."""
+        """Allocate the `count` blocks from `block` on. Return False without a change if one of them
+        is not free."""
         place = bisect_left(self._extents, (block, block))
         if place == len(self._extents):
             return False
@@ -72,7 +73,7 @@ class BlockAllocator:
         return True
 
     def free_blocks(self, blocks: Sequence[int]) -> None:
-        """Return blocks. A block that is free already is a bug of the caller."""
+        """Free blocks. None of them may be free already."""
         merged: list[tuple[int, int]] = []
         for start, end in sorted([*self._extents, *((b, b + 1) for b in blocks)]):
             assert not merged or start >= merged[-1][1], f"block {start} is free already"
@@ -84,7 +85,7 @@ class BlockAllocator:
         self.free += len(blocks)
 
     def _replace(self, extent: tuple[int, int], *left: tuple[int, int]) -> None:
-        """Put what is left of an extent, in order, in its place."""
+        """Replace a free extent by its parts `left` that remain free, in ascending order."""
         kept = [(start, end) for start, end in left if start < end]
         place = bisect_left(self._extents, extent)
         self._extents[place : place + 1] = kept
@@ -92,11 +93,11 @@ class BlockAllocator:
 
 
 class FreeBlockStack:
-    """Allocates free blocks one by one, for block tables: position does not matter, and an
-    allocation takes the same time however fragmented the pool is."""
+    """Allocates single blocks for sequences with block tables, whose blocks may lie anywhere. The
+    time of an allocation does not depend on fragmentation."""
 
     def __init__(self, total: int, free: Sequence[int]) -> None:
-        """`free`: which of the `total` blocks are."""
+        """Manage `total` blocks of which the blocks in `free` are free."""
         self.total = total
         self._blocks = list(reversed(free))
         self._is_free = bytearray(total)
@@ -109,7 +110,7 @@ class FreeBlockStack:
         return len(self._blocks)
 
     def allocate_blocks(self, count: int) -> list[int]:
-        """Remove `count` free blocks. Raises ResourceExhaustedError when fewer are free."""
+        """Allocate `count` blocks. Raises ResourceExhaustedError if fewer blocks are free."""
         _check_free(count, self.free, self.total)
         taken = [self._blocks.pop() for _ in range(count)]
         for block in taken:
@@ -117,7 +118,7 @@ class FreeBlockStack:
         return taken
 
     def free_blocks(self, blocks: Sequence[int]) -> None:
-        """Return blocks. A block that is free already is a bug of the caller."""
+        """Free blocks. None of them may be free already."""
         for block in reversed(blocks):
             assert not self._is_free[block], f"block {block} is free already"
             self._is_free[block] = 1

@@ -1,8 +1,8 @@
-"""Reference counts of the blocks of a KV pool, with LRU eviction of cached blocks. Pure.
+"""Reference counts of the blocks of a KV pool, with LRU eviction of cached blocks. Without I/O.
 
-Several sequences may hold the same block. A *kept* block keeps its content after its last holder
-has released it, until the block is needed: it counts as free, and the block released longest ago is
-evicted first.
+Several sequences may hold a reference to the same block. A *cached* block keeps its content after
+its last reference is released, until the block is needed for other content. Such an unreferenced
+cached block counts as free. The block released longest ago is evicted first.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from typing import Final
 from outrider.engine.block_allocator import BlockAllocator, FreeBlockStack
 
 LOW_FREE_BLOCKS_FACTOR: Final = 2
-"""Where sequences are to lie in one piece, at most one of so many blocks is kept for nobody."""
+"""Without block tables, at most total / LOW_FREE_BLOCKS_FACTOR blocks are cached without a
+reference."""
 
 
 class BlockRefCounts:
-    """Counts the holders of each block, on top of an allocator of free blocks."""
+    """Counts the references to each block, on top of an allocator of free blocks."""
 
     def __init__(self, free: BlockAllocator | FreeBlockStack) -> None:
         self._free = free
         self._holders = [0] * free.total
         self._kept = bytearray(free.total)
-        # A plain dict looks for its first key among all that were removed before it.
+        # A plain dict searches for its first key past all entries removed before it.
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Blocks that are kept and that nobody holds, longest first."""
+        """Cached blocks without a reference, the block released longest ago first."""
         self.evicted: Callable[[int], None] = lambda block: None
-        """Called for a kept block that somebody else is about to have."""
+        """Called with each cached block whose content is evicted."""
 
     @property
     def uses_block_tables(self) -> bool:
-        """Whether any blocks will do, so that a sequence may begin with those of another."""
+        """Whether sequences use block tables, so that they can share the blocks of a prefix."""
         return isinstance(self._free, FreeBlockStack)
 
     @property
@@ -43,11 +44,11 @@ class BlockRefCounts:
 
     @property
     def free(self) -> int:
-        """Number of blocks that nobody holds."""
+        """Number of blocks without a reference, cached blocks included."""
         return self._free.free + len(self._idle)
 
     def use_block_tables(self, by_tables: bool) -> None:
-        """From here on any blocks will do, or not any more."""
+        """Switch block tables on or off. A switch evicts all cached blocks without a reference."""
         if by_tables is self.uses_block_tables:
             return
         self._evict(len(self._idle))
@@ -58,7 +59,10 @@ class BlockRefCounts:
     # ---- holding -------------------------------------------------------------------------------
 
     def allocate_blocks(self, count: int) -> list[int]:
-        """Hold `count` blocks that nobody holds. Raises ResourceExhaustedError when fewer are."""
+        """Allocate `count` blocks with one reference each; evict cached blocks if needed.
+
+        Raises ResourceExhaustedError if fewer blocks are without a reference.
+        """
         if count <= self.free:
             self._evict(count - self._free.free)
         taken = self._free.allocate_blocks(count)
@@ -66,8 +70,8 @@ class BlockRefCounts:
         return taken
 
     def allocate_contiguous(self, count: int) -> range | None:
-        """The same of neighbouring blocks, see `BlockAllocator.allocate_contiguous`; None if there
-        are none."""
+        """Allocate `count` contiguous blocks (`BlockAllocator.allocate_contiguous`) with one
+        reference each; evict cached blocks if needed. Return None if there is no such run."""
         assert isinstance(self._free, BlockAllocator)
         extent = self._free.allocate_contiguous(count)
         if extent is None and (room := self._run_of(count)) is not None:
@@ -78,8 +82,8 @@ class BlockRefCounts:
         return extent
 
     def allocate_next(self, block: int, count: int) -> bool:
-        """Hold the `count` blocks from `block` on; False, and nothing is changed, if somebody holds
-        one of them."""
+        """Allocate the `count` blocks from `block` on with one reference each. Return False without
+        a change if one of them has a reference or lies beyond the pool."""
         assert isinstance(self._free, BlockAllocator)
         wanted = range(block, block + count)
         if wanted.stop > self.total or any(self._holders[wanted.start : wanted.stop]):
@@ -91,16 +95,16 @@ class BlockRefCounts:
         return True
 
     def add_refs(self, blocks: Iterable[int]) -> None:
-        """Hold blocks that are kept, or that somebody holds already."""
+        """Add a reference to each block. The blocks must be cached or have a reference already."""
         for block in blocks:
             assert self._kept[block] or self._holders[block], f"block {block} is free"
             self._idle.pop(block, None)
             self._holders[block] += 1
 
     def release_refs(self, blocks: Sequence[int]) -> None:
-        """Hold blocks no longer. A block that nobody holds is a bug of the caller."""
+        """Release one reference to each block. Each block must have a reference."""
         free: list[int] = []
-        # The end of a prefix is of no use without its beginning: it is to go first.
+        # The end of a prefix is useless without its beginning, so it is evicted first.
         for block in reversed(blocks):
             assert self._holders[block] > 0, f"block {block} is free already"
             self._holders[block] -= 1
@@ -116,18 +120,18 @@ class BlockRefCounts:
             self._evict(len(self._idle) - self.total // LOW_FREE_BLOCKS_FACTOR)
 
     def shared_blocks(self, blocks: Iterable[int]) -> list[int]:
-        """Those of these blocks that several hold."""
+        """Return the blocks that have more than one reference."""
         return [block for block in blocks if self._holders[block] > 1]
 
     # ---- keeping -------------------------------------------------------------------------------
 
     def retain_block(self, block: int) -> None:
-        """Keep a block that somebody holds."""
+        """Mark a block as cached. The block must have a reference."""
         assert self._holders[block] > 0, f"block {block} is free"
         self._kept[block] = 1
 
     def release_block(self, block: int) -> None:
-        """Keep a block no longer; nobody is told."""
+        """Remove the cached mark of a block, without a call of `evicted`."""
         self._kept[block] = 0
         if block in self._idle:
             del self._idle[block]
@@ -138,25 +142,25 @@ class BlockRefCounts:
             self._holders[block] = 1
 
     def _evict(self, count: int) -> None:
-        """Let go of so many blocks that nobody holds; of none if that is negative."""
+        """Evict `count` cached blocks, the block released longest ago first; none if count <= 0."""
         if count > 0:
             self._release_unused(list(islice(self._idle, count)))
 
     def _release_unused(self, blocks: Sequence[int]) -> None:
-        """Let go of kept blocks that nobody holds."""
+        """Evict cached blocks that have no reference."""
         if not blocks:
             return
         for block in blocks:
             self._kept[block] = 0
             del self._idle[block]
-        # At once: an allocator of extents sorts them all.
+        # In one call, because the extent allocator sorts all extents on each call.
         self._free.free_blocks(blocks)
         for block in blocks:
             self.evicted(block)
 
     def _run_of(self, count: int) -> range | None:
-        """Of the neighbouring blocks that nobody holds, `count` at least, those for which the
-        fewest kept ones must go; None if there are none so long."""
+        """Return the run of at least `count` contiguous blocks without a reference that contains
+        the fewest cached blocks, or None if no run is long enough."""
         best: tuple[int, range] | None = None
         start = idle = 0
         for block, holders in enumerate([*self._holders, 1]):

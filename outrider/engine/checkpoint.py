@@ -24,13 +24,13 @@ class TensorSource(Protocol):
     """Tensors of one checkpoint."""
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds the tensor."""
+        """Return whether the checkpoint contains the tensor."""
         ...
 
     def get(self, name: str) -> Tensor:
-        """The tensor on the CPU as it is stored (dequantised if need be).
+        """Return the tensor on the CPU in its stored dtype, dequantised if it is quantised.
 
-        Raises InvalidRequestError when it is missing or damaged.
+        Raises InvalidRequestError if the tensor is missing or damaged.
         """
         ...
 
@@ -44,11 +44,11 @@ class SafetensorsSource:
         self._files: dict[Path, Any] = {}
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds the tensor."""
+        """Return whether the checkpoint contains the tensor."""
         return name in self._tensors
 
     def get(self, name: str) -> Tensor:
-        """The tensor, mapped from the file."""
+        """See `TensorSource`; the tensor is mapped from its file."""
         stored = self._tensors.get(name)
         if stored is None or stored.file is None:
             raise InvalidRequestError(f"{self._path}: the checkpoint has no tensor {name!r}")
@@ -71,9 +71,10 @@ def _typed_errors(path: Path) -> Iterator[None]:
 
 
 def open_checkpoint(path: str | Path) -> TensorSource:
-    """Open a safetensors directory or a `.gguf` file whose tensors are all known and supported.
+    """Open a safetensors directory or a `.gguf` file.
 
-    Raises NotFoundError for missing files and InvalidRequestError for all else.
+    Raises NotFoundError if a file is missing and InvalidRequestError if the checkpoint is damaged
+    or contains unknown or unsupported tensors.
     """
     path = Path(path)
     if path.suffix == ".gguf":
@@ -84,8 +85,8 @@ def open_checkpoint(path: str | Path) -> TensorSource:
 def load_model_config(path: str | Path) -> ModelConfig:
     """Read the configuration of a model directory (`config.json`) or of a `.gguf` file.
 
-    Raises NotFoundError when there is no such file and InvalidRequestError when it is not
-    understood or asks for something that is not supported.
+    Raises NotFoundError if the file is missing and InvalidRequestError if it is malformed or
+    requires an unsupported feature.
     """
     path = Path(path)
     return open_gguf(path).config if path.suffix == ".gguf" else read_model_config(path)

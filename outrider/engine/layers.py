@@ -3,8 +3,8 @@
 R rows, H hidden size, Q query heads, G key/value heads, d head dimension.
 
 Rotary embedding rotates pairs of features. Checkpoints keep the two features of a pair d/2 apart;
-here they are made neighbours when the weights are loaded (`interleave_pairs`), which makes the
-rotation one complex product. Scores do not change, because queries and keys are permuted alike.
+the model loader makes them neighbours (`interleave_pairs`), so that the rotation is one complex
+product. Attention scores do not change, because queries and keys are permuted in the same way.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from outrider.engine.linear import Linear
 
 @dataclass(slots=True, kw_only=True)
 class LayerWeights:
-    """Weights of one layer, fused and packed."""
+    """Weights of one decoder layer, fused and packed."""
 
     input_norm: Tensor
-    """[H]."""
+    """Weight of the RMSNorm before attention, [H]."""
     qkv: Linear
-    """H -> (Q + 2G) * d; the pairs of q and k are neighbours."""
+    """Fused projection from H to (Q + 2G) * d features. The rotary pairs of queries and keys are
+    neighbours."""
     qk_norms: Tensor | None
-    """[Q + G, d]: the norm weight of every query and key head, or None."""
+    """RMSNorm weight of every query and key head, [Q + G, d], or None for models without it."""
     o_proj: Linear
     post_norm: Tensor
     gate_up: Linear
-    """H -> 2 * intermediate: gate, then up."""
+    """Fused gate and up projections, in this order, from H to 2 * intermediate_size features."""
     down: Linear
 
 
@@ -45,10 +46,11 @@ def interleave_pairs(weight: Tensor, head_dim: int) -> Tensor:
 
 
 def rotations(positions_R: Tensor, inv_freq: Tensor, *, num_rotated: int, num_plain: int) -> Tensor:
-    """complex64 [R, heads, d/2]: e^(i * position * frequency) for the first `num_rotated` heads.
+    """Return the rotary factors, complex64 [R, num_rotated + num_plain, d/2].
 
-    The angles are formed in float32. The `num_plain` heads that follow get ones, which leave them
-    exactly as they are: queries, keys and values then take one product together.
+    The factors are e^(i * position * frequency) for the first `num_rotated` heads, with angles in
+    float32. They are 1 for the `num_plain` heads that follow and must not be rotated, so that one
+    product covers queries, keys and values.
     """
     angles = positions_R.to(torch.float32)[:, None, None] * inv_freq
     rotated = torch.polar(torch.ones_like(angles), angles).expand(-1, num_rotated, -1)
@@ -71,14 +73,14 @@ class LayerContext:
     head_dim: int
     norm_eps: float
     rotations: Tensor
-    """complex64 [R, Q + 2G, d/2]; ones for the value heads."""
+    """Rotary factors, complex64 [R, Q + 2G, d/2]. They are 1 for the value heads."""
     segments: Sequence[SegmentPlan]
     attention_RQd: Tensor
-    """[R, Q * d]: reused by every layer; rows of no segment stay zero."""
+    """Attention output [R, Q * d], reused by every layer. Rows outside all segments stay zero."""
 
 
 def run_layer(weights: LayerWeights, index: int, x_RH: Tensor, shared: LayerContext) -> Tensor:
-    """The layer's output residual stream [R, H], a new tensor."""
+    """Run one layer on the residual stream x [R, H] and return the new residual stream [R, H]."""
     normed = rms_norm(x_RH, weights.input_norm, shared.norm_eps)
     qkv = weights.qkv(normed).view(x_RH.shape[0], -1, shared.head_dim)
     if weights.qk_norms is not None:
@@ -94,7 +96,7 @@ def run_layer(weights: LayerWeights, index: int, x_RH: Tensor, shared: LayerCont
 
 
 def norm_heads(qkv_RDd: Tensor, norms_Dd: Tensor, eps: float) -> Tensor:
-    """RMSNorm of the query and key heads (the first ones), each by its own weight row."""
+    """Apply RMSNorm to the query and key heads of qkv, each head with its own weight row."""
     num_normed, dtype = norms_Dd.shape[0], qkv_RDd.dtype
     heads = qkv_RDd[:, :num_normed].float()
     normed = F.rms_norm(heads, heads.shape[-1:], None, eps).to(dtype) * norms_Dd

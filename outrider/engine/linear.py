@@ -2,10 +2,10 @@
 
 On a CPU the time of a matrix product with few rows is the time of reading the weights, but a plain
 product with 2 to 64 rows takes several times that. oneDNN's prepacked layout keeps 4 to 8 rows at
-the price of one. It also computes every row alike whatever the number of rows, as long as there are
-at least two. A single row takes a padded packed product or a plain one, by the weight's shape and
-the kind of processor (`matmul_tuning`): where it takes the plain one, it is summed in another order
-than a row among several and differs in the last bits, as attention does.
+the price of one. With two or more rows, the result of a row does not depend on the number of rows.
+For a single row, `matmul_tuning` chooses a padded packed product or a plain product by the weight's
+shape and the kind of processor. The plain product sums in another order, so that its result differs
+in the last bits, as attention does.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from outrider.engine.matmul_tuning import (
 from outrider.errors import FailedPreconditionError
 
 MIN_ROWS: Final = 4
-"""What a packed product of fewer rows is padded to, where that is faster."""
+"""Number of rows to which a smaller packed product is padded where padding is faster."""
 _PACK_ROWS_HINT: Final = 16
 _KEPT_PRODUCTS: Final = 256
-"""oneDNN compiles a product for every number of rows (.5 ms, half a megabyte to a whole one) and
-keeps 1,024 of them, once by itself and once in torch: a server whose batches have all sizes grew by
-tens of megabytes a minute. Both limits are read at the first product."""
+"""Maximum number of compiled products in each of the caches of oneDNN and torch. oneDNN compiles a
+product of 0.5 to 1 MB for every number of rows, so that the default of 1,024 takes too much memory.
+Both limits are read at the first product."""
 
 
 class Linear(Protocol):
     """Protocol of a linear layer, y = x @ weight.T + bias."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """[N, in] -> [N, out]."""
+        """Apply the layer to x [N, in] and return [N, out]."""
         ...
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`residual + self(x)` as a new tensor; residual is [N, out]."""
+        """Return `residual + self(x)` as a new tensor [N, out]. residual is [N, out]."""
         ...
 
 
@@ -53,21 +53,21 @@ class PlainLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
-        """[out, in], for kernels that fuse more than the product."""
+        """Unpacked weight [out, in], which fused kernels read directly."""
         self.bias = bias
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """Apply the layer to x [..., in] and return [..., out]."""
         return F.linear(x, self.weight, self.bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`residual + self(x)`."""
-        # In place: a sum of its own costs a single row on a CPU a tenth of its product.
+        """Return `residual + self(x)` as a new tensor."""
+        # In place, because a separate sum costs a tenth of a single-row product on a CPU.
         return F.linear(x, self.weight, self.bias).add_(residual)
 
 
 class PackedLinear:
-    """Linear layer over a packed weight, with a plain copy where single rows take that."""
+    """Linear layer over a packed weight, with a plain copy if single rows use it."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class PackedLinear:
         self._binary: Callable[..., Tensor] = ops._linear_pointwise.binary
         self._alone = PlainLinear(weight, bias) if single is SingleRowMethod.PLAIN else None
         self.min_rows = MIN_ROWS if single is SingleRowMethod.PADDED else 1
-        """Fewer rows are padded to this many."""
+        """Number of rows to which smaller inputs are padded; 1 if inputs are not padded."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """Apply the layer to x [..., in] and return [..., out]."""
         if x.dim() != 2:
             return self(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self._out_features)
         rows = x.shape[0]
@@ -101,7 +101,7 @@ class PackedLinear:
         return self(F.pad(x, (0, 0, 0, self.min_rows - rows)))[:rows]
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`residual + self(x)`, in one call when there are enough rows."""
+        """Return `residual + self(x)` as a new tensor, with a fused sum if x is not padded."""
         if x.dim() == 2:
             if x.shape[0] == 1 and self._alone is not None:
                 return self._alone.add(x, residual)
@@ -113,10 +113,10 @@ class PackedLinear:
 def make_linear(
     weight: Tensor, bias: Tensor | None = None, *, packed: bool = True, keep_plain: bool = True
 ) -> Linear:
-    """A linear layer over `weight` [out, in]: packed where this machine can, else plain.
+    """Return a linear layer over `weight` [out, in], packed if possible on this machine.
 
-    The packed layer keeps `weight` only if `keep_plain` allows it and single rows are faster over
-    it on this kind of processor.
+    The packed layer keeps `weight` only if `keep_plain` is set and single rows are faster with the
+    plain weight on this kind of processor.
     """
     if not (packed and can_pack(weight.dtype, weight.device)):
         return PlainLinear(weight, bias)
@@ -127,12 +127,13 @@ def make_linear(
 
 
 def min_rows(linears: Iterable[Linear]) -> int:
-    """What a batch is padded to, so that no layer needs to: MIN_ROWS if all of them would."""
+    """Return the number of rows to which a batch must be padded so that no layer pads: MIN_ROWS if
+    all layers would pad, otherwise 1."""
     return min((getattr(linear, "min_rows", 1) for linear in linears), default=1)
 
 
 def plain_weights(linear: object) -> PlainLinear:
-    """The layer as plain weights. Raises FailedPreconditionError for packed ones."""
+    """Return the layer if its weights are plain. Raises FailedPreconditionError otherwise."""
     if not isinstance(linear, PlainLinear):
         raise FailedPreconditionError(
             "the device engine needs plain weights: load the model with packed=False",
@@ -142,7 +143,7 @@ def plain_weights(linear: object) -> PlainLinear:
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN packs weights of this type here (a CPU with the needed instructions)."""
+    """Return whether oneDNN can pack weights of this dtype on this device (a supported CPU)."""
     return device.type == "cpu" and _cpu_packs(dtype)
 
 

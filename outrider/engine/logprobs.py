@@ -1,9 +1,9 @@
 """Log-probabilities of emitted tokens under the target's unprocessed logits.
 
-They do not depend on temperature, penalties, biases, masks or the acceptance rule: with or without
-drafts, a token's values come from the forward that verified its position.
+The log-probabilities do not depend on temperature, penalties, biases, masks or the acceptance rule.
+With or without drafts, they come from the forward pass that verified the token's position.
 
-n tokens, V vocabulary, K most probable ids.
+Shapes: n tokens, L rows of logits, V vocabulary size, K most probable ids per token.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from outrider.engine.logits_processor import MAX_LOGIT
 from outrider.spec.sampling import LOWEST_LOGPROB
 
 MAX_ROWS = 64
-"""Rows of logits handled in one piece: they are as wide as the vocabulary."""
+"""Maximum number of rows of logits processed at once, to limit temporary memory."""
 
 
 class PathLogprobs(NamedTuple):
-    """Natural logarithms in [LOWEST_LOGPROB, 0] for the tokens of one row of a round."""
+    """Natural log-probabilities in [LOWEST_LOGPROB, 0] of a session's tokens in one round."""
 
     values: NDArray[np.float32]
-    """[n, 1 + K]: the token's own, then the most probable first."""
+    """Log-probs [n, 1 + K]: of the emitted token, then of the K most probable ids, best first."""
     top_ids: NDArray[np.int32]
-    """[n, K]: whose the others are."""
+    """The K most probable ids [n, K], in the order of `values[:, 1:]`."""
 
     def first_tokens(self, count: int) -> PathLogprobs:
-        """Those of the first `count` tokens."""
+        """Return the log-probabilities of the first `count` tokens."""
         return PathLogprobs(self.values[:count], self.top_ids[:count])
 
 
@@ -41,29 +41,29 @@ class LogprobPath(NamedTuple):
     """Rows at which a session chose its tokens in a round, and the logprobs requested for them."""
 
     rows: Sequence[int]
-    """Of the logits, one for each token."""
+    """Row of the logits for each token."""
     tokens: Sequence[int]
     top: int
-    """K; at most V are given."""
+    """Number of most probable ids requested per token. At most V are returned."""
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Logarithms of the softmax of logits float32 [n, V] for tokens int64 [n].
+    """Return the log-softmax of logits, float32 [n, V], at tokens, int64 [n].
 
-    Returns values float32 [n, 1 + K] and ids int32 [n, K] as `PathLogprobs` has them, K at most
-    `top` and V. NaN counts as nought, as everywhere. Never waits for the device.
+    Returns values, float32 [n, 1 + K], and ids, int32 [n, K], as in `PathLogprobs`, with
+    K = min(top, V). A NaN logit counts as probability 0. Never waits for the device.
     """
     tamed = logits.float().nan_to_num(nan=-math.inf, posinf=MAX_LOGIT, neginf=-math.inf)
     best = tamed.topk(min(top, logits.shape[1]), dim=-1)
     own = tamed.gather(1, tokens[:, None])
     values = torch.cat((own, best.values), dim=1) - tamed.logsumexp(dim=-1, keepdim=True)
-    # A row without any finite logit has NaN for a sum.
+    # The logsumexp of a row without a finite logit is NaN.
     values = values.nan_to_num(nan=LOWEST_LOGPROB, neginf=LOWEST_LOGPROB)
     return values.clamp(LOWEST_LOGPROB, 0.0), best.indices.int()
 
 
 def path_logprobs(logits: Tensor, paths: Sequence[LogprobPath]) -> list[PathLogprobs]:
-    """What is asked of each of `paths`, from logits float32 [L, V] as the target gave them."""
+    """Return the logprobs requested by each path, from the target's raw logits float32 [L, V]."""
     if not paths:
         return []
     rows = torch.tensor([row for path in paths for row in path.rows], device=logits.device)
@@ -79,8 +79,8 @@ def path_logprobs(logits: Tensor, paths: Sequence[LogprobPath]) -> list[PathLogp
 def split_paths(
     values: NDArray[np.float32], top_ids: NDArray[np.int32], paths: Sequence[tuple[int, int]]
 ) -> list[PathLogprobs]:
-    """Rows of several paths, one after the other, as a piece for each; `paths`: each one's tokens
-    and how many ids it asks for, of those that are there."""
+    """Split values and ids of concatenated paths into one `PathLogprobs` per path. `paths` holds
+    the number of tokens and the requested number of ids of each path."""
     found: list[PathLogprobs] = []
     first = 0
     for count, top in paths:

@@ -41,14 +41,14 @@ class SingleRowMethod(StrEnum):
     """Product that multiplies a single row."""
 
     PADDED = "padded"
-    """Packed, padded to as many rows as the packed product likes."""
+    """Packed product, padded to `outrider.engine.linear.MIN_ROWS` rows."""
     PACKED = "packed"
     PLAIN = "plain"
-    """Over a plain copy of the weight, kept beside the packed one."""
+    """Product with a plain copy of the weight, kept in addition to the packed weight."""
 
 
 class Processor(NamedTuple):
-    """Kind of processor, as far as products differ between processors."""
+    """Processor properties on which the choice of the product depends."""
 
     vendor: str
     """Vendor as /proc/cpuinfo names it, such as "GenuineIntel"; empty if unknown."""
@@ -73,7 +73,7 @@ def this_processor() -> Processor:
 
 
 def parse_cpuinfo(text: str) -> Processor:
-    """Read the kind of processor from the text of /proc/cpuinfo, of which the first core counts."""
+    """Read the kind of processor from the first core in the text of /proc/cpuinfo."""
     facts: dict[str, str] = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -86,8 +86,8 @@ def choose_single(
 ) -> SingleRowMethod:
     """Choose the product for single rows of a weight of `shape` [out, in].
 
-    `keep_plain` allows a plain copy beside the packed weight. Rows of bfloat16 are always padded:
-    another order of summation would flip many near ties there.
+    `keep_plain` allows a plain copy in addition to the packed weight. bfloat16 rows are always
+    padded, because another order of summation would change many near ties.
     """
     num_bytes = shape[0] * shape[1] * dtype.itemsize
     if dtype != torch.float32 or num_bytes < MIN_CHOICE_BYTES or processor != _INTEL_AVX512:
@@ -96,7 +96,7 @@ def choose_single(
 
 
 def record_choice(shape: tuple[int, int], dtype: torch.dtype, choice: SingleRowMethod) -> None:
-    """Note the choice for a weight of `shape`, for `measured_choices`."""
+    """Record the choice for a weight of `shape`, for `measured_choices`."""
     _chosen[f"{shape[0]}x{shape[1]} {str(dtype).removeprefix('torch.')}"] = str(choice)
 
 
@@ -139,8 +139,11 @@ def _seconds(products: list[Product], x: Tensor) -> list[float]:
 
 @functools.cache
 def fastest_threads(most: int) -> int:
-    """How many threads of 1, 2, 4 .. `most` read weights fastest; `most` unless another is clearly
-    faster (a container with fewer CPUs than it sees, cores that share their bandwidth)."""
+    """Measure and return the fastest number of threads among 1, 2, 4, .. and `most`.
+
+    Fewer threads are chosen only if clearly faster (`STRICT_TIME_SHARE`), as in a container with
+    fewer CPUs than it sees or on cores that share memory bandwidth.
+    """
     counts = sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}, reverse=True)
     before = torch.get_num_threads()
     weight = torch.full((SAMPLE_BYTES >> 12, 1024), 0.5)
@@ -164,8 +167,8 @@ def fastest_threads(most: int) -> int:
 
 
 def set_compute_threads(wanted: int, device: str) -> None:
-    """Set torch's compute threads: `wanted`, or where that is 0 and models compute on the CPU, as
-    many as were measured to be fastest."""
+    """Set torch's number of compute threads to `wanted`. If `wanted` is 0 and the device is a CPU,
+    set it to the measured `fastest_threads`."""
     if wanted:
         torch.set_num_threads(wanted)
     elif torch.device(device).type == "cpu":

@@ -1,7 +1,8 @@
 """PyTorch implementation of `outrider.spec.noise`, and Gumbel-perturbed argmax and top-k.
 
-int64 stands for a 64-bit word: addition and multiplication wrap around as uint64 does, and a
-logical right shift is an arithmetic one with the sign bits masked off. The bits equal numpy's.
+int64 tensors hold unsigned 64-bit words: addition and multiplication wrap around as in uint64, and
+a logical right shift is an arithmetic shift with the sign bits masked off. All bits equal those of
+the numpy implementation.
 
 Shape suffixes: A rows, V ids (columns), C candidates.
 """
@@ -24,7 +25,8 @@ from outrider.spec.noise import gumbel_from_bits as gumbel_from_words
 from outrider.spec.noise import noise_keys as numpy_noise_keys
 
 BATCHED_COLUMNS = 1024
-"""Above this many columns the CPU works row by row: a row's noise then stays in its cache."""
+"""Maximum number of columns of batched rows on a CPU. Wider rows are processed one by one, so that
+a row's noise stays in the cache."""
 
 
 def _signed(word: int) -> int:
@@ -49,40 +51,40 @@ def mix64_(x: Tensor) -> Tensor:
 
 
 def extend_digests(digests: Tensor, token_ids: Tensor) -> Tensor:
-    """One step of the digest chain for many prefixes: int64 words [B], int64 ids [B] -> [B]."""
+    """Extend the digests of B prefixes, int64 words [B], by one token id each, int64 [B]."""
     return mix64_(digests ^ mix64_(token_ids + _TOKEN_OFFSET))
 
 
 def noise_keys(
     stream_keys: Sequence[int], positions: Sequence[int], device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Keys of rows, int64 words [A], computed on the host."""
+    """Return the noise key of each row, int64 words [A], computed on the host."""
     keys = numpy_noise_keys(list(stream_keys), list(positions))
     return torch.from_numpy(keys.view("int64")).to(device)
 
 
 def noise_bits(keys: Tensor, ids: Tensor) -> Tensor:
-    """Noise bits as int64 words, by broadcasting keys with ids (>= SHARED_ACCEPTANCE_ID)."""
+    """Return the noise bits, int64 words, of keys broadcast with ids (>= SHARED_DRAW_ID)."""
     return mix64_(keys + (ids + 1) * _GOLDEN)
 
 
 def uniform_from_bits(bits: Tensor) -> Tensor:
-    """Uniform variates in (0, 1), float64; bit for bit numpy's."""
+    """Return uniform variates in (0, 1), float64, bitwise equal to those of numpy."""
     mantissas = (bits >> 12).bitwise_and_((1 << 52) - 1)
     return mantissas.to(torch.float64).add_(0.5).mul_(2.0**-52)
 
 
 def gumbel_from_bits(bits: Tensor) -> Tensor:
-    """Gumbel(0, 1) variates, float64, all finite."""
+    """Return finite Gumbel(0, 1) variates, float64."""
     return uniform_from_bits(bits).log_().neg_().log_().neg_()
 
 
 def perturbed_argmax(scores_AV: Tensor, keys_A: Tensor, ids_V: Tensor | None = None) -> Tensor:
-    """Column of the largest `score + Gumbel(key, id)` of every row, int64 [A], first of equals.
+    """Return the column of the largest `score + Gumbel(key, id)` of each row, int64 [A].
 
-    scores: float32 log-probs up to a constant, -inf for excluded columns (not all), no NaN.
-    ids: int64 id of every column if it is not its index. The result of a row depends on that row
-    only.
+    The first column wins among equal ones. scores [A, V] are float32 log-probs up to a constant,
+    without NaN; excluded columns are -inf, but not all columns of a row. ids [V] are the int64 ids
+    of the columns, by default their indices. The result of a row depends on that row only.
     """
     return perturbed_topk(scores_AV, keys_A, 1, ids_V)[1][:, 0]
 
@@ -90,10 +92,10 @@ def perturbed_argmax(scores_AV: Tensor, keys_A: Tensor, ids_V: Tensor | None = N
 def perturbed_topk(
     scores_AV: Tensor, keys_A: Tensor, k: int, ids_V: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The k largest `score + Gumbel(key, id)` of every row, best first.
+    """Return the k largest `score + Gumbel(key, id)` of each row, largest first.
 
-    Returns (perturbed scores float64 [A, k], columns int64 [A, k]); where a row has fewer than k
-    finite scores, the rest is (-inf, -1). Arguments as for `perturbed_argmax`.
+    Returns perturbed scores, float64 [A, k], and columns, int64 [A, k]. If a row has fewer than k
+    finite scores, the remaining entries are -inf and -1. Arguments as for `perturbed_argmax`.
     """
     if scores_AV.device.type == "cpu" and scores_AV.shape[1] > BATCHED_COLUMNS:
         values, chosen = _topk_row_by_row(scores_AV, keys_A, k, ids_V)
@@ -109,7 +111,7 @@ def _topk_batched(
     ids = torch.arange(columns, device=scores_AV.device) if ids_V is None else ids_V
     perturbed = gumbel_from_bits(noise_bits(keys_A[:, None], ids[None, :])).add_(scores_AV)
     if k == 1:
-        best = perturbed.argmax(dim=-1, keepdim=True)  # the first of equals, unlike max
+        best = perturbed.argmax(dim=-1, keepdim=True)  # unlike max, the first of equal values
         return perturbed.gather(1, best), best
     values, chosen = perturbed.sort(dim=-1, descending=True, stable=True)
     missing = max(k - columns, 0)
@@ -120,10 +122,10 @@ def _topk_batched(
 def _topk_row_by_row(
     scores_AV: Tensor, keys_A: Tensor, k: int, ids_V: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The CPU's path for wide rows: numpy in buffers that stay in the cache.
+    """Implement `perturbed_topk` for wide rows on a CPU, with numpy buffers that fit the cache.
 
-    Rows with equal keys (the frontier of a tree) that follow each other share their noise; rows
-    that top-k or top-p left with few ids draw noise for these only.
+    Consecutive rows with equal keys (nodes of one tree level) share their noise. For rows with few
+    finite scores (after top-k or top-p), noise is drawn for these columns only.
     """
     columns = scores_AV.shape[1]
     counters = _counters(columns) if ids_V is None else _counters_of(ids_V.numpy())
@@ -149,7 +151,7 @@ def _topk_row_by_row(
 
 
 def _best(perturbed: NDArray[np.float64], k: int) -> NDArray[np.int64]:
-    """Indices of the k largest, largest first; fewer if there are not so many."""
+    """Return the indices of the k largest values, or of all if there are fewer, largest first."""
     if k == 1 and len(perturbed):
         return np.array([perturbed.argmax()])
     return torch.from_numpy(perturbed).topk(min(k, len(perturbed))).indices.numpy()
@@ -172,7 +174,7 @@ class _Buffers(NamedTuple):
 
 
 class _Scratch(threading.local):
-    """Buffers of this thread: fresh ones of this size would be paged in at every call."""
+    """Holds reusable buffers per thread, because new buffers cause page faults at every call."""
 
     def __init__(self) -> None:
         self._held: dict[int, _Buffers] = {}
@@ -190,7 +192,7 @@ _scratch = _Scratch()
 
 
 def _fill_gumbels(key: np.uint64, counters: NDArray[np.uint64], scratch: _Buffers) -> None:
-    """`spec.noise.gumbel` of one key without an allocation, into scratch.gumbels."""
+    """Write the Gumbel noise of one key to scratch.gumbels, without allocating memory."""
     words, shifted, gumbels = scratch.words, scratch.shifted, scratch.gumbels
     np.add(counters, key, out=words)
     for shift, multiplier in ((30, MULTIPLIER_A), (27, MULTIPLIER_B)):

@@ -7,8 +7,8 @@ K: after any number of rejections the residual is
     p'(i) = outside * p(i)     for all other ids
 
 and its normaliser needs p on K only: outside * (1 - p(K)) + sum(inside). The whole vocabulary
-is touched once, when the last token is drawn, and then log(inside / outside) replaces log p on K.
-With |K| ids this is max(p - q, 0) of the textbook rule without a pass over the vocabulary.
+is read once, when the last token is drawn; log(inside / outside) then replaces log p on K. The
+result equals the standard residual max(p - q, 0), without a pass over the vocabulary per rejection.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ResidualSampler:
     def __init__(
         self, logprobs_V: Tensor, ids: NDArray[np.int32], counts: NDArray[np.uint16]
     ) -> None:
-        """logprobs [V]: log target_probs; ids, counts: the node's draft distribution (possibly
-        empty)."""
+        """Take the log target_probs, [V], and the node's draft distribution as sorted ids and their
+        counts, which may be empty."""
         self._logprobs_V = logprobs_V
         self._ids = ids
         self._counts = counts
@@ -36,16 +36,17 @@ class ResidualSampler:
     def try_children(
         self, candidates: list[ChildNode], probs: list[float], coins: list[float]
     ) -> tuple[ChildNode | None, tuple[NDArray[np.int64], NDArray[np.float64]] | None]:
-        """The child that stands, or the residual as (ids, log-probs up to the constant of p).
+        """Return (accepted child, None), or (None, residual) if all children are rejected.
 
-        probs: target_probs of the candidates; random draws: one a candidate. (None, None) means
-        that nothing was rejected, or that nothing is left: sample p itself.
+        The residual is (ids, log-probs), up to the same constant as p. `probs` holds the
+        target_probs of the candidates, and `coins` one random draw per candidate. (None, None)
+        means that p itself must be sampled: no child was tested or the residual is empty.
         """
         rejected = False
         for candidate, prob, coin in zip(candidates, probs, coins, strict=False):
             place = int(self._ids.searchsorted(candidate[1]))
             if place == len(self._ids) or self._ids[place] != candidate[1]:
-                continue  # not drawn from this distribution: it proves nothing about p
+                continue  # not drawn from the draft distribution, so it cannot be tested
             if not rejected:
                 total = int(self._counts.sum(dtype=np.int64))
                 if coin * int(self._counts[place]) < prob * total:
@@ -72,7 +73,8 @@ class ResidualSampler:
         self._draft = self._counts / total
 
     def _reject(self, place: int) -> bool:
-        """p <- max(p - q, 0) and q <- q without `place`, normalised; False if nothing is left."""
+        """Set p to max(p - q, 0) and remove the id at `place` from q, both normalised. Return False
+        if the residual is empty."""
         inside = np.maximum(self._inside - self._draft, 0.0)
         mass = self._outside * self._rest + float(inside.sum())
         if mass <= 0.0:

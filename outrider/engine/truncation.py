@@ -9,8 +9,7 @@ no order. Against exact probabilities the mass of a set is off by one part in 10
     need    = max(floor(float64(sum of all masses) * top_p), 1)
     edge    = the smallest score s with (mass of all scores above s) < need
 
-All scores at or above the edge are kept, ties included. Shape suffixes: R rows, V columns, C kept
-ones.
+All scores at or above the edge are kept, ties included. Shape suffixes: R rows, V columns.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from torch import Tensor
 STEP_BITS: Final = 16
 STEPS_PER_NAT: Final = float(np.float32(2**STEP_BITS / math.log(2.0)))
 MAX_DISTANCE: Final = 64.0
-"""Distances in nats beyond this one count as it: the mass is 0 from 30 on."""
+"""Maximum distance from the peak in nats; larger distances are clipped. The mass is 0 from 30 nats
+on."""
 EXP2_POLYNOMIAL: Final = (
     8796092540511,
     -6096952079359,
@@ -36,15 +36,16 @@ EXP2_POLYNOMIAL: Final = (
     81019718246,
     -8334770009,
 )
-"""2^43 * 2^-f as a polynomial of f in [0, 1), constant first; off by one part in 10^7."""
+"""2^43 * 2^-f as a polynomial of f in [0, 1), constant term first. Its
+relative error is at most 10^-7."""
 MAX_COLUMNS: Final = 2**19
-"""Of masses of 2^43 at most: a row cannot overflow an int64."""
+"""Maximum number of columns: the sum of this many masses of 2^43 fits into an int64."""
 _FARTHEST: Final = np.float32(MAX_DISTANCE)
 _STEPS_PER_NAT: Final = np.float32(STEPS_PER_NAT)
 
 
 def probability_masses(distances: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Mass of ids that score `distances` (>= 0, not NaN) below the peak."""
+    """Return the masses of ids whose scores lie `distances` nats (>= 0, not NaN) below the peak."""
     steps = (np.minimum(distances, _FARTHEST) * _STEPS_PER_NAT).astype(np.int32)
     octaves = np.minimum(steps >> STEP_BITS, 62)
     mass: NDArray[np.int64] = np.take(_octave(), steps & (2**STEP_BITS - 1)) >> octaves
@@ -53,7 +54,7 @@ def probability_masses(distances: NDArray[np.float32]) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=1)
 def _octave() -> NDArray[np.int64]:
-    """Masses of the steps of one octave, [65536]."""
+    """Return the masses of the 65536 steps of the first octave below the peak."""
     fractions = np.arange(2**STEP_BITS, dtype=np.int64)
     mass = np.full_like(fractions, EXP2_POLYNOMIAL[-1])
     for coefficient in EXP2_POLYNOMIAL[-2::-1]:
@@ -62,17 +63,18 @@ def _octave() -> NDArray[np.int64]:
 
 
 def min_p_floor(min_p: float) -> float:
-    """What min-p adds to the peak's score to get the lowest score kept; -inf if it is off."""
+    """Return log(min_p), the lowest kept score relative to the peak, or -inf if min_p is 0."""
     return math.log(min_p) if min_p > 0.0 else -math.inf
 
 
 def probability_thresholds(
     scores_RV: Tensor, top_ks: list[int], top_ps: list[float], floors: list[float]
 ) -> Tensor:
-    """The lowest score that each row keeps, float32 [R].
+    """Return the lowest score that each row keeps, float32 [R].
 
-    scores: float32, no NaN nor +inf, one finite entry a row at least. top_k 0, top_p 1 and floor
-    -inf (`min_p_floor`) are off. top-p looks at what top-k left.
+    scores is float32 [R, V] without NaN or +inf and with at least one finite entry per row.
+    top_k 0, top_p 1 and floor -inf (see `min_p_floor`) disable a criterion. top-p applies to the
+    scores that top-k has kept.
     """
     peaks = scores_RV.amax(dim=-1)
     lowest = peaks + torch.tensor(floors, dtype=torch.float32, device=peaks.device)

@@ -8,15 +8,15 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Final
 
 NUM_THREADS: Final = 4
-"""Threads that copy: one alone waits for the pages of the file more than it copies."""
+"""Number of copy threads. A single thread would mostly wait for pages of the file."""
 
 
 class WeightCopies:
-    """The copies that fill the weights of a model.
+    """Runs the copies that fill the weights of a model in background threads.
 
-    They are added while the model is built, run by `NUM_THREADS` threads from `start` on, and over
-    when `wait` has returned. The threads only read files and write the weights: kernels compile
-    and graphs are captured meanwhile, but nothing that reads a weight may run.
+    The model loader adds copies while it builds the model. `start` runs them in `NUM_THREADS`
+    threads, and `wait` returns when all are done. Until then kernels may be compiled and graphs
+    captured, but no code may read a weight.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class WeightCopies:
         self._copies.append(copy)
 
     def start(self) -> None:
-        """Begin to copy."""
+        """Start the copies in background threads."""
         self._began = self._ended = time.monotonic()
         threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weights")
         self._futures = [threads.submit(self._run, copy) for copy in self._copies]
@@ -37,14 +37,14 @@ class WeightCopies:
         threads.shutdown(wait=False)
 
     def check(self) -> None:
-        """Raise the error of a copy that has failed, without waiting for the others to end."""
+        """Raise the error of a failed copy, if there is one. Do not wait if none has failed."""
         done = [future for future in self._futures if future.done() and not future.cancelled()]
         if any(future.exception() for future in done):
             self.wait()
 
     def wait(self) -> None:
-        """Wait for all copies. Raises the error of the first one that failed, once none runs any
-        more."""
+        """Wait for all copies. If a copy fails, cancel the copies that have not started, wait for
+        those that run, and raise the error."""
         wait(self._futures, return_when=FIRST_EXCEPTION)
         for future in self._futures:
             future.cancel()
@@ -55,7 +55,7 @@ class WeightCopies:
 
     @property
     def seconds(self) -> float:
-        """Time from the start to the end of the last copy so far, in seconds."""
+        """Time from `start` to the end of the last finished copy, in seconds."""
         return self._ended - self._began
 
     def _run(self, copy: Callable[[], object]) -> None:

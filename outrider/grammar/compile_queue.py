@@ -16,26 +16,30 @@ from outrider.spec.structured_output import StructuredOutput
 
 ResultT = TypeVar("ResultT")
 CompileCall: TypeAlias = Callable[[StructuredOutput, Cancellation], ResultT]
-"""Compiles a grammar on the thread that calls it, until it is cancelled."""
+"""Compiles a grammar on the calling thread until it is done or cancelled."""
 
 MAX_WAITING: Final = 64
-"""Grammars that may wait or be compiled, however many requests wait for each."""
+"""Maximum number of grammars that wait or are compiled, regardless of the number of requests for
+each."""
 RETRY_S: Final = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class _Compiling(Generic[ResultT]):
-    """A grammar that is being compiled, or waits for its turn."""
+    """A grammar that is being compiled or waits to be compiled."""
 
     structured: StructuredOutput
     done: asyncio.Future[ResultT]
     cancellation: Cancellation
     waiting: int = 0
-    """Requests that wait for it."""
+    """Number of requests that wait for this grammar."""
 
 
 class CompileQueue(Generic[ResultT]):
-    """Calls `compile_grammar` on threads, once for each grammar; asyncio thread only."""
+    """Calls `compile_grammar` on threads, once for each grammar.
+
+    Use from the asyncio thread only.
+    """
 
     def __init__(self, compile_grammar: CompileCall[ResultT], *, threads: int) -> None:
         self._compile = compile_grammar
@@ -43,9 +47,10 @@ class CompileQueue(Generic[ResultT]):
         self._compiling: dict[StructuredOutput, _Compiling[ResultT]] = {}
 
     async def compile(self, structured: StructuredOutput, *, tenant: str = "") -> ResultT:
-        """The result for a grammar. Its compiling is cancelled once all its callers are.
+        """Return the result of compiling a grammar.
 
-        Raises what `compile_grammar` raises, and ResourceExhaustedError while too many wait.
+        The compilation is cancelled once all callers that wait for it are cancelled. Raises what
+        `compile_grammar` raises, and ResourceExhaustedError if too many grammars wait.
         """
         compiling = self._compiling.get(structured) or self._begin(structured, tenant)
         compiling.waiting += 1
@@ -71,15 +76,17 @@ class CompileQueue(Generic[ResultT]):
         return begun
 
     def _abandon(self, compiling: _Compiling[ResultT]) -> None:
-        """End what nobody waits for."""
+        """End a compilation that no request waits for."""
         compiling.cancellation.cancel()
         compiling.done.cancel()
 
 
 class TwoStageCompileQueue(CompileQueue[ResultT]):
-    """Compile queue for grammars of mutually unknown clients: each grammar first gets a short try,
-    and those that do not compile in it wait in a slow queue, which leaves a worker to others' first
-    tries."""
+    """Compile queue for grammars of clients that do not trust each other.
+
+    Each grammar first gets a short try. Grammars that need longer wait in a slow queue, which
+    always leaves one of several workers to first tries.
+    """
 
     def __init__(
         self,
@@ -88,8 +95,10 @@ class TwoStageCompileQueue(CompileQueue[ResultT]):
         *,
         threads: int,
     ) -> None:
-        """`first_try`: raises FirstTryEndedError for what is to be compiled by
-        `compile_grammar`."""
+        """Create a queue.
+
+        `first_try` raises FirstTryEndedError for grammars that `compile_grammar` must compile.
+        """
         super().__init__(compile_grammar, threads=threads)
         self._first_try = first_try
         self._scheduler = CompileScheduler[_Compiling[ResultT]](threads)
@@ -108,7 +117,7 @@ class TwoStageCompileQueue(CompileQueue[ResultT]):
         self._scheduler.discard(compiling)
 
     def _start(self) -> None:
-        """Give the free threads what is to be compiled next."""
+        """Start the next compilations on the free threads."""
         loop = asyncio.get_running_loop()
         while (turn := self._scheduler.take()) is not None:
             compiling = turn.item
@@ -121,7 +130,7 @@ class TwoStageCompileQueue(CompileQueue[ResultT]):
     def _finish(
         self, turn: CompileTask[_Compiling[ResultT]], ended: asyncio.Future[ResultT]
     ) -> None:
-        """Pass on how a call on a thread has ended, and begin the next."""
+        """Deliver the result or error of a call on a thread, and start the next compilations."""
         self._scheduler.finish(turn)
         compiling, done = turn.item, turn.item.done
         if ended.cancelled():
@@ -144,7 +153,7 @@ class TwoStageCompileQueue(CompileQueue[ResultT]):
 def _call(
     compile_grammar: CompileCall[ResultT], structured: StructuredOutput, cancellation: Cancellation
 ) -> ResultT:
-    """On a thread."""
+    """Compile a grammar on a worker thread."""
     if cancellation.is_cancelled:
         raise CancelledRequestError("nobody waits for this grammar any more")
     return compile_grammar(structured, cancellation)

@@ -9,9 +9,9 @@ from typing import Final, Generic, TypeVar
 ItemT = TypeVar("ItemT")
 
 MAX_WAITING_FIRST: Final = 64
-"""Grammars that may wait for their first try."""
+"""Maximum number of grammars that wait for their first try."""
 MAX_WAITING_SLOW: Final = 16
-"""Grammars that may wait to be compiled with the full limits."""
+"""Maximum number of grammars that wait to be compiled with the full limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,26 +20,32 @@ class CompileTask(Generic[ItemT]):
 
     item: ItemT
     is_slow: bool
-    """Whether it is a compile with the full limits, and not a first try."""
+    """Whether the task is a compile with the full limits instead of a first try."""
 
 
 class CompileScheduler(Generic[ItemT]):
-    """Chooses the next grammar to compile; pure. At least one of several workers is always left to
-    first tries, in which tenants take turns; a single worker serves both queues in turn."""
+    """Chooses the next grammar to compile; pure.
+
+    At least one of several workers is always left to first tries, in which tenants take turns. A
+    single worker alternates between first tries and full compiles.
+    """
 
     def __init__(self, workers: int) -> None:
         self._workers, self._max_slow = workers, max(1, workers - 1)
         self._first: OrderedDict[str, deque[ItemT]] = OrderedDict()
-        """Waiting first tries by tenant, the tenant whose turn is next first; none is empty."""
+        """Waiting first tries by tenant, in the order of the tenants' turns; no queue is empty."""
         self._slow: deque[ItemT] = deque()
         self._running = self._running_slow = 0
         self._was_slow = False
-        """Whether the latest turn was of the slow lane."""
+        """Whether the latest task was a full compile."""
 
     def add_first_try(self, item: ItemT, tenant: str) -> ItemT | None:
-        """Have an item wait for its first try. Returns the item that makes way for it, None if
-        there is room: the one that has waited longest of the tenant that has most waiting. A client
-        whose many grammars fill the lane so refuses neither others nor its own later ones."""
+        """Add an item to the first tries.
+
+        If the queue is full, the item that has waited longest, of the tenant with the most waiting
+        items, is removed and returned; otherwise returns None. So a client that sends many grammars
+        displaces only its own.
+        """
         self._first.setdefault(tenant, deque()).append(item)
         if sum(map(len, self._first.values())) <= MAX_WAITING_FIRST:
             return None
@@ -47,14 +53,14 @@ class CompileScheduler(Generic[ItemT]):
         return self._pop(busiest)
 
     def add_full_compile(self, item: ItemT) -> bool:
-        """Have an item wait for a compile with the full limits; False: too many wait."""
+        """Add an item to the full compiles. Returns False if too many items wait."""
         if len(self._slow) >= MAX_WAITING_SLOW:
             return False
         self._slow.append(item)
         return True
 
     def discard(self, item: ItemT) -> None:
-        """Let an item wait no longer, if it does."""
+        """Remove an item if it is waiting."""
         if item in self._slow:
             self._slow.remove(item)
         for tenant, items in self._first.items():
@@ -65,7 +71,8 @@ class CompileScheduler(Generic[ItemT]):
                 return
 
     def take(self) -> CompileTask[ItemT] | None:
-        """What a free worker begins now; None: no worker is free, or nothing may begin."""
+        """Return the next task of a free worker, or None if no worker is free or no task may
+        start."""
         if self._running >= self._workers:
             return None
         may_be_slow = bool(self._slow) and self._running_slow < self._max_slow
@@ -83,12 +90,13 @@ class CompileScheduler(Generic[ItemT]):
         return turn
 
     def finish(self, turn: CompileTask[ItemT]) -> None:
-        """Note that a worker is free again."""
+        """Record that the worker of a task is free again."""
         self._running -= 1
         self._running_slow -= turn.is_slow
 
     def _pop(self, tenant: str) -> ItemT:
-        """The item of a tenant that has waited longest; the tenant's next turn comes last."""
+        """Remove and return a tenant's longest-waiting item, and move the tenant to the end of the
+        turns."""
         items = self._first[tenant]
         item = items.popleft()
         if items:

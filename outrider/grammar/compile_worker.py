@@ -103,7 +103,8 @@ def _run_child(
 
 
 def _answer(structured: StructuredOutput, tokenizer: LLTokenizer | OutriderError) -> dict[str, Any]:
-    """What the other end is told: the memory that a grammar takes, or why it is refused."""
+    """Return the answer to the other end: the memory that the grammar takes, or why it is
+    refused."""
     if isinstance(tokenizer, OutriderError):
         return {"unsupported": tokenizer.message}
     before = _memory_pages()[1]
@@ -134,7 +135,7 @@ def _limit_memory(memory_bytes: int) -> None:
 
 
 def _memory_pages() -> tuple[int, int]:
-    """Pages of address space and of memory of this process."""
+    """Return the address space and the resident memory of this process, in pages."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             address_space, memory = file.read().split()[:2]

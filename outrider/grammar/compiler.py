@@ -41,22 +41,23 @@ from outrider.spec.structured_output import StructuredOutput
 logger = logging.getLogger(__name__)
 
 MAX_CACHED_OUTCOMES: Final = 1024
-"""Verdicts on grammars that are kept."""
+"""Maximum number of outcomes (verdicts on grammars) that are cached."""
 RETRY_AFTER_DEATH_S: Final = 30.0
-"""How long a grammar stays refused whose compile process ran out of time or died: the next time
-the machine may be less busy."""
+"""Seconds for which a grammar stays refused after its compile process timed out or died. Later the
+machine may be less busy."""
 START_TIMEOUT_S: Final = 60.0
-"""Longest start of a compile process, which reads the tokenizer first."""
+"""Maximum time, in seconds, for starting a compile process, which first reads the tokenizer."""
 MAX_BEGIN_S: Final = 5.0
-"""Seconds within which a compile process that has started must begin a grammar; one that does not
-is stopped or hung, and is killed."""
+"""Seconds within which a running compile process must begin a grammar. A process that does not is
+stopped or hangs, and is killed."""
 REPLY_GRACE_S: Final = 1.0
-"""Seconds beyond the time limit after which a process that says nothing is given up."""
+"""Seconds beyond the time limit after which a process without an answer is considered dead."""
 _WORKER: Final = "outrider.grammar.compile_worker"
 _MIN_TIMED_OUT: Final = 0.9
-"""Part of the time limit from which on the end of a process counts as its running out of time."""
+"""Share of the time limit after which the end of a process counts as a timeout."""
 _MAX_STARTS: Final = 2
-"""Compile processes that are tried for one grammar, if they die or hang before they get to it."""
+"""Maximum number of compile processes that are started for one grammar if they die or hang before
+they begin to compile the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +65,16 @@ class CompileOutcome:
     """Result of a grammar's test compile."""
 
     error: OutriderError | None
-    """Why it is refused; None: it can be used."""
+    """Error for which the grammar is refused; None if the grammar can be used."""
     memory_bytes: int = 0
-    """Memory that the compiled grammar takes, as far as that was seen."""
+    """Memory of the compiled grammar in bytes, as far as it could be measured."""
     expires_at: float = float("inf")
-    """When it is to be tried out again, on the clock of `time.monotonic`."""
+    """Time of `time.monotonic` at which this outcome expires and the grammar is tried again."""
 
 
 class FirstTryEndedError(Exception):
-    """The first try of a grammar took too long or died, which says nothing about the grammar."""
+    """The first try of a grammar timed out or died, which does not mean that the grammar is
+    invalid."""
 
 
 class Cancellation:
@@ -84,15 +86,17 @@ class Cancellation:
         self.is_cancelled = False
 
     def cancel(self) -> None:
-        """End the process that compiles, or do not let it begin; idempotent."""
+        """End the compilation that is running, or prevent its start; idempotent."""
         with self._lock:
             self.is_cancelled = True
             if self._connection is not None:
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     def watch(self, connection: socket.socket | None) -> None:
-        """From now on `cancel` ends what this socket leads to; None: nothing. Raises
-        CancelledRequestError if it was cancelled before."""
+        """Set the socket of the compilation that `cancel` ends; None if none is running.
+
+        Raises CancelledRequestError if `cancel` was called before.
+        """
         with self._lock:
             self._connection = connection
             if self.is_cancelled and connection is not None:
@@ -101,7 +105,10 @@ class Cancellation:
 
 
 class GrammarCompiler:
-    """Test-compiles grammars for one tokenizer. Thread-safe; as many at once as threads call it."""
+    """Test-compiles grammars for one tokenizer.
+
+    Thread-safe: each calling thread compiles one grammar at a time.
+    """
 
     def __init__(
         self,
@@ -111,8 +118,11 @@ class GrammarCompiler:
         limits: CompileLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tokenizer_json`: the content of a tokenizer.json. The process is started by
-        the first grammar: most fleets never see one."""
+        """Create a compiler.
+
+        `tokenizer_json` is the content of a tokenizer.json. The compile process starts with the
+        first grammar, because most fleets never receive one.
+        """
         self.limits = limits or CompileLimits()
         self._json, self._vocab_size = tokenizer_json, vocab_size
         self._clock = clock
@@ -120,27 +130,30 @@ class GrammarCompiler:
         self._server_lock = threading.Lock()
         self._verdicts: OrderedDict[bytes, CompileOutcome] = OrderedDict()
         self._lock = threading.Lock()
-        """Of `_verdicts`."""
+        """Protects `_verdicts`."""
 
     @classmethod
     def load(
         cls, tokenizer_file: Path, *, vocab_size: int, limits: CompileLimits
     ) -> GrammarCompiler | None:
-        """The compiler for a tokenizer.json; None without the file, or without the library."""
+        """Create the compiler for a tokenizer.json.
+
+        Returns None without the file or the grammar library.
+        """
         if not is_installed() or not tokenizer_file.is_file():
             return None
         text = tokenizer_file.read_text(encoding="utf-8")
         return cls(text, vocab_size=vocab_size, limits=limits)
 
     def close(self) -> None:
-        """End the compile process and all that it compiles; idempotent."""
+        """End the compile process and all compilations; idempotent."""
         with self._server_lock:
             server, self._server = self._server, None
         if server is not None:
             server.close()
 
     def find_verdict(self, structured: StructuredOutput) -> CompileOutcome | None:
-        """The verdict on a grammar that was tried out already; None: there is none."""
+        """Return the cached outcome of a grammar, or None if there is none."""
         key = _key(structured)
         with self._lock:
             found = self._verdicts.get(key)
@@ -221,8 +234,11 @@ class GrammarCompiler:
         *,
         is_first_try: bool,
     ) -> CompileOutcome | None:
-        """Have a grammar compiled over a socket to a process of its own; None: it did not begin, or
-        `server` was killed because it hangs. Raises FirstTryEndedError."""
+        """Compile a grammar in a process at the other end of a socket.
+
+        Returns None if the process did not begin, or if `server` was killed because it hangs.
+        Raises FirstTryEndedError if a first try timed out or died.
+        """
         timeout_s = self.limits.timeout_s
         if is_first_try:
             timeout_s = min(timeout_s, MAX_FIRST_TRY_WALL_S)
@@ -296,16 +312,20 @@ class GrammarCompiler:
 
 
 class _CompileServer:
-    """One compile process; it is not started again. It ends when this object is collected."""
+    """One compile process, which is never restarted.
+
+    It ends when this object is garbage-collected.
+    """
 
     def __init__(self, settings: dict[str, int], tokenizer_json: str) -> None:
         self.has_answered = False
-        """Whether it has begun a grammar: it has read the tokenizer."""
+        """Whether the process has begun a grammar, which means that it has read the tokenizer."""
         self.has_hung = False
-        """Whether it did not begin a grammar in time, and is or will be killed for that."""
+        """Whether the process did not begin a grammar in time and therefore is, or will be,
+        killed."""
         self._control, theirs = socket.socketpair()
         self._lock = threading.Lock()
-        """Of `_control`."""
+        """Protects `_control`."""
         self._process = _ServerProcess()
         weakref.finalize(self, _end_server, self._control, self._process)
         frames = [json.dumps(settings).encode(), tokenizer_json.encode()]
@@ -320,7 +340,10 @@ class _CompileServer:
         return not self._process.ended.is_set()
 
     def connect(self) -> socket.socket:
-        """A socket to a new process for one grammar. Raises OSError where there is no process."""
+        """Return a socket to a new process for one grammar.
+
+        Raises OSError if no process is running.
+        """
         ours, theirs = socket.socketpair()
         try:
             with theirs, self._lock:
@@ -333,29 +356,30 @@ class _CompileServer:
         return ours
 
     def close(self) -> None:
-        """Kill the process and all that it compiles; idempotent."""
+        """Kill the process and all its compilations; idempotent."""
         self._process.kill()
 
 
 def _end_server(control: socket.socket, process: _ServerProcess) -> None:
-    """Kill a compile process that nothing refers to any more."""
+    """Kill a compile process to which no references are left."""
     control.close()
     process.kill()
 
 
 class _ServerProcess:
-    """The system's process of a compile server, and the group of all that it forks."""
+    """Operating-system process of a compile server, and the process group of its children."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
-        """Set once it has ended, was not started, or is killed."""
+        """Set once the process has ended, could not be started, or was killed."""
         self._lock = threading.RLock()
-        """Of `_pid`. The garbage collector may call `kill` on a thread that holds it."""
+        """Protects `_pid`. Reentrant, because the garbage collector may call `kill` on a thread
+        that already holds the lock."""
         self._pid: int | None = None
-        """Its id, while it is not reaped."""
+        """Process id until the process is reaped, else None."""
 
     def run(self, control: socket.socket, frames: list[bytes]) -> None:
-        """Run the process to its end; it receives `frames` first, then serves `control`."""
+        """Run the process until it ends. It receives `frames` first, then serves `control`."""
         ours, theirs = socket.socketpair()
         try:
             with control, theirs:
@@ -388,7 +412,7 @@ class _ServerProcess:
             self.ended.set()
 
     def kill(self) -> None:
-        """Kill it and all that it forked, stopped or not; idempotent."""
+        """Kill the process and its children, even if they are stopped; idempotent."""
         self.ended.set()
         with self._lock:
             self._signal_group()

@@ -71,7 +71,7 @@ def _require(found: int, most: int, what: str) -> None:
 
 
 def regex_nesting(text: str) -> int:
-    """The largest number of groups that are open at once; classes of characters do not count."""
+    """Return the largest number of groups that are open at once, without character classes."""
     text = _CLASS.sub("", re.sub(r"\\.", "", text, flags=re.DOTALL))
     depth = most = 0
     for mark in re.findall(r"[()]", text):
@@ -121,7 +121,10 @@ def _check_schema(text: str) -> None:
 
 
 def _nesting(schema: object, depths: dict[int, int]) -> int:
-    """Levels of a JSON value; `depths` receives those of each of its arrays and objects by id."""
+    """Return the nesting levels of a JSON value.
+
+    `depths` receives the levels of each array and object, by `id`.
+    """
     stack: list[tuple[object, bool]] = [(schema, False)]
     while stack:
         value, is_done = stack.pop()
@@ -150,7 +153,8 @@ def _references(schema: object) -> Iterator[str]:
 
 
 def _target(schema: Any, name: str) -> object:
-    """The part of a schema that a reference such as `#/$defs/name` names; None: it is not found."""
+    """Return the part of a schema that a reference such as `#/$defs/name` names, or None if the
+    schema has no such part."""
     found = schema
     for part in name.removeprefix("#").split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")

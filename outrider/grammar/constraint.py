@@ -1,7 +1,8 @@
 """Token constraints of sessions: allowed-token masks at a position and along drafts.
 
-A mask is a bit set over target ids: uint32 [W], W = ceil(V / 32), id i is bit i % 32 of word
-i // 32. P paths; k draft tokens, V ids.
+A mask is a bit set over token ids of the target: uint32 [W] with W = ceil(V / 32) words for V ids.
+Id i is bit i % 32 of word i // 32. In shapes, P is the number of paths and k the number of draft
+tokens.
 """
 
 from __future__ import annotations
@@ -25,24 +26,27 @@ ALL_TOKENS = np.uint32(0xFFFFFFFF)
 
 
 def mask_words(vocab_size: int) -> int:
-    """W: words of a mask."""
+    """Return the number of 32-bit words of a mask for `vocab_size` ids."""
     return -(-vocab_size // 32)
 
 
 def mask_of(ids: Sequence[int] | NDArray[np.int64], words: int) -> Mask:
-    """The mask of these ids, uint32 [words]; it must have a bit for each."""
+    """Return the mask that allows exactly `ids`, uint32 [words].
+
+    Every id must be below 32 * `words`.
+    """
     found = np.zeros(32 * words, dtype=np.bool_)
     found[np.asarray(ids, dtype=np.int64)] = True
     return np.packbits(found, bitorder="little").view("<u4").astype(np.uint32)
 
 
 def is_allowed(mask: Mask, token: int) -> bool:
-    """Whether an id that the mask has a bit for is in it."""
+    """Return whether a mask allows a token id, which must be below 32 times the mask's words."""
     return bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
 
 def single_id(mask: Mask) -> int | None:
-    """The one id that a mask has; None if it has more, or none."""
+    """Return the only id that a mask allows, or None if it allows no id or several."""
     if np.count_nonzero(mask) != 1:
         return None
     word = int(mask.argmax())
@@ -51,7 +55,8 @@ def single_id(mask: Mask) -> int | None:
 
 
 def small_id_set(mask: Mask, most: int) -> list[int]:
-    """The ids of a mask, in order, if there are no more than `most`; else none."""
+    """Return the ids that a mask allows, ascending, or an empty list if there are more than
+    `most`."""
     words = np.flatnonzero(mask)
     if len(words) > most:
         return []
@@ -69,70 +74,87 @@ class Constraint(Protocol):
 
     @property
     def failure(self) -> str:
-        """Why the session cannot go on; empty while it can."""
+        """Reason why the session cannot continue; empty while it can."""
         ...
 
     def advance_to(self, output_ids: NDArray[np.int32]) -> None:
-        """Move on to what stands behind `output_ids`, all that was emitted so far; those that were
-        seen before are not looked at again."""
+        """Advance to the position after `output_ids`, all tokens that the session has emitted so
+        far. Tokens that an earlier call has advanced over are not processed again."""
         ...
 
     def commit_tokens(self) -> None:
-        """Let the draft tokens that were entered stand: they were emitted."""
+        """Accept the draft tokens that `push_tokens` entered, because they were emitted."""
         ...
 
     @property
     def current_mask(self) -> Mask | None:
-        """What is allowed where it is, if that was asked before; not to be changed."""
+        """Mask at the current position if it was computed before, else None.
+
+        Callers must not change it.
+        """
         ...
 
     @property
     def num_mask_words(self) -> int:
-        """W."""
+        """Number of 32-bit words of a mask (W)."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """Number of token ids (V)."""
         ...
 
     @property
     def matcher(self) -> LLMatcher | None:
-        """What is to be asked for the masks of where it is, and of what is drafted from there;
-        None: nobody."""
+        """Matcher that computes the grammar's masks at the current position and along drafts.
+
+        None if no mask has to be computed.
+        """
         ...
 
     @property
     def meter(self) -> MaskMeter | None:
-        """What its masks have cost; None: it has no matcher."""
+        """Meter of the time that the session's masks have cost; None without a matcher."""
         ...
 
     def prepare(self, output_ids: NDArray[np.int32]) -> bool:
-        """Whether what is allowed behind `output_ids`, all that was emitted so far, is known; if
-        not, it is computed in the background from now on. True for a session that has `failed`."""
+        """Return whether the mask after `output_ids`, all tokens emitted so far, is available.
+
+        If the mask is not available, its computation starts in the background. Returns True if the
+        constraint has a `failure`.
+        """
         ...
 
     def give_up(self, why: str) -> None:
-        """End the session with this reason; its matcher is not touched any more."""
+        """End the session with the reason `why`; its matcher is not used any more."""
         ...
 
     def fill_masks(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
-        """Make what `matcher` says of where it is and behind each of k draft tokens, uint32
-        [1 + k, W], what is allowed there, in place: up to behind the last token that something can
-        follow. How many tokens these are; what further rows say does not matter."""
+        """Turn the matcher's masks into the masks of this constraint, in place.
+
+        `masks`, uint32 [1 + k, W], holds the matcher's mask at the current position and after each
+        of the k draft tokens. Returns the number of leading draft tokens after which the constraint
+        can continue; rows after these are not meaningful.
+        """
         ...
 
     def push_tokens(self, tokens: Sequence[int]) -> int:
-        """Step on along draft tokens while something can follow them; how many those are."""
+        """Advance along draft tokens while the constraint can continue after them.
+
+        Returns the number of tokens entered.
+        """
         ...
 
     def pop_tokens(self, count: int) -> None:
-        """Step back so many tokens that were entered; before anything is followed, all."""
+        """Undo the last `count` draft tokens.
+
+        All draft tokens must be undone before `advance_to`.
+        """
         ...
 
     def forced_tokens(self) -> Sequence[int]:
-        """Ids that must follow one another where it is, because nothing else may; as many as are
-        known at once."""
+        """Return the ids that must follow here because no others are allowed, as far as they are
+        known."""
         ...
 
 
@@ -140,21 +162,21 @@ class PathMasks(NamedTuple):
     """Allowed-token masks along draft tokens."""
 
     masks: NDArray[np.uint32]
-    """[1 + k, W]: where the constraint is, and behind each token; anything behind those that
-    nothing can follow, or that are not legal."""
+    """Masks at the current position and after each draft token, uint32 [1 + k, W]. Rows after a
+    token that is not allowed, or after which nothing can follow, are not meaningful."""
     entered: int
-    """Tokens that something can follow, before the first one of which that is not so."""
+    """Number of leading draft tokens after which the constraint can continue."""
 
 
 MaskRequest = tuple[Constraint, Sequence[int]]
-"""Whose masks are wanted, and along which draft tokens."""
+"""A constraint and the draft tokens along which its masks are requested."""
 
 
 def masks_along_drafts(wishes: Sequence[MaskRequest]) -> list[PathMasks]:
-    """What is allowed where each constraint is and along its tokens; each constraint once.
+    """Return the masks of each constraint at its current position and along its draft tokens.
 
-    One call of the library: each gives up the interpreter lock, and to have it back takes as long
-    as another thread may keep it, which is ten times what a mask does.
+    `wishes` may hold each constraint once. The masks are computed in one call of the library: every
+    call releases the interpreter lock, and getting it back can take ten times as long as a mask.
     """
     if not wishes:
         return []
@@ -183,23 +205,24 @@ def masks_along_drafts(wishes: Sequence[MaskRequest]) -> list[PathMasks]:
 
 
 def _valid_ids(tokens: Sequence[int], vocab_size: int) -> list[int]:
-    """The tokens before the first one that is no id."""
+    """Return the tokens before the first one that is outside the vocabulary."""
     return list(itertools.takewhile(lambda token: 0 <= token < vocab_size, tokens))
 
 
 def is_slow(constraint: Constraint | None) -> bool:
-    """Whether the masks of a session take so long that rounds go on without it meanwhile."""
+    """Return whether a session's masks are so slow that rounds run without the session
+    meanwhile."""
     if constraint is None or (meter := constraint.meter) is None:
         return False
     return meter.is_slow and not constraint.failure
 
 
 _Asked = tuple[Constraint, int, list[int]]
-"""A constraint, the row of its first mask, and the draft tokens along which it is asked."""
+"""A constraint, the row of its first mask, and the draft tokens along which masks are requested."""
 
 
 def _ask_together(asked: Sequence[_Asked], masks: NDArray[np.uint32]) -> None:
-    """Have the masks of constraints written: in one call, but for those that may be expensive."""
+    """Compute the masks of constraints into `masks`, in one call except for expensive matchers."""
     joint: list[tuple[LLMatcher, int, list[int]]] = []
     meters: list[MaskMeter] = []
     jobs: list[tuple[MaskJob, _Asked]] = []
@@ -231,7 +254,7 @@ def _ask_together(asked: Sequence[_Asked], masks: NDArray[np.uint32]) -> None:
 
 
 def _ask(asked: Sequence[tuple[LLMatcher, int, list[int]]], masks: NDArray[np.uint32]) -> None:
-    """Have the masks of matchers, from these rows on, written."""
+    """Compute the masks of matchers into `masks`, each from its given row on."""
     plain = [(matcher, row) for matcher, row, tokens in asked if not tokens]
     where = (masks.ctypes.data, masks[0].nbytes, len(masks))
     if len(plain) == 1:
@@ -246,14 +269,16 @@ def _ask(asked: Sequence[tuple[LLMatcher, int, list[int]]], masks: NDArray[np.ui
 
 
 def allowed_mask(constraint: Constraint) -> Mask:
-    """What may follow where a constraint is."""
+    """Return the mask of a constraint at its current position."""
     mask: Mask = masks_along_drafts([(constraint, ())])[0].masks[0]
     return mask
 
 
 def masks_of_paths(constraint: Constraint, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
-    """uint32 [P, W]: what may follow each of these paths of draft tokens; anything behind one that
-    nothing can follow."""
+    """Return the mask after each path of draft tokens, uint32 [P, W].
+
+    The row of a path after which nothing can follow is not meaningful.
+    """
     masks = np.full((len(paths), constraint.num_mask_words), ALL_TOKENS, dtype=np.uint32)
     for mask, path in zip(masks, paths, strict=True):
         entered = constraint.push_tokens(path)
@@ -264,7 +289,7 @@ def masks_of_paths(constraint: Constraint, paths: Sequence[Sequence[int]]) -> ND
 
 
 def allowed_prefix_len(constraint: Constraint, tokens: Sequence[int]) -> int:
-    """How many of these draft tokens may follow one another."""
+    """Return how many leading draft tokens the constraint allows one after the other."""
     along = masks_along_drafts([(constraint, tokens)])[0]
     for count, token in enumerate(tokens):
         inside = count <= along.entered and 0 <= token < constraint.vocab_size

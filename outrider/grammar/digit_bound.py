@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_NUMBER_DIGITS: Final = 32
-"""Digits in a row in a JSON number: before the decimal point and behind it."""
+"""Maximum number of consecutive digits in a JSON number, before and after the decimal point
+each."""
 MAX_EXPONENT_DIGITS: Final = 3
-"""Digits in the exponent of a JSON number."""
+"""Maximum number of digits in the exponent of a JSON number."""
 _QUOTE: Final = ord('"')
 _BACKSLASH: Final = ord("\\")
 _DIGITS: Final = frozenset(b"0123456789")
@@ -31,20 +32,20 @@ class JsonPosition(NamedTuple):
 
     in_string: bool = False
     escaped: bool = False
-    """Whether a backslash comes last in a string."""
+    """Whether the text ends with a backslash inside a string."""
     digits: int = 0
-    """Digits in a row at the end, outside of strings."""
+    """Number of consecutive digits at the end of the text, outside of strings."""
     in_exponent: bool = False
     """Whether the text ends in the exponent of a number, before or behind its sign."""
 
     @property
     def digits_left(self) -> int:
-        """Digits that may follow."""
+        """Number of digits that may follow."""
         limit = MAX_EXPONENT_DIGITS if self.in_exponent else MAX_NUMBER_DIGITS
         return max(0, limit - self.digits)
 
     def advance(self, text: bytes) -> JsonPosition:
-        """The position behind a further piece of text."""
+        """Return the position after further text."""
         in_string, escaped, digits, in_exponent = self
         for byte in text:
             if in_string:
@@ -69,25 +70,29 @@ class DigitBound:
             lambda token: tokenizer.decode_bytes([token])
         )
         runs = np.zeros(32 * words, dtype=np.int64)
-        """Digits with which the text of each id begins."""
+        """Digits with which the text of each token id begins."""
         starts_with_zeros = np.zeros(32 * words, dtype=np.bool_)
         for token in range(tokenizer.vocab_size):
             text = tokenizer.decode_bytes([token])
             runs[token] = len(text) - len(text.lstrip(b"0123456789"))
             starts_with_zeros[token] = text[:1] == b"0" and not text.lstrip(b"0")[:1].isdigit()
         self._up_to = [_pack_bits(runs <= count) for count in range(MAX_EXPONENT_DIGITS)]
-        """The masks of ids whose text begins with at most 0, 1, ... digits."""
+        """Entry n is the mask of ids whose text begins with at most n digits."""
         self._not_zeros = ~_pack_bits(starts_with_zeros)
         """The mask of ids whose text does not begin with digits that are all zeros."""
 
     def advance(self, position: JsonPosition, token: int) -> JsonPosition:
-        """The position behind a further token."""
+        """Return the position after a further token."""
         return position.advance(self._text_of(token))
 
     def restrict(self, mask: NDArray[np.uint32], position: JsonPosition) -> None:
-        """Take more digits than may follow out of a mask [W], in place, unless nothing else is
-        allowed. Then zeros are taken out, unless nothing else is allowed: behind
-        them a number above an exclusive bound could never end."""
+        """Remove ids with too many digits from a mask [W], in place, unless nothing else is
+        allowed.
+
+        If the mask allows only such ids, those that begin with nothing but zeros are removed
+        instead, unless nothing else is allowed: after zeros, a number above an exclusive bound
+        could never end.
+        """
         left = position.digits_left
         if left >= len(self._up_to):
             return
@@ -99,5 +104,5 @@ class DigitBound:
 
 
 def _pack_bits(flags: NDArray[np.bool_]) -> NDArray[np.uint32]:
-    """The mask [W] of flags [32 W]."""
+    """Return the mask [W] of flags, bool [32 W]."""
     return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)

@@ -1,7 +1,7 @@
 """Allowed-token masks along the drafts of many sessions, computed together.
 
 Each session walks along its draft; the masks that all walks need at a time are computed in one
-call. N nodes of a tree; masks as in `outrider.grammar.constraint`.
+call. N is the number of nodes of a tree; masks are as in `outrider.grammar.constraint`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from outrider.grammar.constraint import (
 from outrider.spec.tree import ROOT
 
 ConstraintWalk = Generator[Sequence[int], PathMasks, None]
-"""Steps of one constraint; it yields the draft tokens along which it wants to know, from where the
-constraint is, and is sent what is allowed there."""
+"""A walk of one constraint along its draft. The generator yields the draft tokens, from the current
+position on, along which it needs masks, and is sent their `PathMasks`."""
 
 
 def run_walks(walks: Sequence[tuple[Constraint, ConstraintWalk]]) -> None:
-    """Take all walks to their ends."""
+    """Run all walks to their ends, and compute the masks that they request together."""
     wishes = [(constraint, walk, _wish(walk, None)) for constraint, walk in walks]
     while wishes := [wish for wish in wishes if wish[2] is not None]:
         found = masks_along_drafts([(constraint, tokens or ()) for constraint, _, tokens in wishes])
@@ -40,7 +40,10 @@ def run_walks(walks: Sequence[tuple[Constraint, ConstraintWalk]]) -> None:
 
 
 def _wish(walk: ConstraintWalk, along: PathMasks | None) -> Sequence[int] | None:
-    """Send what is allowed (None: begin); along what it wants to know next, None: nothing."""
+    """Send masks to a walk, or start the walk if `along` is None.
+
+    Returns the draft tokens of its next request, or None at its end.
+    """
     try:
         return next(walk) if along is None else walk.send(along)
     except StopIteration:
@@ -48,19 +51,21 @@ def _wish(walk: ConstraintWalk, along: PathMasks | None) -> Sequence[int] | None
 
 
 class ConstrainedTree(NamedTuple):
-    """Draft nodes that follow a constraint's position; parents before their children."""
+    """Draft nodes after a constraint's current position, in an order with parents before
+    children."""
 
     constraint: Constraint
     tokens: NDArray[np.int32]
-    """[N]."""
+    """Token of each node, int32 [N]."""
     parents: NDArray[np.int32]
-    """[N]; ROOT: none."""
+    """Index of each node's parent, int32 [N]; ROOT for children of the root."""
 
 
 def masks_of_trees(trees: Sequence[ConstrainedTree]) -> list[NDArray[np.uint32]]:
-    """uint32 [1 + N, W] of each: what may follow the root, and each node.
+    """Return the masks of each tree, uint32 [1 + N, W]: after the root, then after each node.
 
-    Below an id that is not legal itself it says anything: nothing there can stand.
+    Rows below a node whose token is not allowed are not meaningful, because nothing there can be
+    accepted.
     """
     found = [
         np.full((1 + len(tree.tokens), tree.constraint.num_mask_words), ALL_TOKENS, dtype=np.uint32)
@@ -76,15 +81,17 @@ def masks_of_trees(trees: Sequence[ConstrainedTree]) -> list[NDArray[np.uint32]]
 
 
 def walk_tree(tree: ConstrainedTree, masks: NDArray[np.uint32]) -> ConstraintWalk:
-    """Through a tree and back, noting in masks [1 + N, W] what is allowed where it comes: from a
-    node on along the first children, as far as there are any, then along those of the nodes
-    above."""
+    """Walk through a tree and write the masks after the root and each node into `masks` [1 + N, W].
+
+    The walk follows first children down to a leaf, then continues with the remaining children of
+    the nodes above. At the end the constraint is at its original position again.
+    """
     below: dict[int, list[int]] = {}
     for node, parent in enumerate(tree.parents.tolist()):
         below.setdefault(parent, []).append(node)
     ids, path = tree.tokens.tolist(), list[int]()
     left = [(0, node) for node in reversed(below.get(ROOT, ()))]
-    """Nodes that were not come to, and how many are above each."""
+    """Nodes that were not visited yet, each with the number of its ancestors."""
     entered = 0
     if not left:
         masks[0] = (yield ()).masks[0]
@@ -108,24 +115,30 @@ def walk_tree(tree: ConstrainedTree, masks: NDArray[np.uint32]) -> ConstraintWal
 
 
 class ChainTruncation:
-    """Restricts a chain that was drafted in one piece to what its constraint allows.
+    """Restricts a chain that was drafted as a whole to the tokens that its constraint allows.
 
-    Where the grammar leaves one id, that is the draft, whatever was drafted; where it leaves more,
-    the best of those that might have been drafted there. What was drafted behind a replaced token
-    is not looked at, for it was drafted behind another one.
+    Where the constraint allows a single id, that id replaces the drafted token. Where it allows
+    several and not the drafted token, the best allowed alternative replaces the token. Drafted
+    tokens after a replacement are dropped, because they were drafted after another token.
     """
 
     def __init__(self, constraint: Constraint, *, others: Sequence[Sequence[int]] = ()) -> None:
-        """others: what else might have been drafted at each level, best first."""
+        """Restrict chains of one constraint.
+
+        `others` holds the alternative draft tokens of each level, best first.
+        """
         self.constraint = constraint
         self.tokens: list[int] = []
-        """Those that are settled."""
+        """Tokens of the restricted chain so far."""
         self._others = others
         self._entered = 0
 
     def truncate(self, drafted: Sequence[int]) -> ConstraintWalk:
-        """Settle what may be of a chain; it ends early where something else would have to be
-        drafted. What may follow the whole chain nobody asks."""
+        """Walk along a drafted chain and add the allowed tokens to `tokens`.
+
+        The result ends early where another token would have to be drafted. The mask after the whole
+        chain is not requested.
+        """
         ahead = drafted
         while True:
             last = len(self.tokens) + len(ahead) == len(drafted)
@@ -141,7 +154,10 @@ class ChainTruncation:
             ahead = self.constraint.forced_tokens()[: len(drafted) - len(self.tokens)]
 
     def _take(self, ahead: Sequence[int], seen: PathMasks) -> Mask | None:
-        """Settle what is allowed of these tokens; what may follow that, None: nothing."""
+        """Add the leading allowed tokens of `ahead` to `tokens`.
+
+        Returns the mask after them, or None if nothing can follow.
+        """
         taken = 0
         for mask, token in zip(seen.masks[: 1 + seen.entered], ahead, strict=False):
             if not 0 <= token < self.constraint.vocab_size or not is_allowed(mask, token):
@@ -152,8 +168,9 @@ class ChainTruncation:
         return behind
 
     def _instead(self, mask: Mask, others: Sequence[Sequence[int]]) -> int | None:
-        """What may stand behind what is settled: what must, or one of the others (none or one
-        sequence of them); None: that is open."""
+        """Return the replacement at a mask: its single allowed id, else the first allowed
+        alternative. `others` holds no or one sequence of alternatives. Returns None if there is no
+        replacement."""
         most = self.constraint.vocab_size
         only = single_id(mask)
         if only is not None:
@@ -162,8 +179,10 @@ class ChainTruncation:
         return next((i for i in inside if is_allowed(mask, i)), None)
 
     def _replace(self, token: int, *, of: int) -> bool:
-        """Settle a token that was not drafted; whether anything is wanted of what follows it, of
-        so many in all."""
+        """Add a replacement token.
+
+        Returns whether the chain, of at most `of` tokens, can continue after it.
+        """
         self.tokens.append(token)
         if len(self.tokens) == of:
             return False
@@ -171,6 +190,6 @@ class ChainTruncation:
         return self._entered == len(self.tokens)
 
     def close(self) -> None:
-        """Lead the constraint back."""
+        """Return the constraint to its original position."""
         self.constraint.pop_tokens(self._entered)
         self._entered = 0

@@ -15,9 +15,9 @@ _REASONS: Final = {
 }
 """By the names of the library's stop reasons."""
 _ROW: Final = re.compile(r"Current row has \d+ items; max is (\d+)")
-"""The library's message about its bound on the states that a parser is in at once."""
+"""The library's message about its limit on simultaneous parser states."""
 _MARK: Final = "<non-verbose/>"
-"""Stands at the end of the library's messages where they were cut."""
+"""Text at the end of library messages that were cut."""
 
 
 _NUMBER: Final = r"(?:Some\(([^()]*)\)|None)"
@@ -35,11 +35,11 @@ _REWORDED: Final = (
     ),
     (re.compile(r"Expected [fui]64 for"), "Expected a number for"),
 )
-"""Patterns of the library's messages, and what stands in their place."""
+"""Patterns of library messages, and their replacements."""
 
 
 def plain_error_message(why: str) -> str:
-    """What the library says is wrong, without names of its own."""
+    """Return the library's error message without the library's internal names."""
     why = why.replace(_MARK, "").rstrip()
     if row := _ROW.search(why):
         return (

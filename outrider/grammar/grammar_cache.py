@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_CACHED_GRAMMARS: Final = 256
-"""Compiled grammars that are kept."""
+"""Maximum number of compiled grammars in the cache."""
 MAX_KEPT_BYTES: Final = 512 << 20
-"""Memory that the kept grammars may take together, besides the newest."""
+"""Maximum memory, in bytes, of the cached grammars together, not counting the newest."""
 
 _JSON_KINDS: Final = (StructuredKind.JSON_SCHEMA, StructuredKind.JSON_OBJECT)
 
@@ -61,8 +61,8 @@ class CompiledGrammar:
         self.memory_bytes = memory_bytes
 
     def start_constraint(self, stop_ids: Sequence[int]) -> GrammarConstraint:
-        """The constraint of a session that begins; `stop_ids`, below the vocabulary's size, end
-        it."""
+        """Create the constraint of a new session, which the ids `stop_ids` (below the vocabulary
+        size) end."""
         return GrammarConstraint(
             self._matcher.deep_copy(),
             vocab_size=self._vocab_size,
@@ -91,15 +91,15 @@ class GrammarCache:
         self._vocab_size = vocab_size
         self._masks = masks or MaskLimits()
         self.compiler = GrammarCompiler(tokenizer_json, vocab_size=vocab_size, limits=limits)
-        """Tries out what was not compiled yet: a grammar that stops or kills it is not compiled
-        here."""
+        """Test-compiles new grammars. A grammar that hangs or crashes the compile process is not
+        compiled in this process."""
         self._tokenizer: LLTokenizer | None = None
         self._digits: DigitBound | None = None
         self._tokenizer_lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
         self._compiling: dict[StructuredOutput, Future[CompiledGrammar]] = {}
         self._lock = threading.Lock()
-        """Of what is kept and what is being compiled."""
+        """Protects the cached grammars and those that are being compiled."""
 
     @classmethod
     def from_tokenizer_file(
@@ -110,8 +110,12 @@ class GrammarCache:
         limits: CompileLimits | None = None,
         masks: MaskLimits | None = None,
     ) -> GrammarCache | None:
-        """Of a tokenizer.json; None without the file, or without the library. Takes a third of a
-        second for 50,000 ids, and holds all other threads up: before anybody is served."""
+        """Create the cache for a tokenizer.json. Returns None without the file or the grammar
+        library.
+
+        Call it before the process serves: it takes a third of a second for 50,000 ids and blocks
+        all other threads.
+        """
         if not is_installed() or not tokenizer_file.is_file():
             return None
         text = tokenizer_file.read_text(encoding="utf-8")
@@ -126,7 +130,10 @@ class GrammarCache:
         self.compiler.close()
 
     def get_cached(self, structured: StructuredOutput) -> CompiledGrammar | None:
-        """The grammar, if it was compiled already; never waits for one that is being compiled."""
+        """Return a grammar if it is cached, else None.
+
+        Never waits for a grammar that is being compiled.
+        """
         with self._lock:
             found = self._kept.get(structured)
             if found is not None:
@@ -215,6 +222,6 @@ class GrammarCache:
 
 
 def _yield_to_serving() -> None:
-    """Let other threads have a core first; Linux has a niceness for each thread."""
+    """Lower the priority of this thread against other threads (Linux has a niceness per thread)."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE_INCREMENT)

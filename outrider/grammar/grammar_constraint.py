@@ -56,18 +56,19 @@ class GrammarConstraint:
         self._meter = meter or MaskMeter(MaskLimits(), may_be_ambiguous=False)
         self._digits = digits
         self._positions = [JsonPosition()]
-        """Behind what stands, and behind each token that was entered, for `digits`."""
+        """Positions for `digits`: after the accepted tokens, and after each draft token entered."""
         self._job: MaskJob | None = None
-        """Computes what may follow in the background; meanwhile nothing else uses the matcher."""
+        """Background computation of the next masks; nothing else may use the matcher meanwhile."""
         self.is_given_up = False
-        """Whether it has failed because its masks, or following its tokens, took too long."""
+        """Whether the constraint failed because computing masks or consuming tokens took too
+        long."""
         self._here: tuple[int, Mask] | None = None
-        """What may follow so many tokens, those that stand and those that were entered."""
+        """Number of accepted and entered tokens at the current position, and the mask there."""
         self.failure = ""
-        """Why the session cannot go on; empty while it can."""
+        """Reason why the session cannot continue; empty while it can."""
 
     def advance_to(self, output_ids: NDArray[np.int32]) -> None:
-        """See `Constraint`. What the grammar does not allow makes it `failed`."""
+        """See `Constraint`. Sets `failure` if the grammar does not allow a token."""
         self._finish_job()
         new = output_ids[self._seen :].tolist()
         self._seen = len(output_ids)
@@ -81,9 +82,11 @@ class GrammarConstraint:
         self._advance(new)
 
     def resume(self, output_ids: NDArray[np.int32]) -> None:
-        """Follow what was emitted elsewhere, however long; takes up to seconds and lets other
-        threads run meanwhile. What the grammar does not allow, or takes too long, makes it
-        `failed`."""
+        """Advance over tokens that were emitted elsewhere, regardless of their number.
+
+        Takes up to seconds and lets other threads run meanwhile. Sets `failure` if the grammar does
+        not allow a token, or if consuming the tokens takes too long.
+        """
         self._seen = len(output_ids)
         for token in output_ids.tolist():
             began = time.monotonic()
@@ -96,7 +99,7 @@ class GrammarConstraint:
         self._advance(output_ids.tolist())
 
     def _advance(self, tokens: Sequence[int]) -> None:
-        """Note the position behind accepted tokens."""
+        """Record the position after accepted tokens."""
         if self._digits is not None:
             position = self._positions[-1]
             for token in tokens:
@@ -149,7 +152,7 @@ class GrammarConstraint:
         return False
 
     def _finish_job(self) -> None:
-        """Wait for what is computed in the background, and take it over."""
+        """Wait for the background computation and take its results."""
         job, self._job = self._job, None
         if job is None:
             return
@@ -193,7 +196,12 @@ class GrammarConstraint:
         return len(tokens)
 
     def _finish(self, mask: Mask, *, drafted: bool) -> bool:
-        """Whether that is the same if what is drafted comes to stand."""
+        """Apply the session's end to a mask from the matcher, in place: stop ids are allowed
+        exactly where the output is complete.
+
+        Returns False if only the end of the session is left. A mask that allows nothing sets
+        `failure` unless it is a mask after draft tokens (`drafted`).
+        """
         if self.failure:
             # The session is about to end by an error; whatever is emitted until then ends it too.
             mask[:] = self._stops
@@ -211,7 +219,7 @@ class GrammarConstraint:
         return True
 
     def push_tokens(self, tokens: Sequence[int]) -> int:
-        """See `Constraint`; it stops, too, before a token that the grammar does not have here."""
+        """See `Constraint`. Also stops before a token that the grammar does not allow here."""
         self._finish_job()
         if self.failure or not tokens:
             return 0
@@ -243,7 +251,8 @@ class GrammarConstraint:
         return () if self.failure else self._matcher.compute_ff_tokens()
 
     def _fail_at(self, token: str) -> None:
-        """Fail because the matcher did not take a token: by an error of its own, if it has one."""
+        """Set `failure` because the matcher refused a token, with the matcher's own error if it has
+        one."""
         error = self._matcher.get_error() if self._matcher.is_error() else ""
         self._fail(error or f"{token} does not fit the grammar")
 

@@ -29,7 +29,7 @@ MAX_SHOWN_CHARS: Final = 40
 """Characters of a refused number that its error shows."""
 
 _VALUES: Final = frozenset({"const", "enum"})
-"""Keywords whose values are data."""
+"""Keywords whose values are arbitrary JSON values that an answer may equal."""
 _BOUNDS: Final = frozenset(
     {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
@@ -103,7 +103,7 @@ def check_numbers(text: str) -> None:
 
 
 def _numbers(schema: object) -> Iterator[tuple[str, NumberLiteral]]:
-    """The numbers that decide what an answer may be, each with its keyword."""
+    """Yield the numbers that restrict answers, each with its keyword."""
     schemas = [schema]
     while schemas:
         part = schemas.pop()
@@ -123,7 +123,7 @@ def _numbers(schema: object) -> Iterator[tuple[str, NumberLiteral]]:
 
 
 def _numbers_in(data: object) -> Iterator[NumberLiteral]:
-    """All numbers of a JSON value."""
+    """Yield all numbers of a JSON value."""
     parts = [data]
     while parts:
         part = parts.pop()

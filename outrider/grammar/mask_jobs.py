@@ -23,15 +23,18 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 SLOW_SHARE: Final = 0.1
-"""A mask is slow that takes more than this share of its budget."""
+"""A mask is slow if it takes more than this share of its budget."""
 MAX_WALL_FACTOR: Final = 40.0
-"""A mask is late, too, after so many times its budget by the clock: nothing waits for ever."""
+"""Factor of the budget in wall-clock time after which a mask is late even without processor time,
+so that no caller waits forever."""
 _POLL_S: Final = 0.005
-"""How often the processor time of a worker is read while its masks are waited for."""
+"""Time between two reads of a worker's processor time while a caller waits for masks, in
+seconds."""
 
 
 def worker_threads() -> int:
-    """Threads that compute masks at the same time: half of the cores, at most 8."""
+    """Return the number of threads that compute masks at the same time: half of the cores, at most
+    8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
     return min(8, max(1, cores // 2))
 
@@ -40,28 +43,33 @@ class MaskMeter:
     """Meter of the time that the masks of one session have cost, and of its limit."""
 
     def __init__(self, limits: MaskLimits, *, may_be_ambiguous: bool) -> None:
-        """`may_be_ambiguous`: the language of the grammar can express any context-free grammar."""
+        """Create the meter of a session.
+
+        `may_be_ambiguous`: whether the grammar's language can express any context-free grammar.
+        """
         self._limits, self._may_be_ambiguous = limits, may_be_ambiguous
         self.mask_s = limits.mask_ms * 1e-3
-        """Budget of one mask, seconds of processor time."""
+        """Budget of one mask, in seconds of processor time."""
         self.is_alone = may_be_ambiguous
-        """Whether its masks are computed by `MaskJob`, apart from those of other sessions."""
+        """Whether the session's masks are computed by `MaskJob`, apart from those of other
+        sessions."""
         self.is_slow = False
-        """Whether its newest masks were slow: rounds go on without it while they are computed."""
+        """Whether the session's latest masks were slow. Rounds then run without the session while
+        its masks are computed."""
         self._slow_s = 0.0
 
     def record_joint(self, seconds: float) -> None:
-        """Its masks and those of other sessions took so long together."""
+        """Record the seconds that masks of this and other sessions took together."""
         self.is_alone |= seconds > self.mask_s
 
     def record_consumption(self, seconds: float) -> str:
-        """Consuming a token took so long; why the session must end, or ""."""
+        """Record the seconds of consuming a token. Returns why the session must end, or ""."""
         if seconds > SLOW_SHARE * self.mask_s:
             self._slow_s += seconds
         return self._check_session()
 
     def record(self, job: MaskJob) -> str:
-        """Its masks took what a job has measured; why the session must end, or ""."""
+        """Record the times that a job has measured. Returns why the session must end, or ""."""
         if job.is_late or job.longest_s > self.mask_s:
             return f"a mask took more than {self._limits.mask_ms:g} ms"
         self.is_slow = job.longest_s > SLOW_SHARE * self.mask_s
@@ -87,27 +95,30 @@ class MaskJob:
         output: Sequence[int] = (),
         drafts: Sequence[int] = (),
     ) -> None:
-        """`output`: tokens that the matcher consumes for good first; `drafts`: tokens along which
-        masks are wanted, undone at the end. `words`: of a mask."""
+        """Create a job.
+
+        The matcher first consumes the tokens `output` for good, then computes masks along `drafts`,
+        which are undone at the end. `words` is the number of words of a mask.
+        """
         self._matcher, self._mask_s = matcher, meter.mask_s
         self._output, self._drafts = list(output), list(drafts)
         self.masks = np.full((1 + len(self._drafts), words), 0xFFFFFFFF, dtype=np.uint32)
-        """uint32 [1 + k, W]: behind `output`, then behind each draft that may follow."""
+        """Masks after `output` and after each draft token that may follow, uint32 [1 + k, W]."""
         self.num_output = len(self._output)
         self.consumed = 0
-        """Tokens of `output` that the grammar allowed."""
+        """Number of tokens of `output` that the grammar allowed."""
         self.longest_s = self.slow_s = 0.0
-        """Processor time of the longest mask, and of all slow ones."""
+        """Processor time of the longest mask and of all slow masks together, in seconds."""
         self.is_late = False
-        """Whether it was given up: its matcher and masks must not be touched any more."""
+        """Whether the job was abandoned. Its matcher and masks must not be used any more."""
         self.done = threading.Event()
         self._clock: int | None = None
         self._began = self._began_wall = 0.0
-        """When the mask that is computed now began: processor time of the worker, and time."""
+        """Start of the current mask: processor time of the worker, and wall-clock time."""
         self._is_running = False
 
     def run(self) -> None:
-        """Compute; on a worker thread."""
+        """Compute the masks, on a worker thread."""
         try:
             if hasattr(time, "pthread_getcpuclockid"):
                 self._clock = time.pthread_getcpuclockid(threading.get_ident())
@@ -145,7 +156,10 @@ class MaskJob:
         return time.monotonic() if self._clock is None else time.clock_gettime(self._clock)
 
     def check_late(self) -> bool:
-        """Give the job up if its current mask has taken its budget; whether it is given up."""
+        """Abandon the job if its current mask has exceeded its budget.
+
+        Returns whether it is abandoned.
+        """
         if self.done.is_set() or not self._is_running or self.is_late:
             return self.is_late
         waited_s = time.monotonic() - self._began_wall
@@ -169,7 +183,7 @@ class MaskWorkers:
         self._lock = threading.Lock()
 
     def start(self, job: MaskJob) -> None:
-        """Have a job run, without waiting for it."""
+        """Start a job without waiting for it."""
         self._jobs.put(job)
         with self._lock:
             missing, self._missing = self._missing, 0
@@ -177,13 +191,13 @@ class MaskWorkers:
             threading.Thread(target=self._work, name="masks", daemon=True).start()
 
     def wait(self, job: MaskJob) -> None:
-        """Wait until a job is done or given up."""
+        """Wait until a job is done or abandoned."""
         while not job.done.wait(_POLL_S):
             if self.check_late(job):
                 return
 
     def check_late(self, job: MaskJob) -> bool:
-        """Give a job up if it is late; whether it is given up."""
+        """Abandon a job if it is late. Returns whether it is abandoned."""
         if job.is_late or not job.check_late():
             return job.is_late
         with self._lock:
@@ -199,8 +213,11 @@ class MaskWorkers:
 
 
 def consume_without_lock(matcher: LLMatcher, tokens: Sequence[int]) -> int:
-    """Have a matcher consume tokens, as far as its grammar allows, while other threads run; how
-    many those are. The matcher's own methods hold the interpreter's lock meanwhile."""
+    """Let a matcher consume tokens as far as its grammar allows, while other threads run.
+
+    Returns the number of tokens consumed. The matcher's own methods would hold the interpreter
+    lock.
+    """
     executor = _consuming_executor()
     for count, token in enumerate(tokens):
         if not executor.consume_token_par([(matcher, token)])[0]:
@@ -217,11 +234,11 @@ def _consuming_executor() -> LLExecutor:
 
 @functools.cache
 def round_workers() -> MaskWorkers:
-    """Workers for masks that a round waits for."""
+    """Return the workers for masks that a round waits for."""
     return MaskWorkers(worker_threads())
 
 
 @functools.cache
 def background_workers() -> MaskWorkers:
-    """Workers for masks of sessions that sit rounds out until they are there."""
+    """Return the workers for masks of sessions that skip rounds until their masks are ready."""
     return MaskWorkers(worker_threads())

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 
 STACK_BYTES: Final = 256 << 20
-"""Stack of the thread that compiles: the library recurses by rules and references."""
+"""Stack size, in bytes, of the thread that compiles: the library recurses by rules and
+references."""
 NICE_INCREMENT: Final = 5
 """Compiling yields to serving where both want the same core."""
 MAX_GRAMMAR_SYMBOLS: Final = 100_000
@@ -36,11 +37,11 @@ MAX_LEXER_STATES: Final = 50_000
 """Lexer states of one grammar, about 1 KiB each; valid grammars in use need up to 5,000."""
 MAX_ERROR_CHARS: Final = 500
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Between the parts of a JSON value. Without a bound a model that likes line breaks never comes to
-an end."""
+"""White space allowed between the parts of a JSON value. Without a limit, a model that prefers line
+breaks might never end its answer."""
 
 _stack_size_lock = threading.Lock()
-"""The stack size of new threads is one setting of the whole process."""
+"""Protects the stack size of new threads, which is one setting of the whole process."""
 
 
 def call_with_stack(function: Callable[[], ResultT], stack_bytes: int = STACK_BYTES) -> ResultT:
@@ -68,7 +69,10 @@ def call_with_stack(function: Callable[[], ResultT], stack_bytes: int = STACK_BY
 
 
 def load_tokenizer(tokenizer_json: str, *, vocab_size: int) -> LLTokenizer:
-    """The library's tokenizer. Raises FailedPreconditionError for one that it cannot read."""
+    """Create the library's tokenizer.
+
+    Raises FailedPreconditionError if the library cannot read it.
+    """
     from llguidance import LLTokenizer
 
     try:
@@ -85,10 +89,10 @@ def load_tokenizer(tokenizer_json: str, *, vocab_size: int) -> LLTokenizer:
 
 
 def compile_matcher(tokenizer: LLTokenizer, structured: StructuredOutput) -> LLMatcher:
-    """A matcher at the beginning of a grammar, whose lexer is built.
+    """Create a matcher at the start of a grammar, with its lexer built.
 
-    Raises InvalidRequestError, with the library's reason, for what cannot be compiled within the
-    limits.
+    Raises InvalidRequestError, with the library's reason, for grammars that cannot be compiled
+    within the limits.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -113,7 +117,7 @@ def compile_matcher(tokenizer: LLTokenizer, structured: StructuredOutput) -> LLM
 
 
 def invalid_grammar_error(structured: StructuredOutput, why: str) -> InvalidRequestError:
-    """The error of a text that cannot be used."""
+    """Return the error for a grammar that cannot be used."""
     # Their texts are hidden from the library, so its list of them would say nothing.
     known = why.find("; following special tokens are available")
     if known >= 0:
@@ -127,7 +131,7 @@ def invalid_grammar_error(structured: StructuredOutput, why: str) -> InvalidRequ
 
 
 def is_installed() -> bool:
-    """Whether the library can be imported."""
+    """Return whether the library can be imported."""
     with contextlib.suppress(ImportError):
         import llguidance  # noqa: F401
 
@@ -136,7 +140,7 @@ def is_installed() -> bool:
 
 
 def _source(structured: StructuredOutput) -> str:
-    """The grammar in the library's own form."""
+    """Return the grammar in the library's own syntax."""
     from llguidance import LLMatcher
 
     match structured.kind:
@@ -158,7 +162,7 @@ def _json_source(schema: dict[str, Any]) -> str:
 
 
 def _schema(text: str) -> dict[str, Any]:
-    """A schema as an object. Raises ValueError for what is none."""
+    """Parse a JSON schema. Raises ValueError if the text is not a schema."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:

@@ -13,10 +13,8 @@ from typing import Any
 
 
 def hide_special_tokens(tokenizer_json: str) -> str:
-    """The content of a tokenizer.json whose special tokens have random texts and the same ids.
-
-    Raises ValueError for what is no JSON object.
-    """
+    """Return the content of a tokenizer.json in which special tokens have random texts and the same
+    ids. Raises ValueError if it is not a JSON object."""
     tokenizer = json.loads(tokenizer_json)
     if not isinstance(tokenizer, dict):
         raise ValueError("tokenizer.json must be an object")

@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 TokenTail = tuple[int, ...]
-"""The newest ids of an output, as many as decide what may follow."""
+"""The latest ids of an output, as many as are needed to apply bad words."""
 
 
 def make_constraint(
     limits: TokenLimits | None, form: Constraint | None, *, vocab_size: int
 ) -> Constraint | None:
-    """What a session may emit that has these limits, a form, both, or (None: anything) neither."""
+    """Create the constraint of a session with token limits, a grammar (`form`), or both.
+
+    Returns None if the session has neither.
+    """
     return form if limits is None else TokenConstraint(limits, vocab_size=vocab_size, form=form)
 
 
@@ -40,29 +43,32 @@ class TokenConstraint:
     def __init__(
         self, limits: TokenLimits, *, vocab_size: int, form: Constraint | None = None
     ) -> None:
-        """`form`: at the beginning, of this object alone. Ids beyond the vocabulary are nothing
-        that could be emitted."""
+        """Create a constraint.
+
+        `form` is a grammar constraint at its start that nothing else uses. Limits on ids beyond the
+        vocabulary are ignored.
+        """
         self._form, self._vocab_size = form, vocab_size
         allowed = np.array(limits.allowed_ids, dtype=np.int64)
         if not len(allowed):
             allowed = np.arange(vocab_size)
         self._allowed = mask_of(allowed[allowed < vocab_size], mask_words(vocab_size))
         self._bad: dict[TokenTail, list[int]] = {}
-        """The last ids of bad words, by what comes before them."""
+        """Last ids of bad words, by the ids that precede them."""
         for word in limits.bad_words:
             if max(word) < vocab_size:
                 self._bad.setdefault(word[:-1], []).append(word[-1])
         self._sizes = sorted({len(before) for before in self._bad})
-        """Ids before the last one of bad words."""
+        """Numbers of ids that precede the last id of a bad word."""
         self._reach = self._sizes[-1] if self._sizes else 0
-        """Ids of a tail."""
+        """Number of ids in a tail."""
         self._tail: TokenTail = ()
         self._entered: list[TokenTail] = []
-        """The tails before the draft tokens that were entered."""
+        """Tails before each draft token entered."""
 
     @property
     def failure(self) -> str:
-        """See `Constraint`: only a form can fail."""
+        """See `Constraint`. Only a grammar can fail."""
         return "" if self._form is None else self._form.failure
 
     def advance_to(self, output_ids: NDArray[np.int32]) -> None:
@@ -113,7 +119,7 @@ class TokenConstraint:
         return self._form is None or self._form.prepare(output_ids)
 
     def give_up(self, why: str) -> None:
-        """See `Constraint`: only a form can fail."""
+        """See `Constraint`. Only a grammar can fail."""
         if self._form is not None:
             self._form.give_up(why)
 
@@ -147,15 +153,15 @@ class TokenConstraint:
             del self._entered[-count:]
 
     def forced_tokens(self) -> Sequence[int]:
-        """See `Constraint`: limits may leave less than a form does."""
+        """See `Constraint`. Limits may allow fewer tokens than the grammar."""
         return ()
 
     def _behind(self, tail: TokenTail, *ids: int) -> TokenTail:
-        """The tail once these ids have followed."""
+        """Return the tail after further ids."""
         return (*tail, *ids)[-self._reach :] if self._reach else tail
 
     def _completing(self, tail: TokenTail) -> list[int]:
-        """Ids that would complete a bad word behind a tail."""
+        """Return the ids that would complete a bad word after a tail."""
         found: list[int] = []
         for size in self._sizes:
             if size > len(tail):
@@ -164,7 +170,7 @@ class TokenConstraint:
         return found
 
     def _limit(self, mask: Mask, tail: TokenTail) -> None:
-        """Take out of a mask, in place, what the limits do not allow behind a tail."""
+        """Remove the ids that the limits do not allow after a tail from a mask, in place."""
         allowed = mask & self._allowed
         if not allowed.any():
             return

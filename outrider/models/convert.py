@@ -34,7 +34,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` from which `load_model_config` reads `config` again."""
+    """Return the `config.json` from which `load_model_config` reads `config` again."""
     names = {
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",

@@ -39,7 +39,7 @@ def write_tokenizer(metadata: Mapping[str, Any], target: Path) -> None:
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer itself, special tokens included."""
+    """Build the tokenizer, including its special tokens."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise InvalidRequestError(f"only byte-level BPE tokenizers are supported, not {kind!r}")
@@ -67,7 +67,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def tokenizer_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of `tokenizer_config.json`: roles of special tokens and the chat template."""
+    """Return the content of `tokenizer_config.json`: roles of special tokens and the chat
+    template."""
     tokens = metadata["tokenizer.ggml.tokens"]
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -94,7 +95,7 @@ def _merge(line: str) -> tuple[str, str]:
 
 
 def _pre_tokenizer(style: str) -> Any:
-    """How text is cut before the merges, by the name that llama.cpp gives to it."""
+    """Return the pre-tokenizer with this llama.cpp name."""
     byte_level = pre.ByteLevel(add_prefix_space=False, use_regex=True)
     if style in ("default", "gpt-2"):
         return byte_level

@@ -19,16 +19,16 @@ _LEFT_OUT: Final = ["*/*", "consolidated*"]
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether this reads like OWNER/NAME."""
+    """Return whether a name has the form OWNER/NAME."""
     return _HUB_ID.fullmatch(name) is not None
 
 
 def pull_from_hub(hub_id: str, revision: str | None = None) -> Path:
-    """Make sure that a model or head of the hub is in the cache; its directory.
+    """Download a model or head of the hub into the cache if needed, and return its directory.
 
-    `revision` is a branch, a tag or a commit; None takes the hub's default. Raises NotFoundError
-    (NO_HUB) for an id, a revision or files that are not there or not for this token, and
-    UnavailableError (DOWNLOAD_FAILED) where the hub cannot be reached.
+    `revision` is a branch, tag or commit; None takes the hub's default. Raises NotFoundError
+    (NO_HUB) if the id, revision or files do not exist or the token gives no access, and
+    UnavailableError (DOWNLOAD_FAILED) if the hub cannot be reached.
     """
     what = hub_id if revision is None else f"{hub_id} at revision {revision}"
     try:

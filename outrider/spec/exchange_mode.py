@@ -12,5 +12,6 @@ EXCHANGE_MODES: Final = (AUTO, ON, OFF)
 
 
 def may_exchange(mode: str, device: str) -> bool:
-    """Whether a process that computes on this torch device may use the exchange between devices."""
+    """Return whether a process that computes on this torch device may exchange data between
+    devices."""
     return mode == ON or (mode == AUTO and device.partition(":")[0] == "cuda")

@@ -33,7 +33,7 @@ def mix64_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def mix64_in_place(x: NDArray[np.uint64]) -> None:
-    """Finalise every element of a uint64 vector where it lies."""
+    """Finalise every element of a uint64 vector in place."""
     # Only what is computed of single words warns of an overflow.
     x ^= x >> _SHIFT_A
     x *= _FACTOR_A

@@ -56,7 +56,7 @@ class NoiseStream(IntEnum):
 
 
 def _words(values: Words) -> NDArray[np.uint64]:
-    """Integers in [-2^63, 2^64) as words modulo 2^64."""
+    """Convert integers in [-2^63, 2^64) to words modulo 2^64."""
     if isinstance(values, Sequence):
         # numpy would turn a list that mixes small and large ints into floats.
         return np.array([int(v) & MASK64 for v in values], dtype=np.uint64)
@@ -67,7 +67,7 @@ def _words(values: Words) -> NDArray[np.uint64]:
 
 @lru_cache(maxsize=4096)
 def stream_key(seed: int, stream: NoiseStream) -> int:
-    """The 64-bit key of one stream of the session with this 64-bit seed."""
+    """Return the 64-bit key of one noise stream of a session with this 64-bit seed."""
     person = b"outrider " + stream.name.lower().encode()
     digest = blake2b((seed & MASK64).to_bytes(8, "little"), digest_size=8, person=person).digest()
     return int.from_bytes(digest, "little")
@@ -90,7 +90,7 @@ def prefix_keys(stream_keys: Words, digests: Words) -> NDArray[np.uint64]:
 
 
 def bits_from_keys(keys: NDArray[np.uint64], ids: Words) -> NDArray[np.uint64]:
-    """Noise bits by broadcasting keys with ids (>= SHARED_ACCEPTANCE_ID)."""
+    """Noise bits by broadcasting keys with ids (>= SHARED_DRAW_ID)."""
     with np.errstate(over="ignore"):
         counters = (_words(ids) + np.uint64(1)) * np.uint64(GOLDEN64)
         return mix64_array(np.asarray(keys + counters, dtype=np.uint64))

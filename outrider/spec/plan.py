@@ -31,8 +31,7 @@ def default_depth(num_nodes: int) -> int:
 
 
 def tree_depth(num_nodes: int, depth: int) -> int:
-    """Levels of a tree of `num_nodes` nodes whose plan asks for `depth` levels (0: leaves them
-    open)."""
+    """Return the number of levels of a tree with `num_nodes` nodes; `depth` 0 means the default."""
     return min(depth or default_depth(num_nodes), num_nodes)
 
 
@@ -47,9 +46,9 @@ class DraftMethod(StrEnum):
 
 
 _NONE: Final = DraftMethod.NONE
-"""Rounds ask it of every session, and a member is looked up slowly."""
+"""Cached member, because rounds compare it for every session and an enum lookup is slow."""
 FEATURE_METHODS = (DraftMethod.EAGLE3, DraftMethod.EAGLE)
-"""Draft methods that look at target features; the others get tokens only."""
+"""Draft methods that use hidden states of the target; all other methods use only tokens."""
 
 
 def default_method(offered: Sequence[DraftMethod]) -> DraftMethod | None:
@@ -113,5 +112,5 @@ class SpeculationPlan:
 
     @property
     def is_speculative(self) -> bool:
-        """Whether any draft is wanted."""
+        """Whether the session uses drafts."""
         return self.method is not _NONE and self.draft_tokens > 0

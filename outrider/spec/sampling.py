@@ -29,12 +29,13 @@ MAX_TEMPERATURE = 100.0
 MAX_BANNED_IDS = 1024
 MAX_BIASED_IDS = 1024
 MAX_BIAS = 100.0
-"""Largest size of a logit bias."""
+"""Largest absolute value of a logit bias."""
 UINT64_MAX = 2**64 - 1
 MIN_SEED = -(2**63)
-"""Of seeds that clients name: a negative one stands for itself plus 2^64."""
+"""Smallest seed that clients may send. A negative seed means itself plus 2^64."""
 LOWEST_LOGPROB = -9999.0
-"""Stands for every smaller logarithm, that of nought included: JSON has no infinity."""
+"""Value returned in place of all smaller log-probabilities and of -inf, which JSON cannot
+represent."""
 
 
 def _require(ok: bool, message: str, param: str = "") -> None:
@@ -76,9 +77,10 @@ class SamplingParams:
     banned_ids: tuple[int, ...] = ()
     """Token ids that are never emitted."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(id, what is added to its logit), distinct ids; amounts in [-100, 100]."""
+    """Pairs of a token id and the amount in [-100, 100] that is added to its logit; ids are
+    distinct."""
     seed: int = 0
-    """64-bit seed of the session's noise; 0 where it is withheld."""
+    """64-bit seed of the session's noise; 0 if the seed is withheld."""
     rule: Rule = Rule.COUPLED
     """Acceptance rule at temperature > 0."""
     draft_key: int | None = None
@@ -116,22 +118,25 @@ class SamplingParams:
 
     @property
     def effective_rule(self) -> Rule:
-        """The rule that applies: greedy at temperature 0, the chosen rule otherwise."""
+        """Acceptance rule that applies: greedy at temperature 0, otherwise the chosen rule."""
         if self.temperature == 0.0 or self.rule is Rule.GREEDY:
             return Rule.GREEDY
         return self.rule
 
     @property
     def draft_stream(self) -> NoiseStream | None:
-        """The stream that a drafter of this session draws from, if any."""
+        """Noise stream from which a drafter of this session draws, or None."""
         return _DRAFT_STREAMS.get(self.effective_rule)
 
     def has_noise_stream(self, stream: NoiseStream) -> bool:
-        """Whether `stream_key` can tell the key of this stream."""
+        """Return whether `stream_key` can return the key of this stream."""
         return self.draft_key is None or stream is self.draft_stream
 
     def stream_key(self, stream: NoiseStream) -> int:
-        """The 64-bit key of a noise stream. Raises InvalidRequestError if it is withheld."""
+        """Return the 64-bit key of a noise stream.
+
+        Raises InvalidRequestError if the key is withheld.
+        """
         if self.draft_key is None:
             return stream_key(self.seed, stream)
         if stream is not self.draft_stream:
@@ -142,16 +147,21 @@ class SamplingParams:
         return self.draft_key
 
     def for_drafter(self) -> SamplingParams:
-        """The same parameters with the seed withheld: of the noise a drafter is told the stream
-        that its guesses are drawn with, never the random draws that they are judged by."""
+        """Return these parameters without the seed.
+
+        A drafter receives only the key of the stream from which drafts are drawn, never the
+        acceptance randomness.
+        """
         if self.draft_key is not None:
             return self
         stream = self.draft_stream
         return self.with_noise(draft_key=0 if stream is None else self.stream_key(stream))
 
     def with_noise(self, *, seed: int = 0, draft_key: int | None = None) -> SamplingParams:
-        """The same parameters, which are not checked again, with this noise: most sessions differ
-        in nothing else. Raises InvalidRequestError where the fields do."""
+        """Return these parameters with other noise, without checking the other fields again.
+
+        Raises InvalidRequestError if the seed or the key is invalid.
+        """
         other: SamplingParams = object.__new__(SamplingParams)
         for name in _PARAMETERS:
             object.__setattr__(other, name, getattr(self, name))

@@ -11,7 +11,7 @@ from enum import StrEnum
 from outrider.errors import InvalidRequestError
 
 MAX_STRUCTURE_BYTES = 1 << 18
-"""Largest schema, expression or grammar, bytes of UTF-8."""
+"""Maximum size of a schema, expression or grammar, in bytes of UTF-8."""
 
 
 class StructuredKind(StrEnum):
@@ -20,7 +20,7 @@ class StructuredKind(StrEnum):
     JSON_SCHEMA = "json_schema"
     """A JSON schema, as JSON; the answer is a JSON value that fits it."""
     JSON_OBJECT = "json_object"
-    """Any JSON object; there is no text to it."""
+    """Any JSON object; the `text` is empty."""
     REGEX = "regex"
     """A regular expression that the whole answer matches."""
     GRAMMAR = "grammar"

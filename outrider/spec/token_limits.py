@@ -8,9 +8,9 @@ from outrider.errors import InvalidRequestError
 
 MAX_ALLOWED_IDS = 1 << 16
 MAX_BAD_WORDS = 256
-"""Sequences of ids that may not be completed."""
+"""Maximum number of bad words (forbidden sequences of ids)."""
 MAX_BAD_WORD_TOKENS = 64
-"""Ids of one of them."""
+"""Maximum number of ids of one bad word."""
 
 
 def _require(ok: bool, message: str, param: str = "") -> None:
@@ -26,9 +26,9 @@ class TokenLimits:
     """
 
     allowed_ids: tuple[int, ...] = ()
-    """Only these are emitted; none of them: all are."""
+    """The only ids that may be emitted; empty if all ids may be."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of ids, each of one at least, that are never emitted one behind the other."""
+    """Sequences of at least one id that are never emitted as consecutive tokens."""
 
     def __post_init__(self) -> None:
         _require(

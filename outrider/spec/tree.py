@@ -41,7 +41,8 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: NDArray[np.int32]) -> DraftTree:
-        """Nodes below one another, with log-probs of 0: nothing that ranks them is known."""
+        """Return a chain in which every node is the child of the node before, with log-probs of
+        0."""
         count = len(tokens)
         return cls(tokens, np.arange(-1, count - 1, dtype=np.int32), np.zeros(count, np.float32))
 
@@ -90,14 +91,14 @@ def validate_tree(tree: DraftTree, *, vocab_size: int, max_nodes: int) -> None:
 
 
 def is_chain(parents: Sequence[int] | NDArray[np.int32]) -> bool:
-    """Whether node i hangs off node i - 1 throughout (also true of no nodes)."""
+    """Return whether every node is the child of the node before; True if there are no nodes."""
     # Trees are small: a list is compared in a fraction of what array operations take.
     ids: list[int] = np.asarray(parents).tolist()
     return ids == list(range(-1, len(ids) - 1))
 
 
 def children(parents: Sequence[int] | NDArray[np.int32]) -> list[list[int]]:
-    """Children by slot, in node order: entry 0 is the root's, entry i + 1 is node i's."""
+    """Return the children of the root (entry 0) and of each node i (entry i + 1), in node order."""
     result: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for node, parent in enumerate(np.asarray(parents).tolist()):
         result[parent + 1].append(node)
@@ -105,7 +106,7 @@ def children(parents: Sequence[int] | NDArray[np.int32]) -> list[list[int]]:
 
 
 def depths(parents: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
-    """Depth of every node, int32 [N]; 1 for the first level (the root's depth is 0)."""
+    """Return the depth of every node, int32 [N]. Children of the root have depth 1."""
     result = [0] * (len(parents) + 1)  # the last entry is the root's, reached by index -1
     for node, parent in enumerate(np.asarray(parents).tolist()):
         result[node] = result[parent] + 1
@@ -113,7 +114,7 @@ def depths(parents: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def ancestor_mask(parents: Sequence[int] | NDArray[np.int32]) -> NDArray[np.bool_]:
-    """bool [N, N]: row i marks node i and its ancestors among the nodes (not the root)."""
+    """Return bool [N, N], in which row i marks node i and its ancestors, without the root."""
     mask = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(np.asarray(parents).tolist()):
         if parent != ROOT:
@@ -122,7 +123,7 @@ def ancestor_mask(parents: Sequence[int] | NDArray[np.int32]) -> NDArray[np.bool
 
 
 def path(parents: Sequence[int] | NDArray[np.int32], node: int) -> tuple[int, ...]:
-    """Nodes from the first level down to `node`; empty for ROOT."""
+    """Return the nodes on the path from the first level down to `node`; empty for ROOT."""
     result = []
     while node != ROOT:
         result.append(node)
@@ -131,7 +132,7 @@ def path(parents: Sequence[int] | NDArray[np.int32], node: int) -> tuple[int, ..
 
 
 _TOKEN_BITS = 24
-"""Ids are below 2^24 (the wire's bound), so that a slot and an id fit one word."""
+"""Number of bits of a token id: ids are below 2^24, so that a slot and an id fit into one word."""
 
 
 def valid_trees(
@@ -143,9 +144,9 @@ def valid_trees(
     vocab_size: int,
     max_nodes: int,
 ) -> NDArray[np.bool_]:
-    """[S]: which trees keep every rule of `validate_tree`, with finite log-probs. Never raises.
+    """Return which trees pass every check of `validate_tree` and have finite log-probs, bool [S].
 
-    The flat arrays must have the sum of `node_counts` entries.
+    Never raises. The flat arrays must have as many entries as the sum of `node_counts`.
     """
     sound = node_counts <= max_nodes
     if not len(tokens):
@@ -166,7 +167,8 @@ def _misplaced(
     parents: NDArray[np.int32],
     logprobs: NDArray[np.float32],
 ) -> NDArray[np.bool_]:
-    """[N]: nodes without a parent before them, with a duplicate, or with an impossible log-prob."""
+    """Return which nodes have an invalid parent, a duplicate sibling or an impossible log-prob,
+    bool [N]."""
     owners, firsts, places = _layout(node_counts)
     bad = (parents < -1) | (parents >= places)
     # Where a parent is no good, any node of the tree stands in for it.
@@ -183,7 +185,7 @@ def _misplaced(
 
 
 def chain_parents(node_counts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """[N]: the parents of chains of so many nodes each."""
+    """Return the parents, flat [N], of chains with these numbers of nodes."""
     ends = node_counts.cumsum()
     parents = np.arange(-1, int(ends[-1]) - 1 if len(ends) else -1, dtype=np.int32)
     parents -= (ends - node_counts).astype(np.int32).repeat(node_counts)
@@ -239,7 +241,8 @@ def valid_distributions(
 def _layout(
     counts: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Of each element: its owner, where the owner's part begins, and its place in that part."""
+    """Return, for each element: its owner, the start of the owner's part, and its index in that
+    part."""
     owners = np.repeat(np.arange(len(counts)), counts)
     firsts = (np.cumsum(counts) - counts)[owners]
     return owners, firsts, np.arange(len(owners)) - firsts

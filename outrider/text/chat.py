@@ -64,10 +64,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, str]], *, options: ChatOptions = NEXT_ANSWER
     ) -> str:
-        """The conversation as text.
+        """Return the conversation as text.
 
-        Raises InvalidRequestError if the template refuses the messages, or writes no last message
-        that could be continued.
+        Raises InvalidRequestError if the template refuses the messages, or if a last message to
+        continue does not appear in the text.
         """
         if not options.continue_final_message:
             return self._render(messages, add_generation_prompt=options.add_generation_prompt)

@@ -21,12 +21,13 @@ class Detokenizer:
         self._to_strip = pieces.strip_start
 
     def push_tokens(self, token_ids: Iterable[int]) -> str:
-        """Text that `token_ids` completed; "" while a character is incomplete."""
+        """Return the text that `token_ids` completed; "" while a character is incomplete."""
         text = self._utf8.decode(b"".join(map(self._pieces.__getitem__, token_ids)))
         return self._strip(text) if self._to_strip else text
 
     def flush(self) -> str:
-        """What is left at the end of the stream: U+FFFD for an incomplete character, or ""."""
+        """Return the remaining text at the end of the stream: U+FFFD for an incomplete character,
+        or ""."""
         return self._strip(self._utf8.decode(b"", final=True))
 
     def _strip(self, text: str) -> str:

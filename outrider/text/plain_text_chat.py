@@ -68,7 +68,7 @@ class PlainChat:
 
 
 def _render(template: ChatTemplate, messages: Sequence[Mapping[str, str]]) -> str:
-    """The conversation, or why the template refuses it."""
+    """Return the rendered conversation, or the error with which the template refuses it."""
     try:
         return template.render(messages)
     except InvalidRequestError as error:

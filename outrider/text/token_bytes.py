@@ -95,7 +95,7 @@ class TokenByteTable:
         )
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Bytes of one id."""
+        """Return the bytes of one id."""
         piece = self._cache.get(token_id)
         if piece is None:
             piece = self._cache[token_id] = self._make(token_id)

@@ -24,8 +24,8 @@ TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 LONG_INPUT = 4_000
-"""Characters or ids from which the work takes milliseconds: it belongs on a thread, and other
-threads run meanwhile."""
+"""Number of characters or ids from which encoding or decoding takes milliseconds. Such work belongs
+on a thread, where other threads can run meanwhile."""
 _PIECE_CHARS = 1 << 14
 _MAX_CHARS_PER_TOKEN = 8
 """Texts with fewer characters for each token that is allowed are encoded without a look ahead."""
@@ -48,7 +48,7 @@ def tokenizer_hash(path: str | Path) -> str:
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """Where tokenizer.json belongs for a model directory, a weight file or the file itself."""
+    """Return the path of tokenizer.json for a model directory, a weight file or the file itself."""
     path = Path(path)
     if path.name == TOKENIZER_FILE:
         return path
@@ -76,13 +76,13 @@ class Tokenizer:
         self.eos_ids = eos_ids
         """Ids that end the model's turn, ascending."""
         self.file = file
-        """The tokenizer.json that it was read from; None: it was not."""
+        """The tokenizer.json from which the tokenizer was read, or None."""
         self.num_ids = 1 + max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
         """One more than the largest id; the vocabulary of a target may be padded beyond it."""
         self.pieces = TokenByteTable.from_tokenizer(fast)
-        """What each id contributes to the text."""
+        """Bytes that each id contributes to the text."""
         self.special_pieces = self.pieces.including_special()
-        """The same where special tokens are part of the text."""
+        """Bytes of each id in texts that include special tokens."""
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -206,7 +206,7 @@ class Tokenizer:
         return text
 
     def token_name(self, token_id: int) -> str:
-        """What the vocabulary calls an id; "" for one that it does not hold."""
+        """Return the vocabulary's name of an id; "" if the vocabulary does not hold the id."""
         return self._fast.id_to_token(token_id) or ""
 
 

@@ -20,11 +20,12 @@ def _no_size(_: object) -> int:
 
 
 class BoundedQueue(Generic[ItemT]):
-    """FIFO bounded by the number of items and by their total size.
+    """FIFO queue limited by its number of items and by their total size.
 
-    `put` waits while it is full, `get` while it is empty. After `close(error)` every `put` raises
-    the error; `get` hands out what is left, then raises it too. Both may be cancelled at any time
-    without losing an item. An item larger than the bound passes alone.
+    `put` waits while the queue is full, `get` while it is empty. After `close(error)` every `put`
+    raises the error; `get` returns the remaining items and then raises the error too. Both may be
+    cancelled at any time without losing an item. An item larger than the size limit is accepted
+    when the queue is empty.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class BoundedQueue(Generic[ItemT]):
 
     @property
     def size(self) -> int:
-        """Total size of the items."""
+        """Total size of the items, in the unit of `size_of`."""
         return self._size
 
     @property
@@ -58,7 +59,7 @@ class BoundedQueue(Generic[ItemT]):
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no room even for the smallest item."""
+        """Whether the queue cannot accept even the smallest item."""
         return self._full(0)
 
     def _full(self, size: int) -> bool:
@@ -67,15 +68,16 @@ class BoundedQueue(Generic[ItemT]):
         )
 
     async def put(self, item: ItemT) -> None:
-        """Append an item; waits for room. Raises the error of `close`."""
+        """Append an item, and wait while the queue is full. Raises the error of `close`."""
         while not self.try_put(item):
             await _park(self._putters)
         if self._putters and not self._full(0):
             _wake(self._putters)
 
     def try_put(self, *items: ItemT) -> bool:
-        """Append items, all of them if there is room for the first now, else none. Raises the
-        error of `close`."""
+        """Append all items and return True, or append none and return False if the first one does
+        not fit now. Raises the error of `close`.
+        """
         if self._error is not None:
             raise self._error.copy()
         if items and self._full(self._size_of(items[0])):
@@ -84,8 +86,9 @@ class BoundedQueue(Generic[ItemT]):
         return True
 
     def put_unbounded(self, *items: ItemT) -> None:
-        """Append items that are here, whether or not there is room: the caller gets no more of them
-        before there is. Dropped after `close`."""
+        """Append items even if the queue is full, for a caller that waits before it gets more of
+        them. After `close` the items are dropped.
+        """
         if self._error is not None:
             return
         self._items.extend(items)
@@ -94,7 +97,9 @@ class BoundedQueue(Generic[ItemT]):
             _wake(self._getters)
 
     async def get(self) -> ItemT:
-        """The oldest item; waits for one. Raises the error of `close` once empty."""
+        """Remove and return the oldest item, and wait while the queue is empty. Raises the error of
+        `close` once the queue is empty.
+        """
         while not self._items:
             if self._error is not None:
                 raise self._error.copy()
@@ -107,9 +112,9 @@ class BoundedQueue(Generic[ItemT]):
         return item
 
     def take_some(self, max_items: int, max_size: int) -> list[ItemT]:
-        """Items that are there now, within both bounds but at least one if there is any.
+        """Remove and return the oldest items within both limits, but at least one if there is any.
 
-        Raises the error of `close` once empty.
+        Raises the error of `close` once the queue is empty.
         """
         if not self._items and self._error is not None:
             raise self._error.copy()
@@ -126,7 +131,7 @@ class BoundedQueue(Generic[ItemT]):
         return taken
 
     def take_all(self) -> list[ItemT]:
-        """All items that are there now; never raises."""
+        """Remove and return all items; never raises."""
         taken = list(self._items)
         self._items.clear()
         self._size = 0
@@ -134,8 +139,9 @@ class BoundedQueue(Generic[ItemT]):
         return taken
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait until an item is there or the bounded queue is closed; False if time ran out
-        first."""
+        """Wait until the queue has an item or is closed. Return False if `timeout_s` seconds passed
+        first.
+        """
         if self._items or self._error is not None:
             return True
         try:
@@ -147,8 +153,9 @@ class BoundedQueue(Generic[ItemT]):
         return True
 
     def close(self, error: OutriderError, *, discard: bool = False) -> None:
-        """Refuse further items and wake everyone; with `discard` drop what is left. The first
-        error stays."""
+        """Refuse further items and wake all waiting tasks. With `discard` the remaining items are
+        dropped. Only the error of the first call is kept.
+        """
         if self._error is None:
             self._error = error
         if discard:

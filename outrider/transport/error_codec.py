@@ -11,7 +11,9 @@ from outrider.errors import InternalError, OutriderError
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 2048
-"""Longer error texts are cut: they travel in HTTP/2 headers, which peers bound."""
+"""Largest number of characters of an error message; longer ones are truncated, because they are
+sent in HTTP/2 headers, whose size peers limit.
+"""
 
 _TYPES: dict[str, type[OutriderError]] = {
     kind.__name__: kind
@@ -51,19 +53,21 @@ _BY_CODE: dict[str, type[OutriderError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorStatus:
-    """Serialisable form of an error of the tree in `outrider.errors`."""
+    """Serializable form of an error of `outrider.errors`."""
 
     code: str
     """Name of the gRPC status code."""
     kind: str
-    """Class name; "" or an unknown one falls back on the code."""
+    """Class name of the error. If it is "" or unknown, `code` determines the class."""
     message: str
     reason: str = "UNSPECIFIED"
     retry_after_s: float | None = None
 
 
 def to_status(error: BaseException) -> ErrorStatus:
-    """Describe an error. Anything outside the tree is a bug: logged here, opaque to the peer."""
+    """Return the status of an error. Errors outside `outrider.errors` are bugs: they are logged
+    here, and the peer gets no details.
+    """
     if isinstance(error, OutriderError):
         return ErrorStatus(
             code=error.code if error.code in _BY_CODE else "INTERNAL",
@@ -79,11 +83,11 @@ def to_status(error: BaseException) -> ErrorStatus:
 
 
 def from_status(status: ErrorStatus) -> OutriderError:
-    """The typed error that a status describes."""
+    """Return the typed error that a status describes."""
     kind = _TYPES.get(status.kind) or _BY_CODE.get(status.code) or InternalError
     return kind(status.message, reason=status.reason, retry_after_s=status.retry_after_s)
 
 
 def to_typed_error(error: Exception) -> OutriderError:
-    """What an error looks like from another process."""
+    """Return the error as a peer in another process would receive it."""
     return from_status(to_status(error))

@@ -40,30 +40,32 @@ class FrameStream(Protocol):
         ...
 
     async def send(self, frame: bytes, /) -> None:
-        """Queue a frame; waits while the peer is not reading. Raises ConnectionLostError."""
+        """Queue a frame, and wait while the queue is full. Raises ConnectionLostError."""
         ...
 
     def try_send(self, *frames: bytes) -> bool:
-        """Queue frames, all of them if there is room for one now, else none. Raises
-        ConnectionLostError."""
+        """Queue all frames and return True, or none and return False if the first does not fit now.
+        Raises ConnectionLostError.
+        """
         ...
 
     async def receive(self) -> bytes | memoryview:
-        """The next frame; raises the error that ended the stream."""
+        """Return the next frame. Raises the error that ended the stream."""
         ...
 
     def receive_ready(self) -> Sequence[bytes | memoryview]:
-        """The frames that `receive` would give without waiting; never raises."""
+        """Return the frames that have arrived, without waiting; never raises."""
         ...
 
     async def close(self) -> None:
-        """Send what is queued (within a bound), then end both directions; idempotent."""
+        """Send queued frames within a time limit, then end both directions. Idempotent."""
         ...
 
 
 class FramedConnection(Generic[SendT, ReceiveT]):
-    """A connection that encodes to frames and decodes from them: messages offered together cross as
-    one frame, unless that is too large."""
+    """A connection that sends and receives messages as frames. Messages that are sent together
+    share one frame, unless it would be too large.
+    """
 
     def __init__(
         self,
@@ -71,7 +73,9 @@ class FramedConnection(Generic[SendT, ReceiveT]):
         encode: Callable[[Sequence[SendT]], Sequence[bytes]],
         decode: Callable[[bytes | memoryview], Sequence[ReceiveT | InvalidMessageError]],
     ) -> None:
-        """`encode` gives frames in order; `decode` the error in place of a malformed message."""
+        """Create a connection over `frames`. `encode` returns frames in order. `decode` returns an
+        InvalidMessageError in place of each malformed message.
+        """
         self.frames = frames
         self._encode = encode
         self._decode = decode
@@ -83,16 +87,18 @@ class FramedConnection(Generic[SendT, ReceiveT]):
         return self.frames.peer
 
     async def send(self, message: SendT) -> None:
-        """Queue a message."""
+        """Queue a message, and wait while the queue is full."""
         (frame,) = self._encode((message,))
         await self.frames.send(frame)
 
     def try_send(self, *messages: SendT) -> bool:
-        """Queue messages if there is room now."""
+        """Queue all messages and return True, or none and return False if the queue is full."""
         return self.frames.try_send(*self._encode(messages))
 
     async def receive(self) -> ReceiveT:
-        """The next message; InvalidMessageError costs that message only."""
+        """Return the next message. Raises InvalidMessageError for a malformed one, after which the
+        connection continues.
+        """
         while not self._unread:
             self._unread.extend(self._decode(await self.frames.receive()))
         message = self._unread.popleft()
@@ -101,7 +107,7 @@ class FramedConnection(Generic[SendT, ReceiveT]):
         return message
 
     def receive_ready(self) -> list[ReceiveT]:
-        """The messages that have arrived, up to the first malformed one."""
+        """Return the messages that have arrived, up to the first malformed one."""
         for frame in self.frames.receive_ready():
             self._unread.extend(self._decode(frame))
         messages: list[ReceiveT] = []
@@ -111,7 +117,7 @@ class FramedConnection(Generic[SendT, ReceiveT]):
         return messages
 
     async def close(self) -> None:
-        """Close both directions; what is unread is dropped."""
+        """Close both directions. Unread messages are dropped."""
         self._unread.clear()
         await self.frames.close()
 
@@ -119,7 +125,7 @@ class FramedConnection(Generic[SendT, ReceiveT]):
 def verifier_end(
     frames: FrameStream, heartbeat: HeartbeatConfig, *, bundle_bytes: int = MAX_BUNDLE_BYTES
 ) -> VerifierConnection:
-    """The verifier's end of an exchange over frames."""
+    """Return the verifier's end of an exchange over frames."""
     encode = partial(encode_verifier_messages, max_bytes=bundle_bytes)
     return with_heartbeat(FramedConnection(frames, encode, decode_drafter_messages), heartbeat)
 
@@ -127,27 +133,27 @@ def verifier_end(
 def drafter_end(
     frames: FrameStream, heartbeat: HeartbeatConfig, *, bundle_bytes: int = MAX_BUNDLE_BYTES
 ) -> DrafterConnection:
-    """The drafter's end of an exchange over frames."""
+    """Return the drafter's end of an exchange over frames."""
     encode = partial(encode_drafter_messages, max_bytes=bundle_bytes)
     return with_heartbeat(FramedConnection(frames, encode, decode_verifier_messages), heartbeat)
 
 
 def router_end(frames: FrameStream, heartbeat: HeartbeatConfig) -> RouterConnection:
-    """A router's end of a stream of sessions over frames."""
+    """Return a router's end of a session stream over frames."""
     encode = partial(_each, encode_sessions_request)
     decode = partial(_alone, decode_sessions_message)
     return with_heartbeat(FramedConnection(frames, encode, decode), heartbeat)
 
 
 def serving_end(frames: FrameStream, heartbeat: HeartbeatConfig) -> ServingConnection:
-    """The verifier's end of a stream of sessions over frames."""
+    """Return the verifier's end of a session stream over frames."""
     encode = partial(_each, encode_sessions_message)
     decode = partial(_alone, decode_sessions_request)
     return with_heartbeat(FramedConnection(frames, encode, decode), heartbeat)
 
 
 def _each(encode: Callable[[SendT], bytes], messages: Sequence[SendT]) -> list[bytes]:
-    """A frame for every message: those of a round are one message already."""
+    """Encode each message as one frame. All rows of a round are already one message."""
     return [encode(message) for message in messages]
 
 

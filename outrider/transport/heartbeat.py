@@ -23,8 +23,9 @@ ItemT = TypeVar("ItemT")
 
 _TICKS_PER_TIMEOUT = 8
 ROUTER_TIMEOUT_S = 10.0
-"""Silence after which a verifier counts a router as lost: a drafter is given up sooner, for rounds
-wait for it, and they wait for no router."""
+"""Silence in seconds after which a verifier treats a router as lost. It is longer than for
+drafters, because rounds wait for drafters but not for routers.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class HeartbeatConfig:
     interval_s: float = 0.5
     """Time between two heartbeats."""
     timeout_s: float = 2.0
-    """Silence after which the peer counts as lost; several intervals."""
+    """Silence in seconds after which the peer is lost; several intervals."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.interval_s < self.timeout_s:
@@ -44,12 +45,12 @@ class HeartbeatConfig:
 
     @property
     def tick_s(self) -> float:
-        """Granularity at which silence is counted."""
+        """Length in seconds of one step in which silence is counted."""
         return self.timeout_s / _TICKS_PER_TIMEOUT
 
 
 def router_heartbeat() -> HeartbeatConfig:
-    """The default heartbeats of a verifier's end of a stream of sessions."""
+    """Return the default heartbeat configuration of a verifier's end of a session stream."""
     return HeartbeatConfig(timeout_s=ROUTER_TIMEOUT_S)
 
 
@@ -60,10 +61,10 @@ def _silent(peer: str, config: HeartbeatConfig) -> ConnectionLostError:
 
 
 class HeartbeatConnection(Generic[SendT, ReceiveT]):
-    """Sends heartbeats, hides received ones, and ends the connection when the peer is silent.
+    """Sends heartbeats, removes received ones, and ends the connection when the peer is silent.
 
-    Silence counts only while somebody is waiting in `receive`: a caller that does not read has
-    no right to call the peer silent.
+    Silence counts only while a caller waits in `receive`, because unread messages may prove that
+    the peer is alive.
     """
 
     def __init__(
@@ -87,21 +88,25 @@ class HeartbeatConnection(Generic[SendT, ReceiveT]):
         return self.inner.peer
 
     async def send(self, message: SendT) -> None:
-        """Queue a message; ConnectionLostError when the peer is gone or silent."""
+        """Queue a message. Raises ConnectionLostError if the peer is lost or silent."""
         try:
             await self.inner.send(message)
         except ConnectionLostError as error:
             raise self._reason(error) from None
 
     def try_send(self, *messages: SendT) -> bool:
-        """Queue messages if there is room now."""
+        """Queue all messages and return True, or none and return False if the queue is full. Raises
+        ConnectionLostError.
+        """
         try:
             return self.inner.try_send(*messages)
         except ConnectionLostError as error:
             raise self._reason(error) from None
 
     async def receive(self) -> ReceiveT:
-        """The next message that is not a heartbeat."""
+        """Return the next message that is not a heartbeat. Raises ConnectionLostError if the peer
+        is lost or silent.
+        """
         while True:
             self._waiting += 1
             try:
@@ -116,13 +121,13 @@ class HeartbeatConnection(Generic[SendT, ReceiveT]):
                 return message
 
     def receive_ready(self) -> list[ReceiveT]:
-        """The messages that have arrived, without heartbeats."""
+        """Return the messages that have arrived, without heartbeats."""
         return [
             message for message in self.inner.receive_ready() if not isinstance(message, Heartbeat)
         ]
 
     async def close(self) -> None:
-        """Stop the heartbeats and close the connection; idempotent."""
+        """Stop the heartbeats and close the connection. Idempotent."""
         self.stop_heartbeats()
         await self.inner.close()
 
@@ -130,7 +135,7 @@ class HeartbeatConnection(Generic[SendT, ReceiveT]):
         return _silent(self.peer, self._config) if self._lost else error
 
     def stop_heartbeats(self) -> None:
-        """Send no more heartbeats and watch for none; the connection stays open."""
+        """Stop sending heartbeats and checking for silence. The connection stays open."""
         current = asyncio.current_task()
         for task in self._tasks:
             if task is not current:
@@ -157,12 +162,14 @@ class HeartbeatConnection(Generic[SendT, ReceiveT]):
 def with_heartbeat(
     connection: ExchangeConnection[SendT | Heartbeat, ReceiveT | Heartbeat], config: HeartbeatConfig
 ) -> HeartbeatConnection[SendT, ReceiveT]:
-    """Add heartbeats to a connection."""
+    """Return a connection that adds heartbeats to another connection."""
     return HeartbeatConnection(connection, config)
 
 
 async def cancel_if_silent(task: asyncio.Task[ItemT], peer: str, config: HeartbeatConfig) -> ItemT:
-    """The task's result; cancels it and raises ConnectionLostError after a silent timeout."""
+    """Return the task's result. If it takes longer than the heartbeat timeout, cancel the task and
+    raise ConnectionLostError.
+    """
     try:
         for _ in range(_TICKS_PER_TIMEOUT):
             done, _pending = await asyncio.wait((task,), timeout=config.tick_s)

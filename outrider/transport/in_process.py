@@ -117,14 +117,14 @@ class InprocNetwork:
         self._processes: dict[str, _InProcessHost] = {}
 
     def serve_verifier(self, address: str, endpoint: VerifierEndpoint) -> None:
-        """Make a verifier reachable."""
+        """Make a verifier reachable at an address."""
         process = self._processes.setdefault(address, _InProcessHost())
         if process.verifier is not None:
             raise AlreadyExistsError(f"{address} is taken", reason="ADDRESS_IN_USE")
         process.verifier = endpoint
 
     def serve_drafter(self, address: str, endpoint: DrafterEndpoint) -> None:
-        """Make a drafter reachable."""
+        """Make a drafter reachable at an address."""
         process = self._processes.setdefault(address, _InProcessHost())
         if process.drafter is not None:
             raise AlreadyExistsError(f"{address} is taken", reason="ADDRESS_IN_USE")
@@ -137,22 +137,22 @@ class InprocNetwork:
             await process.die(address)
 
     def dialer(self) -> InprocDialer:
-        """A dialer within this network."""
+        """Return a dialer within this network."""
         return InprocDialer(self)
 
     def process(self, address: str) -> _InProcessHost:
-        """What serves an address; UnavailableError if nothing does."""
+        """Return the endpoint at an address. Raises UnavailableError if there is none."""
         process = self._processes.get(address)
         if process is None:
             raise UnavailableError(f"nothing serves {address}", reason="UNREACHABLE")
         return process
 
     def verifier(self, address: str) -> VerifierEndpoint:
-        """The verifier at an address; UnavailableError if there is none."""
+        """Return the verifier at an address. Raises UnavailableError if there is none."""
         return _found(self.process(address).verifier, "verifier", address)
 
     def drafter(self, address: str) -> DrafterEndpoint:
-        """The drafter at an address; UnavailableError if there is none."""
+        """Return the drafter at an address. Raises UnavailableError if there is none."""
         return _found(self.process(address).drafter, "drafter", address)
 
     def connect(self, address: str) -> DrafterConnection:
@@ -207,7 +207,7 @@ _LOCAL: set[asyncio.Task[None]] = set()
 def make_byte_pipe(
     address: str, peer: str
 ) -> tuple[_InProcessEnd[Any, Any], _InProcessEnd[bytes | memoryview, bytes | memoryview]]:
-    """Both ends of a connection of frames: the endpoint's, and the near one's."""
+    """Return both ends of a connection of frames: the endpoint's end and the caller's end."""
     up: BoundedQueue[bytes | memoryview] = BoundedQueue(size_of=len)
     down: BoundedQueue[bytes | memoryview] = BoundedQueue(size_of=len)
     return _InProcessEnd(peer, down, up), _InProcessEnd(address, up, down)
@@ -262,7 +262,7 @@ class InprocVerifier(SessionIteratorMixin):
         self._address = address
 
     async def info(self) -> VerifierInfo:
-        """Identity, capacity and load."""
+        """Return identity, capacity and load of the verifier."""
         endpoint = self._network.verifier(self._address)
         with _typed_errors():
             return await endpoint.info()
@@ -292,32 +292,32 @@ class InprocDrafter:
         self._address = address
 
     async def info(self) -> DrafterInfo:
-        """Identity and load."""
+        """Return identity and load of the drafter."""
         endpoint = self._network.drafter(self._address)
         with _typed_errors():
             return await endpoint.info()
 
     async def attach(self, verifier_address: str) -> None:
-        """Connect to a verifier."""
+        """Connect the drafter to a verifier."""
         endpoint = self._network.drafter(self._address)
         with _typed_errors():
             await endpoint.attach(verifier_address)
 
     async def detach(self, verifier_address: str) -> None:
-        """Drop the connection to a verifier."""
+        """Disconnect the drafter from a verifier."""
         endpoint = self._network.drafter(self._address)
         with _typed_errors():
             await endpoint.detach(verifier_address)
 
     async def set_draining(self, draining: bool) -> None:
-        """Have it say that it leaves, or stays."""
+        """Set whether the drafter announces that it will stop."""
         endpoint = self._network.drafter(self._address)
         with _typed_errors():
             await endpoint.set_draining(draining)
 
 
 class InprocDialer:
-    """Reaches the endpoints of its network."""
+    """Connects to the endpoints of its network."""
 
     def __init__(self, network: InprocNetwork) -> None:
         self._network = network
@@ -327,15 +327,15 @@ class InprocDialer:
         return self._network.connect(verifier_address)
 
     async def verifier(self, address: str) -> InprocVerifier:
-        """A control client of the verifier at `address`."""
+        """Return a control client of the verifier at `address`."""
         return InprocVerifier(self._network, address)
 
     async def drafter(self, address: str) -> InprocDrafter:
-        """A control client of the drafter at `address`."""
+        """Return a control client of the drafter at `address`."""
         return InprocDrafter(self._network, address)
 
     async def close_channel(self, address: str) -> None:
-        """Nothing to close: connections belong to their holders."""
+        """Do nothing, because there are no channels."""
 
     async def close(self) -> None:
-        """Nothing to close: connections belong to their holders."""
+        """Do nothing, because there are no channels."""

@@ -41,7 +41,7 @@ class ExchangeConnection(Protocol[SendT, ReceiveT]):
         ...
 
     async def send(self, message: SendT) -> None:
-        """Queue a message; waits while the peer is not reading. Raises ConnectionLostError."""
+        """Queue a message, and wait while the queue is full. Raises ConnectionLostError."""
         ...
 
     def try_send(self, *messages: SendT) -> bool:
@@ -71,25 +71,25 @@ class ExchangeConnection(Protocol[SendT, ReceiveT]):
         ...
 
     async def close(self) -> None:
-        """Close both directions; idempotent."""
+        """Close both directions. Idempotent."""
         ...
 
 
 VerifierConnection = ExchangeConnection[VerifierMessage, DrafterMessage]
-"""The verifier's end: sends verdicts, receives proposals."""
+"""The verifier's end of an exchange: sends verdicts, receives proposals."""
 DrafterConnection = ExchangeConnection[DrafterMessage, VerifierMessage]
-"""The drafter's end: sends proposals, receives verdicts."""
+"""The drafter's end of an exchange: sends proposals, receives verdicts."""
 RouterConnection = ExchangeConnection[SessionsRequest, SessionsMessage]
-"""A router's end of the stream that carries its sessions: opens and leaves, receives events."""
+"""A router's end of a session stream: opens and leaves sessions, receives their events."""
 ServingConnection = ExchangeConnection[SessionsMessage, SessionsRequest | MalformedOpen]
-"""The verifier's end of that stream."""
+"""The verifier's end of a session stream."""
 
 
 class VerifierControl(Protocol):
     """Control calls of a router to a verifier."""
 
     async def info(self) -> VerifierInfo:
-        """Identity, capacity and load."""
+        """Return identity, capacity and load of the verifier."""
         ...
 
     async def sessions(self) -> RouterConnection:
@@ -110,11 +110,11 @@ class VerifierControl(Protocol):
         ...
 
     async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
-        """Change a session's plan; NotFoundError if there is none."""
+        """Change a session's plan. Raises NotFoundError if there is no such session."""
         ...
 
     async def close_session(self, session_id: SessionId) -> None:
-        """End a session and free all it holds; idempotent."""
+        """End a session and free its resources. Idempotent."""
         ...
 
 
@@ -122,11 +122,11 @@ class VerifierEndpoint(VerifierControl, Protocol):
     """Interface that a verifier process implements."""
 
     async def serve_sessions(self, connection: ServingConnection) -> None:
-        """Serve one router's stream of sessions until it ends, then free what is left of them."""
+        """Serve one router's session stream until it ends, then free its remaining sessions."""
         ...
 
     async def exchange(self, connection: VerifierConnection) -> None:
-        """Serve one drafter's connection until it ends."""
+        """Serve one drafter's exchange connection until it ends."""
         ...
 
 
@@ -134,43 +134,45 @@ class DrafterControl(Protocol):
     """Control calls of a router to a drafter."""
 
     async def info(self) -> DrafterInfo:
-        """Identity and load."""
+        """Return identity and load of the drafter."""
         ...
 
     async def attach(self, verifier_address: str) -> None:
-        """Connect to a verifier and serve it until detached; idempotent."""
+        """Connect the drafter to a verifier, which it serves until it is detached. Idempotent."""
         ...
 
     async def detach(self, verifier_address: str) -> None:
-        """Drop the connection to a verifier; idempotent."""
+        """Disconnect the drafter from a verifier. Idempotent."""
         ...
 
     async def set_draining(self, draining: bool) -> None:
-        """Say in `info` that it leaves, or that it stays after all; it drafts on in any case."""
+        """Set whether the drafter announces in `info` that it will stop. It continues to draft in
+        either case.
+        """
         ...
 
 
 DrafterEndpoint = DrafterControl
-"""What a drafter process implements; its exchange connections are outgoing."""
+"""Interface that a drafter process implements. Its exchange connections are outgoing."""
 
 
 class Dialer(Protocol):
-    """Reaches the other processes of one transport by address."""
+    """Connects to the other processes of one transport by address."""
 
     async def exchange(self, verifier_address: str) -> DrafterConnection:
         """Open an exchange connection to a verifier. Raises UnavailableError."""
         ...
 
     async def verifier(self, address: str) -> VerifierControl:
-        """A control client of the verifier at `address`."""
+        """Return a control client of the verifier at `address`."""
         ...
 
     async def drafter(self, address: str) -> DrafterControl:
-        """A control client of the drafter at `address`."""
+        """Return a control client of the drafter at `address`."""
         ...
 
     async def close_channel(self, address: str) -> None:
-        """Close the channel to an address whose process is gone, if there is one."""
+        """Close the channel to an address whose process has ended, if there is one."""
         ...
 
     async def close(self) -> None:

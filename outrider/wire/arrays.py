@@ -30,27 +30,29 @@ class WireTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FeatureRows:
-    """Features of a round, [F, H] in pieces: they are joined where they become bytes."""
+    """Features of a round, [F, H] (F rows of H values), as segments that are joined only for
+    encoding.
+    """
 
     dtype: TensorDtype
     segments: tuple[NDArray[np.generic], ...]
-    """[m, H] each, at least one."""
+    """Segments of the rows, [m, H] each; at least one."""
 
     @property
     def width(self) -> int:
-        """Values a row."""
+        """Number of values in a row."""
         return int(self.segments[0].shape[1])
 
     @property
     def count(self) -> int:
-        """Rows of all pieces."""
+        """Number of rows in all segments."""
         return sum(len(piece) for piece in self.segments)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Size of all rows in bytes."""
         return sum(piece.nbytes for piece in self.segments)
 
     def joined(self) -> NDArray[np.generic]:
-        """All rows [F, H]; a view if they are one piece."""
+        """Return all rows [F, H]; a view if there is one segment."""
         return self.segments[0] if len(self.segments) == 1 else np.concatenate(self.segments)

@@ -21,12 +21,12 @@ from outrider.wire.limits import (
 MessageT = TypeVar("MessageT", bound=Message)
 
 _MAX_QUOTED = 80
-"""Characters of a value in an error."""
+"""Largest number of characters of a value that an error message quotes."""
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def quote_value(value: object) -> str:
-    """A value as an error shows it, which is not all of it."""
+    """Return the beginning of a value's repr for an error message."""
     return repr(value)[:_MAX_QUOTED]
 
 
@@ -47,7 +47,7 @@ def convert_validation_errors(what: str) -> Generator[None]:
 
 
 def parse_message(kind: type[MessageT], data: bytes | memoryview) -> MessageT:
-    """Parse protobuf bytes."""
+    """Parse protobuf bytes. Raises InvalidMessageError for invalid or too many bytes."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise_invalid(
             f"{kind.__name__} of {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are allowed"
@@ -61,7 +61,7 @@ def parse_message(kind: type[MessageT], data: bytes | memoryview) -> MessageT:
 
 
 def check_text(value: str, name: str, *, limit: int = MAX_NAME_BYTES, empty: bool = False) -> str:
-    """A bounded string; `empty` says whether "" is allowed."""
+    """Return `value` if it has at most `limit` bytes, and is not "" unless `empty` is set."""
     if not value and not empty:
         raise_invalid(f"{name} must not be empty")
     if len(value) > limit or (not value.isascii() and len(value.encode()) > limit):
@@ -70,7 +70,7 @@ def check_text(value: str, name: str, *, limit: int = MAX_NAME_BYTES, empty: boo
 
 
 def check_traceparent(value: str) -> str:
-    """A W3C Trace Context of version 00, or ""."""
+    """Return `value` if it is "" or a W3C Trace Context of version 00."""
     if value and not _TRACEPARENT.fullmatch(value):
         raise_invalid(
             f"traceparent must be 00-TRACE-SPAN-FLAGS in lower-case hex, got {value[:64]!r}"
@@ -79,35 +79,37 @@ def check_traceparent(value: str) -> str:
 
 
 def check_number(value: int, name: str, *, low: int = 0, high: int) -> int:
-    """An integer in [low, high]."""
+    """Return `value` if it is in [low, high]."""
     if not low <= value <= high:
         raise_invalid(f"{name} must be in [{low}, {high}], got {value}")
     return value
 
 
 def check_finite(value: float, name: str) -> float:
-    """A finite number that is not negative (times, rates)."""
+    """Return `value`, such as a time or rate, if it is finite and not negative."""
     if not (math.isfinite(value) and value >= 0.0):
         raise_invalid(f"{name} must be finite and >= 0, got {value}")
     return value
 
 
 def check_logprob(value: float, name: str) -> float:
-    """A logarithm of a probability."""
+    """Return `value` if it is a valid log-probability, in [LOWEST_LOGPROB, 0]."""
     if not LOWEST_LOGPROB <= value <= 0.0:
         raise_invalid(f"{name} must be in [{LOWEST_LOGPROB}, 0], got {value}")
     return value
 
 
 def check_count(values: Sized, name: str, *, high: int) -> None:
-    """At most `high` elements of a repeated field."""
+    """Check that a repeated field has at most `high` elements."""
     length = len(values)
     if length > high:
         raise_invalid(f"{name} must have at most {high} entries, got {length}")
 
 
 def check_token_ids(values: Collection[int], name: str, *, high: int) -> tuple[int, ...]:
-    """A bounded list of plausible token ids; the receiver knows the exact vocabulary."""
+    """Return the ids if there are at most `high` and each is below `MAX_VOCAB_SIZE`. The receiver
+    must check them against its vocabulary.
+    """
     check_count(values, name, high=high)
     ids = tuple(values)
     if ids and max(ids) >= MAX_VOCAB_SIZE:

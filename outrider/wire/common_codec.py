@@ -46,10 +46,13 @@ from outrider.wire.v1 import common_pb2 as pb
 EnumT = TypeVar("EnumT", bound=StrEnum)
 
 REMEMBERED: Final = 256
-"""Plans, and sampling parameters but for their noise, of which hundreds of sessions have the same:
-checking them costs more than all the rest of a session's opening message."""
+"""Number of decoded plans, and of sampling parameters without seeds, that are cached. Hundreds of
+sessions have equal ones, and validating them costs more than the rest of a session's first message.
+"""
 REMEMBERED_BYTES: Final = 256
-"""Longer ones are not remembered: a peer could fill the memory with them."""
+"""Largest size in bytes of an encoded plan or sampling parameters that is cached, so that a peer
+cannot fill the memory.
+"""
 
 RULES: dict[Rule, pb.Rule] = {
     Rule.GREEDY: pb.RULE_GREEDY,
@@ -92,7 +95,9 @@ MEMORY_KINDS_FROM_PB = _invert(MEMORY_KINDS)
 
 
 def require_member(table: Mapping[int, EnumT], value: int, name: str) -> EnumT:
-    """The member for an enum value; unspecified and unknown values are malformed."""
+    """Return the enum member for a protobuf value. Raises InvalidMessageError for unspecified and
+    unknown values.
+    """
     member = table.get(value)
     if member is None:
         raise_invalid(f"{name} must be one of {sorted(table)}, got {value}")
@@ -100,12 +105,14 @@ def require_member(table: Mapping[int, EnumT], value: int, name: str) -> EnumT:
 
 
 def optional_member(table: Mapping[int, EnumT], value: int, name: str) -> EnumT | None:
-    """Like `known`, but unspecified (0) is None."""
+    """Return the enum member for a protobuf value, or None if it is unspecified (0). Raises
+    InvalidMessageError for unknown values.
+    """
     return None if value == 0 else require_member(table, value, name)
 
 
 def methods_from_pb(values: Collection[int]) -> tuple[DraftMethod, ...]:
-    """Draft methods of a handshake or info message."""
+    """Decode the draft methods of a handshake or info message."""
     check_count(values, "methods", high=MAX_METHODS)
     return tuple(require_member(METHODS_FROM_PB, value, "method") for value in values)
 
@@ -134,7 +141,7 @@ def bias_to_pb(entries: Iterable[tuple[int, float]]) -> list[pb.LogitBias]:
 
 
 def bias_from_pb(messages: Collection[pb.LogitBias]) -> tuple[tuple[int, float], ...]:
-    """Decode a logit bias; amounts are checked by whoever uses it."""
+    """Decode a logit bias. The ranges of the amounts are not checked."""
     check_count(messages, "logit_bias", high=MAX_BIASED_IDS)
     ids = check_token_ids([message.id for message in messages], "logit_bias", high=MAX_BIASED_IDS)
     return tuple(zip(ids, (message.amount for message in messages), strict=True))
@@ -166,7 +173,7 @@ def _sampling_of(data: bytes) -> SamplingParams:
 
 
 def _common_sampling(message: pb.Sampling) -> SamplingParams:
-    """All but the noise."""
+    """Decode and validate all sampling parameters except for seed and draft key."""
     banned = check_token_ids(message.banned_ids, "banned_ids", high=MAX_BANNED_IDS)
     bias = bias_from_pb(message.logit_bias)
     with convert_validation_errors("sampling"):
@@ -187,14 +194,16 @@ def _common_sampling(message: pb.Sampling) -> SamplingParams:
 
 
 def verifier_sampling_from_pb(message: pb.Sampling) -> SamplingParams:
-    """What a verifier is told: it must bring the seed itself."""
+    """Decode the sampling parameters for a verifier, which must have a seed and no draft key."""
     if message.HasField("draft_key"):
         raise_invalid("sampling must bring a seed, not a drafter's key")
     return sampling_from_pb(message)
 
 
 def drafter_sampling_from_pb(message: pb.Sampling) -> SamplingParams:
-    """What a drafter is told: never the seed."""
+    """Decode the sampling parameters for a drafter, which must have a draft key. A drafter never
+    gets the seed.
+    """
     if not message.HasField("draft_key"):
         raise_invalid("sampling must bring a drafter's key")
     return sampling_from_pb(message)
@@ -216,7 +225,7 @@ def structured_to_pb(structured: StructuredOutput | None) -> pb.StructuredOutput
 
 
 def structured_from_pb(holder: Message) -> StructuredOutput | None:
-    """Decode the grammar of an answer, of the message that has it as `structured_output`."""
+    """Decode the grammar of an answer from the field `structured_output` of `holder`."""
     if not holder.HasField("structured_output"):
         return None
     message: pb.StructuredOutput = getattr(holder, "structured_output")  # noqa: B009
@@ -231,7 +240,7 @@ def structured_from_pb(holder: Message) -> StructuredOutput | None:
 
 
 def token_limits_to_pb(limits: TokenLimits | None) -> pb.TokenLimits | None:
-    """Encode which ids an answer may be made of."""
+    """Encode the restrictions of an answer's token ids."""
     if limits is None:
         return None
     words = [pb.TokenSequence(token_ids=word) for word in limits.bad_words]
@@ -239,7 +248,9 @@ def token_limits_to_pb(limits: TokenLimits | None) -> pb.TokenLimits | None:
 
 
 def token_limits_from_pb(holder: Message) -> TokenLimits | None:
-    """Decode and validate them, of the message that has them as `token_limits`."""
+    """Decode and validate the restrictions of an answer's token ids from the field `token_limits`
+    of `holder`.
+    """
     if not holder.HasField("token_limits"):
         return None
     message: pb.TokenLimits = getattr(holder, "token_limits")  # noqa: B009
@@ -345,7 +356,7 @@ def stats_from_pb(message: pb.SpecDecodeStats) -> SpecStats:
 
 
 def device_exchange_to_pb(info: DeviceExchangeInfo | None) -> pb.DeviceExchangeInfo | None:
-    """Encode the exchange between devices of a verifier; None: it is off."""
+    """Encode the device exchange of a verifier, or return None if it is off."""
     if info is None:
         return None
     memory = pb.MEMORY_KIND_UNSPECIFIED if info.memory is None else MEMORY_KINDS[info.memory]
@@ -359,7 +370,7 @@ def device_exchange_to_pb(info: DeviceExchangeInfo | None) -> pb.DeviceExchangeI
 
 
 def device_exchange_from_pb(message: pb.DeviceExchangeInfo) -> DeviceExchangeInfo:
-    """Decode the exchange between devices of a verifier that has it on."""
+    """Decode the device exchange of a verifier."""
     is_open = message.HasField("drafter_id")
     return DeviceExchangeInfo(
         drafter_id=DrafterId(check_text(message.drafter_id, "drafter_id")) if is_open else None,

@@ -41,57 +41,57 @@ def _session_id(value: str) -> SessionId:
 
 
 def encode_set_plan(session_id: SessionId, plan: SpeculationPlan) -> bytes:
-    """A SetPlan request as bytes."""
+    """Encode a SetPlan request."""
     return pb.SetPlanRequest(session_id=session_id, plan=plan_to_pb(plan)).SerializeToString(
         deterministic=True
     )
 
 
 def decode_set_plan(data: bytes | memoryview) -> tuple[SessionId, SpeculationPlan]:
-    """The session and plan of a SetPlan request."""
+    """Decode the session id and plan of a SetPlan request."""
     message = parse_message(pb.SetPlanRequest, data)
     return _session_id(message.session_id), plan_from_pb(message.plan)
 
 
 def encode_close_session(session_id: SessionId) -> bytes:
-    """A CloseSession request as bytes."""
+    """Encode a CloseSession request."""
     return pb.CloseSessionRequest(session_id=session_id).SerializeToString(deterministic=True)
 
 
 def decode_close_session(data: bytes | memoryview) -> SessionId:
-    """The session of a CloseSession request."""
+    """Decode the session id of a CloseSession request."""
     return _session_id(parse_message(pb.CloseSessionRequest, data).session_id)
 
 
 def encode_drain(draining: bool) -> bytes:
-    """A Drain request as bytes."""
+    """Encode a Drain request."""
     return pb.DrainRequest(draining=draining).SerializeToString(deterministic=True)
 
 
 def decode_drain(data: bytes | memoryview) -> bool:
-    """Whether a Drain request wants the drafter to leave."""
+    """Decode a Drain request. Return whether the drafter is to be drained."""
     return parse_message(pb.DrainRequest, data).draining
 
 
 def encode_verifier_address(address: str) -> bytes:
-    """An Attach or Detach request as bytes; the two have the same shape."""
+    """Encode an Attach or Detach request; the two have the same fields."""
     return pb.AttachRequest(verifier_address=address).SerializeToString(deterministic=True)
 
 
 def decode_attach(data: bytes | memoryview) -> str:
-    """The verifier's address of an Attach request."""
+    """Decode the verifier address of an Attach request."""
     address = parse_message(pb.AttachRequest, data).verifier_address
     return check_text(address, "verifier_address", limit=MAX_ADDRESS_BYTES)
 
 
 def decode_detach(data: bytes | memoryview) -> str:
-    """The verifier's address of a Detach request."""
+    """Decode the verifier address of a Detach request."""
     address = parse_message(pb.DetachRequest, data).verifier_address
     return check_text(address, "verifier_address", limit=MAX_ADDRESS_BYTES)
 
 
 def encode_verifier_info(info: VerifierInfo) -> bytes:
-    """A verifier's info as bytes."""
+    """Encode the info of a verifier."""
     return pb.VerifierServiceGetInfoResponse(
         protocol_version=info.protocol_version,
         verifier_id=info.verifier_id,
@@ -166,7 +166,7 @@ def _attached_drafters(
 
 
 def decode_verifier_info(data: bytes | memoryview) -> VerifierInfo:
-    """The verifier's info in `data`; InvalidMessageError if there is none."""
+    """Decode the info of a verifier. Raises InvalidMessageError for invalid data."""
     message = parse_message(pb.VerifierServiceGetInfoResponse, data)
     return VerifierInfo(
         protocol_version=message.protocol_version,
@@ -217,7 +217,7 @@ def decode_verifier_info(data: bytes | memoryview) -> VerifierInfo:
 
 
 def encode_drafter_info(info: DrafterInfo) -> bytes:
-    """A drafter's info as bytes."""
+    """Encode the info of a drafter."""
     return pb.DrafterServiceGetInfoResponse(
         protocol_version=info.protocol_version,
         drafter_id=info.drafter_id,
@@ -237,7 +237,7 @@ def encode_drafter_info(info: DrafterInfo) -> bytes:
 
 
 def decode_drafter_info(data: bytes | memoryview) -> DrafterInfo:
-    """The drafter's info in `data`; InvalidMessageError if there is none."""
+    """Decode the info of a drafter. Raises InvalidMessageError for invalid data."""
     message = parse_message(pb.DrafterServiceGetInfoResponse, data)
     check_count(message.verifiers, "verifiers", high=MAX_PEERS)
     return DrafterInfo(

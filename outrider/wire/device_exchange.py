@@ -32,39 +32,39 @@ class ReplicaOffer:
     ReplicaReady or ReplicaRefused."""
 
     num_slots: int
-    """Session slots of the verifier, its padding slot included."""
+    """Number of session slots of the verifier, including its padding slot."""
     max_rows: int
-    """Decode rows of a round, at most."""
+    """Largest number of decode rows in a round."""
     draft_length: int
-    """Tokens of a draft chain, at most."""
+    """Largest number of tokens in a draft chain."""
     max_chunks: int
-    """Prefill chunks of a round, at most."""
+    """Largest number of prefill chunks in a round."""
     chunk_tokens: int
-    """Tokens of a prefill chunk, at most."""
+    """Largest number of tokens in a prefill chunk."""
     feature_size: int
-    """Values of a feature."""
+    """Number of values in the feature vector of a token."""
     feature_dtype: TensorDtype
     """Element type of the features, a floating-point one."""
     distribution_entries: int
-    """Entries of a draft distribution; 0: drafts come without distributions."""
+    """Largest number of entries in a draft distribution; 0 if drafts have no distributions."""
     depth: int
-    """Rounds that the verifier may be ahead of the drafter."""
+    """Number of rounds by which the verifier may be ahead of the drafter."""
     num_blocks: int
     """KV blocks of the verifier's pool."""
     block_tokens: int
-    """KV slots of a block."""
+    """Number of KV slots (tokens) in a block."""
     table_blocks: int
-    """Blocks of a session's block table, at most."""
+    """Largest number of blocks in a session's block table."""
     vocab_size: int
     """Size of the verifier's vocabulary."""
     memory: MemoryKind
     """Memory that the verifier wants the exchange buffers in."""
     fan_out: int = 0
-    """Outcomes of a round that are drafted for while it runs, a session; 0: none."""
+    """Number of outcomes per session that are drafted while a round runs; 0 disables look-ahead."""
     ahead_rows: int = 0
-    """Decode rows of a round whose outcomes are drafted for, at most."""
+    """Largest number of decode rows in a round for which outcomes are drafted."""
     gpu: str = ""
-    """UUID of the verifier's GPU; empty on a CPU. A drafter on the same one refuses."""
+    """UUID of the verifier's GPU; empty on a CPU. A drafter on the same GPU refuses the replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +75,17 @@ class ReplicaSessionBegin:
     blocks: tuple[int, ...]
     """The session's KV blocks, in order; packed as int32 on the wire."""
     sampling: SamplingParams
-    """With a draft key in place of the seed."""
+    """Sampling parameters, with a draft key in place of the seed."""
     num_rows: int
-    """Draft rows whose KV is in these blocks already."""
+    """Number of draft rows whose KV is already in these blocks."""
     prompt_ids: tuple[int, ...] = ()
-    """Ids that its prompt has, each once; only where penalties look at tokens. Packed as int32 on
-    the wire."""
+    """Distinct token ids of the prompt; empty unless penalties need them. Packed as int32 on the
+    wire.
+    """
     output_ids: tuple[int, ...] = ()
-    """Tokens that it has emitted, likewise."""
+    """Token ids that the session has emitted; empty unless penalties need them. Packed as int32 on
+    the wire.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,33 +94,34 @@ class ReplicaBlocksAdded:
 
     slot: int
     first: int
-    """Index of the first of them in the session's block table."""
+    """Index of the first new block in the session's block table."""
     blocks: tuple[int, ...]
     """The blocks, in order; packed as int32 on the wire."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSessionEnd:
-    """No session is in a slot of the replica any more."""
+    """The session in a slot of the replica has ended."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRoundLaunched:
-    """The verifier has launched a round, which comes by the exchange buffers."""
+    """The verifier has launched a round, whose data pass through the exchange buffers."""
 
     rows: int
-    """Rows to draft behind, padding of the bucket included; 0: none."""
+    """Number of rows to draft for, including padding; 0 if there are none."""
     chunks: int
-    """Prefill chunks, padding of the bucket included; 0: none."""
+    """Number of prefill chunks, including padding; 0 if there are none."""
     is_sampled: bool
     """Whether any session processes its draft logits or draws its drafts."""
     is_ahead: bool = False
     """Whether outcomes of the next round are drafted for while it runs."""
     has_rejection: bool = False
-    """Whether any session has the rejection rule, so that its drafts come with distributions; only
-    in a round that `is_sampled`."""
+    """Whether any session uses the rejection rule, so that its drafts need distributions. Only set
+    in a round with `is_sampled`.
+    """
 
 
 ReplicaCommand = (
@@ -133,7 +137,7 @@ ReplicaCommand = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReady:
-    """The drafter has a replica as it was offered."""
+    """The drafter has created the replica that was offered."""
 
     memory: MemoryKind
     """Memory that the exchange buffers are in."""
@@ -141,10 +145,10 @@ class ReplicaReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRefused:
-    """The drafter cannot have a replica as it was offered."""
+    """The drafter cannot create the replica that was offered."""
 
     reason: str
-    """Why, for logs; not empty."""
+    """Reason for logs; not empty."""
 
 
 ReplicaAnswer = ReplicaReady | ReplicaRefused

@@ -98,7 +98,7 @@ _SHM_NAME = re.compile("[0-9a-f]{32}")
 
 
 def encode_drafter_message(message: DrafterMessage) -> bytes:
-    """A drafter's message as bytes."""
+    """Encode a message of a drafter."""
     match message:
         case EncodedMessage():
             return message.data
@@ -120,22 +120,25 @@ def encode_drafter_message(message: DrafterMessage) -> bytes:
 def encode_drafter_messages(
     messages: Sequence[DrafterMessage], *, max_bytes: int = MAX_BUNDLE_BYTES
 ) -> list[bytes]:
-    """A drafter's messages as frames of at most `max_bytes`; a larger message is one alone."""
+    """Encode messages of a drafter as frames of at most `max_bytes`. A larger message gets a frame
+    of its own.
+    """
     return join_messages(
         [encode_drafter_message(message) for message in messages], max_bytes=max_bytes
     )
 
 
 def decode_drafter_messages(frame: EncodedFrame) -> list[DrafterMessage | InvalidMessageError]:
-    """The drafter's messages in a frame, in order; the error in the place of a malformed one.
-
-    A frame that cannot be told into messages is one malformed message.
+    """Decode the messages of a drafter in a frame, in order. A malformed message is returned as an
+    InvalidMessageError; a frame that cannot be split counts as one malformed message.
     """
     return _decode_all(frame, _drafter_message, PROPOSALS_FIELD, decode_proposals)
 
 
 def decode_drafter_message(data: EncodedFrame) -> DrafterMessage:
-    """The drafter's message in `data`; InvalidMessageError if there is none, or a bundle."""
+    """Decode one message of a drafter. Raises InvalidMessageError for invalid data and for a
+    bundle.
+    """
     refuse_bundle(data)
     return _drafter_message(data)
 
@@ -146,8 +149,9 @@ def _decode_all(
     round_field: int,
     decode_round: Callable[[memoryview], MessageT],
 ) -> list[MessageT | InvalidMessageError]:
-    """`decode_round` is for a frame that is its `round_field` and nothing else. It reads the frame
-    where it lies; everything else reads what nobody changes any more."""
+    """Decode all messages of a frame. `decode_round` decodes a frame that contains only the field
+    `round_field`, without a copy. Everything else is copied and decoded by `decode`.
+    """
     try:
         content = sole_content(frame, round_field)
         if content is not None:
@@ -192,7 +196,7 @@ def _drafter_message(data: EncodedFrame) -> DrafterMessage:
 
 
 def encode_verifier_message(message: VerifierMessage) -> bytes:
-    """A verifier's message as bytes."""
+    """Encode a message of a verifier."""
     match message:
         case EncodedMessage():
             return message.data
@@ -231,19 +235,25 @@ def encode_verifier_message(message: VerifierMessage) -> bytes:
 def encode_verifier_messages(
     messages: Sequence[VerifierMessage], *, max_bytes: int = MAX_BUNDLE_BYTES
 ) -> list[bytes]:
-    """A verifier's messages as frames of at most `max_bytes`; a larger message is one alone."""
+    """Encode messages of a verifier as frames of at most `max_bytes`. A larger message gets a frame
+    of its own.
+    """
     return join_messages(
         [encode_verifier_message(message) for message in messages], max_bytes=max_bytes
     )
 
 
 def decode_verifier_messages(frame: EncodedFrame) -> list[VerifierMessage | InvalidMessageError]:
-    """Like `decode_drafter_messages`, of a verifier."""
+    """Decode the messages of a verifier in a frame, as `decode_drafter_messages` does for a
+    drafter.
+    """
     return _decode_all(frame, _verifier_message, VERDICTS_FIELD, decode_verdicts)
 
 
 def decode_verifier_message(data: EncodedFrame) -> VerifierMessage:
-    """The verifier's message in `data`; InvalidMessageError if there is none, or a bundle."""
+    """Decode one message of a verifier. Raises InvalidMessageError for invalid data and for a
+    bundle.
+    """
     refuse_bundle(data)
     return _verifier_message(data)
 

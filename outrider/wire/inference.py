@@ -24,7 +24,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_BAD_WORD_TEXTS = 128
-"""Each may be two sequences of ids."""
+"""Largest number of bad words. Each may have two sequences of token ids."""
 MAX_BAD_WORD_BYTES = 256
 MAX_NAME_BYTES = 256
 MAX_ABORT_IDS = 4096
@@ -35,7 +35,7 @@ class ChatMessage:
     """One turn of a conversation; the model's chat template renders it."""
 
     role: str
-    """system, user or assistant."""
+    """Role of the author: system, user or assistant."""
     content: str
 
 
@@ -80,31 +80,33 @@ class SamplingOptions:
     """Acceptance rule at temperature > 0."""
     banned_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(id, what is added to its logit), distinct ids."""
+    """Pairs of a token id and the value that is added to its logit; ids are distinct."""
     allowed_token_ids: tuple[int, ...] = ()
-    """Only these are emitted, an end-of-turn id if it is one of them; none of them: all are."""
+    """The only token ids that may be emitted, including end-of-turn ids; empty allows all ids."""
     bad_words: tuple[str, ...] = ()
-    """Texts that are never emitted in the ids that the tokenizer writes them with, alone and behind
-    a space."""
+    """Texts that are never emitted in their usual tokenization, at the start of a text or after a
+    space.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppingOptions:
-    """When generation ends."""
+    """Conditions that end generation."""
 
     max_tokens: int | None = None
     """Maximum number of tokens to emit."""
     default_max_tokens: int | None = None
-    """Most tokens to emit where `max_tokens` is not given, as far as the context has room; None:
-    the router's default. Set within the router alone, it is not on the wire."""
+    """Maximum number of tokens if `max_tokens` is None, reduced to the remaining context; None uses
+    the router's default. Only the router sets it, and it is not encoded.
+    """
     min_tokens: int | None = None
     """Number of tokens before which neither a stop token nor a stop string ends the answer."""
     stop: tuple[str, ...] = ()
     """The text ends before the first of these strings; it is not part of the output."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ids that end generation beside the model's own end-of-turn ids."""
+    """Token ids that end generation, in addition to the model's end-of-turn ids."""
     ignore_eos: bool | None = None
-    """Whether to go on past the model's end-of-turn ids."""
+    """Whether generation continues after the model's end-of-turn ids."""
     include_stop_str_in_output: bool = False
     """Whether the stop string, or the text of the stop token, is part of the text."""
 
@@ -115,7 +117,7 @@ class SpeculationOptions:
     text."""
 
     enabled: bool | None = None
-    """False opts out: plain decoding."""
+    """Whether speculation is used; False decodes without drafts."""
     method: DraftMethod | None = None
     draft_tokens: int | None = None
     """Draft tokens (tree nodes) per round."""
@@ -124,7 +126,7 @@ class SpeculationOptions:
     look_ahead: int | None = None
     """0 drafts in lock-step; 1 lets the verifier's planner draft ahead of the verdicts."""
     fan_out: int | None = None
-    """Outcomes pre-drafted a round; 0 lets the drafter choose."""
+    """Number of outcomes drafted ahead per round; 0 lets the drafter choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,25 +135,30 @@ class GenerateRequest:
 
     prompt: Prompt
     request_id: RequestId | None = None
-    """Chosen by the client, or by the router when None; unique among running requests."""
+    """Id of the request, unique among running requests; None lets the router generate one."""
     model: str | None = None
     """Name of a served model; None takes the only or default one."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     stopping: StoppingOptions = field(default_factory=StoppingOptions)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     priority: int = 0
-    """Greater goes first, and may preempt lesser ones; in [-MAX_PRIORITY, MAX_PRIORITY]."""
+    """Priority in [-MAX_PRIORITY, MAX_PRIORITY]. Higher priorities are served first and may preempt
+    lower ones.
+    """
     resumable: bool = False
-    """Whether it outlives its stream, which `ResumeStream` takes up again."""
+    """Whether the request continues when its stream breaks, so that `ResumeStream` can resume the
+    stream.
+    """
     top_logprobs: int | None = None
-    """Most probable ids to give with each emitted token, in [0, MAX_TOP_LOGPROBS]; 0 gives the
-    emitted tokens' log-probabilities alone, None gives none."""
+    """Number of most probable token ids to return with each emitted token, in [0,
+    MAX_TOP_LOGPROBS]. 0 returns only the emitted tokens' log-probabilities, None returns none.
+    """
     structured_output: StructuredOutput | None = None
-    """The form that the answer must have; None: any."""
+    """Grammar of the answer; None if unrestricted."""
     skip_special_tokens: bool | None = None
-    """Whether special tokens have no text; they have none by default."""
+    """Whether special tokens are omitted from the text; None means True."""
     return_prompt_token_ids: bool = False
-    """Whether PromptInfo has the ids of the prompt."""
+    """Whether PromptInfo contains the token ids of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +167,11 @@ class StreamPosition:
 
     request_id: RequestId
     tokens: int = 0
-    """Token ids of the answer that have arrived."""
+    """Number of token ids of the answer that have arrived."""
     characters: int = 0
-    """Characters of its text that have arrived: text may be out of step with ids. Where both are 0
-    the stream begins with PromptInfo."""
+    """Number of characters of the text that have arrived, which is counted separately because text
+    may lag behind ids. With both counts 0 the stream begins with PromptInfo.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,13 +291,19 @@ class DrafterLink:
 
     verifier_id: VerifierId
     sessions: int
-    """The verifier's sessions that it drafts for."""
+    """Number of the verifier's sessions that the drafter drafts for."""
     answer_ms: float = 0.0
-    """From the end of a round to its proposals, mean of late; 0 while unknown."""
+    """Recent mean time from the end of a round to the drafter's proposals in milliseconds; 0 if
+    unknown.
+    """
     quarantine: str = ""
-    """Not empty: why it gets no sessions of the verifier now: slow, silent or wrong."""
+    """Reason for which the drafter is quarantined for the verifier: slow, silent or wrong; empty if
+    it is not.
+    """
     probe_in_s: float = 0.0
-    """Until one session is given to it again, to see; 0 while that is being done."""
+    """Time in seconds until the quarantined drafter gets one session as a probe; 0 during the
+    probe.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,9 @@ ValueT = TypeVar("ValueT")
 MessageT = TypeVar("MessageT", bound=Message)
 
 _UNFIT: Final = (TypeError, ValueError, OverflowError, AttributeError)
-"""What protobuf raises for values that do not fit a field. UnicodeError is a ValueError."""
+"""Exceptions that protobuf raises for values that do not fit a field. UnicodeError is a
+ValueError.
+"""
 _WANTED: Final = {
     FieldDescriptor.TYPE_UINT32: "an integer in [0, 2^32)",
     FieldDescriptor.TYPE_FIXED64: "an integer in [0, 2^64)",
@@ -75,12 +77,12 @@ _WANTED: Final = {
     FieldDescriptor.TYPE_BOOL: "true or false",
     FieldDescriptor.TYPE_STRING: "a text",
 }
-"""What the contract's types hold."""
+"""Descriptions of the values that protobuf field types accept."""
 
 
 @contextmanager
 def _encoding(what: str) -> Generator[None]:
-    """Values from a caller that do not fit the contract's types are the caller's error."""
+    """Convert exceptions for values that do not fit a field into InvalidRequestError."""
     try:
         yield
     except _UNFIT as error:
@@ -88,7 +90,9 @@ def _encoding(what: str) -> Generator[None]:
 
 
 def _made(kind: type[MessageT], **values: Any) -> MessageT:
-    """A message of these fields. Raises InvalidRequestError that names one which does not fit."""
+    """Return a message with these fields. Raises InvalidRequestError that names the field whose
+    value does not fit.
+    """
     try:
         return kind(**values)
     except _UNFIT:
@@ -115,7 +119,7 @@ def _set(message: Message, name: str, value: ValueT) -> ValueT | None:
 
 
 def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
-    """Encode a request; InvalidRequestError if a value does not fit its type."""
+    """Encode a request. Raises InvalidRequestError if a value does not fit its type."""
     with _encoding("request"):
         message = _made(
             pb.GenerateRequest,
@@ -149,7 +153,9 @@ def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
 
 
 def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
-    """Decode a request; ranges of sampling values are checked where defaults are applied."""
+    """Decode a request. Ranges of sampling parameters are checked later, when defaults are
+    applied.
+    """
     request_id = _set(message, "request_id", message.request_id)
     model = _set(message, "model", message.model)
     asked = _set(message, "top_logprobs", message.top_logprobs)
@@ -309,7 +315,7 @@ def stream_request_from_pb(message: pb.GenerateStreamRequest) -> GenerateRequest
 
 
 def position_to_pb(position: StreamPosition) -> pb.ResumeStreamRequest:
-    """Encode where to go on with a stream."""
+    """Encode the position from which a stream is resumed."""
     with _encoding("position"):
         return pb.ResumeStreamRequest(
             request_id=position.request_id,
@@ -319,7 +325,7 @@ def position_to_pb(position: StreamPosition) -> pb.ResumeStreamRequest:
 
 
 def position_from_pb(message: pb.ResumeStreamRequest) -> StreamPosition:
-    """Decode where to go on with a stream."""
+    """Decode the position from which a stream is resumed."""
     return StreamPosition(
         request_id=RequestId(check_text(message.request_id, "request_id")),
         tokens=check_number(message.tokens, "tokens", high=MAX_SEQUENCE_LEN),

@@ -131,12 +131,12 @@ def event_from_pb(message: pb.GenerateStreamResponse) -> StreamEvent:
 
 
 def resumed_event_to_pb(event: StreamEvent) -> pb.ResumeStreamResponse:
-    """Encode one message of a stream that goes on."""
+    """Encode one message of a resumed stream."""
     return pb.ResumeStreamResponse(event=event_to_pb(event))
 
 
 def resumed_event_from_pb(message: pb.ResumeStreamResponse) -> StreamEvent:
-    """Decode one message of a stream that goes on."""
+    """Decode one message of a resumed stream."""
     return event_from_pb(message.event)
 
 

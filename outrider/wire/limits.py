@@ -6,47 +6,51 @@ from outrider.spec.plan import MAX_DRAFT_TOKENS
 from outrider.spec.sampling import LOWEST_LOGPROB as LOWEST_LOGPROB
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Default bound of one encoded message on every transport."""
+"""Default largest size of one encoded message in bytes, on every transport."""
 MAX_BUNDLE_MESSAGES = 1024
-"""Messages of one frame."""
+"""Largest number of messages in one frame."""
 MAX_BUNDLE_BYTES = 4 << 20
-"""Size up to which messages are put into one frame; a larger message crosses alone."""
+"""Size in bytes up to which messages are joined into one frame. A larger message gets a frame of
+its own.
+"""
 MAX_NODES = MAX_DRAFT_TOKENS
-"""Nodes of a draft tree."""
+"""Largest number of nodes in a draft tree."""
 MAX_ROUND_SESSIONS = 4096
-"""Entries of one message of verdicts or proposals."""
+"""Largest number of entries in one message of verdicts or proposals."""
 MAX_HANDLES = 1 << 20
-"""Session handles of a connection are below this."""
+"""Number of session handles of a connection; every handle is smaller."""
 MAX_DISTRIBUTION_ENTRIES = 1 << 22
-"""(id, count) pairs of all draft distributions of a message."""
+"""Largest number of (id, count) pairs in all draft distributions of a message."""
 MAX_VOCAB_SIZE = 1 << 24
 MAX_SEQUENCE_LEN = 1 << 24
-"""Tokens of a session, and of any token list."""
+"""Largest number of tokens in a session and in any list of tokens."""
 MAX_CHARACTERS = (1 << 32) - 1
-"""Characters of an answer's text."""
+"""Largest number of characters in an answer."""
 MAX_FEATURE_WIDTH = 1 << 16
-"""Feature values a token."""
+"""Largest number of feature values per token."""
 MAX_STOP_TOKEN_IDS = 256
 MAX_METHODS = 16
 MAX_TOP_LOGPROBS = 20
-"""Most probable ids that a request may ask for beside each emitted token."""
+"""Largest number of most probable ids that a request may ask for with each emitted token."""
 MAX_EVENT_LOGPROBS = 1 << 22
-"""Log-probabilities of one message of events."""
+"""Largest number of log-probabilities in one message of events."""
 MAX_PRIORITY = 100
 """Priorities are in [-100, 100]."""
 MAX_PEERS = 4096
-"""Drafters or verifiers listed in an info message."""
+"""Largest number of drafters or verifiers in an info message."""
 MAX_NAME_BYTES = 256
-"""Ids, names, hashes and fingerprints."""
+"""Largest size in bytes of ids, names, hashes and fingerprints."""
 MAX_DECISION_BYTES = 64
-"""A planner's decision in a session's statistics."""
+"""Largest size in bytes of a planner decision in a session's statistics."""
 MAX_PLANNER_BYTES = 4096
-"""What a verifier says of its planner."""
+"""Largest size in bytes of the planner decisions in a verifier's info."""
 MAX_ADDRESS_BYTES = 1024
 MAX_EVENT_ROWS = 1 << 16
-"""Sessions of one message of events."""
+"""Largest number of sessions in one message of events."""
 MAX_ERROR_BYTES = 8192
-"""Text of a session's error, and of why a drafter refuses a replica."""
+"""Largest size in bytes of a session's error message, and of a drafter's reason to refuse a
+replica.
+"""
 MAX_REPLICA_SLOTS = 1 << 16
 """Session slots of a replica, its padding slot left out."""
 MAX_ROUND_ROWS = 1 << 16

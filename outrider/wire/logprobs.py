@@ -29,15 +29,20 @@ class EventLogprobs:
     """Log-probabilities of the ids of `SessionEvents`, in columns for its n rows."""
 
     widths: NDArray[np.uint8]
-    """[n] values with each id of a row: 0 none, else its own and those of the most probable."""
+    """Number of values per id of each row, [n]: 0 for none, else 1 plus the number of most probable
+    ids.
+    """
     values: NDArray[np.float32]
-    """[sum(counts * widths)]: row after row, id after id, an id's own first, then the most probable
-    first."""
+    """Log-probabilities, [sum(counts * widths)], row by row and id by id: first that of the emitted
+    id, then those of the most probable ids, the most probable first.
+    """
     top_ids: NDArray[np.int32]
-    """[sum(counts * (widths - 1))] over rows with any: whose the others are."""
+    """The most probable ids, [sum(counts * (widths - 1))] over rows whose width is not 0."""
 
     def split_rows(self, counts: Sequence[int]) -> Iterator[list[TokenLogprobs]]:
-        """Row by row: one for each id of the row, or none. `counts`: ids of each row."""
+        """Yield, for each row, the log-probabilities of its ids, or an empty list. `counts` is the
+        number of ids of each row.
+        """
         values, top_ids = self.values.tolist(), self.top_ids.tolist()
         value = top = 0
         for count, width in zip(counts, self.widths.tolist(), strict=True):
@@ -52,7 +57,7 @@ class EventLogprobs:
 def unpack_logprobs(
     width: int, values: Sequence[float], top_ids: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """The entries of a row of `EventLogprobs`, of `width` values each."""
+    """Return the log-probabilities of a row of `EventLogprobs` with `width` values per id."""
     others = width - 1
     return [
         TokenLogprobs(
@@ -70,7 +75,9 @@ def unpack_logprobs(
 
 
 def pack_logprobs(entries: Sequence[TokenLogprobs]) -> tuple[list[float], list[int]]:
-    """Values and most probable ids of entries of one width, as a row of `EventLogprobs`."""
+    """Return the values and most probable ids of log-probabilities with equal widths, as stored in
+    a row of `EventLogprobs`.
+    """
     values: list[float] = []
     top_ids: list[int] = []
     for entry in entries:

@@ -47,7 +47,9 @@ from outrider.wire.server_info import VerifierInfo as VerifierInfo
 from outrider.wire.stats import SpecStats as SpecStats
 
 PROTOCOL_VERSION = 1
-"""Raised with every incompatible change; peers with another version are refused."""
+"""Version of the wire protocol. It increases with every incompatible change; peers with another
+version are refused.
+"""
 
 # ---- exchange: drafter -> verifier -------------------------------------------------------------
 
@@ -71,7 +73,7 @@ class Hello:
     supports_shm: bool = False
     """Whether the drafter can have a shared-memory channel (`outrider.transport.shm`)."""
     feature_offsets: bool = False
-    """Whether it knows `Verdicts.feature_offsets`."""
+    """Whether the drafter supports `Verdicts.feature_offsets`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,41 +85,41 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class SessionsLost:
-    """Sessions that the drafter cannot follow any more, unless they are announced again."""
+    """Sessions that the drafter cannot draft for any more, unless they are announced again."""
 
     handles: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ShmAnswer:
-    """Answers a `Welcome` with a shared-memory channel; what follows about sessions goes by it if
-    it was joined."""
+    """Answer to a `Welcome` with a shared-memory channel. If it was joined, later messages about
+    sessions use the channel.
+    """
 
     is_joined: bool
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedMessage:
-    """A message that is encoded already, so that the thread that made it also does that; only
-    sending knows this form. Features may lie where their round left them; what carries them to the
-    memory of their reader copies them from there, unless that is where they are. `owned` is for
-    what is sent later."""
+    """A message that its producing thread has already encoded. Segments may be views of memory that
+    a later round overwrites; `copy_owned` makes a copy that can be kept.
+    """
 
     segments: tuple[bytes | memoryview, ...]
 
     @property
     def nbytes(self) -> int:
-        """Size of the message."""
+        """Size of the message in bytes."""
         return sum(map(len, self.segments))
 
     @property
     def data(self) -> bytes:
-        """The message in one piece."""
+        """The message as one bytes object."""
         (first, *others) = self.segments
         return first if isinstance(first, bytes) and not others else b"".join(self.segments)
 
     def copy_owned(self) -> EncodedMessage:
-        """The same in memory that nothing else writes to."""
+        """Return a copy in memory that nothing else writes to."""
         return EncodedMessage((self.data,))
 
 
@@ -130,12 +132,12 @@ DrafterMessage = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmOffer:
-    """Where a drafter of the verifier's host finds its shared-memory channel."""
+    """Address at which a drafter on the verifier's host finds its shared-memory channel."""
 
     name: str
     """32 hexadecimal digits."""
     token: bytes = field(repr=False)
-    """[16]: what the drafter shows there; a secret of the two."""
+    """Secret of 16 bytes with which the drafter identifies itself on the channel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,7 @@ class Welcome:
     verifier_id: VerifierId
     incarnation: str
     shm_offer: ShmOffer | None = None
-    """What a drafter of the same host may join; None where the drafter can have none."""
+    """Shared-memory channel that a drafter on the same host may join; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +156,11 @@ class SessionStart:
     """Announces a session to its drafter; verdicts with the prompt follow."""
 
     handle: int
-    """Names the session on this connection until its SessionEnd; small numbers, used again."""
+    """Identifies the session on this connection until its SessionEnd; handles are small and
+    reused.
+    """
     session_id: SessionId
-    """For logs."""
+    """Id of the session, used only in logs."""
     epoch: int
     plan: SpeculationPlan
     sampling: SamplingParams
@@ -165,11 +169,13 @@ class SessionStart:
     prompt_len: int
     """Tokens of the prefix that are prompt (penalties treat prompt and output differently)."""
     structured_output: StructuredOutput | None = None
-    """The form that the output must have; None: any."""
+    """Grammar of the output; None if unrestricted."""
     stop_token_ids: tuple[int, ...] = ()
-    """Said beside a structured output: ids that end the session, legal where that is complete."""
+    """With a structured output, the ids that end the session; they are allowed where the output is
+    complete.
+    """
     token_limits: TokenLimits | None = None
-    """Which ids the output may be made of; None: all."""
+    """Restrictions of the output's token ids; None if there are none."""
     traceparent: str = ""
     """As in `SessionSpec`."""
 
@@ -224,7 +230,7 @@ class SessionSpec:
     """The prefix: the prompt, then (after a failover) every token already emitted."""
     prompt_len: int
     max_new_tokens: int
-    """Tokens still to emit at most."""
+    """Largest number of tokens still to emit."""
     stop_token_ids: tuple[int, ...]
     """Emitting one of these ends the session; the stop token itself is emitted."""
     min_new_tokens: int = 0
@@ -234,21 +240,24 @@ class SessionSpec:
     drafter_id: DrafterId | None = None
     """The drafter that serves the session; None decodes plainly."""
     priority: int = 0
-    """Greater goes first, and may preempt lesser ones; in [-MAX_PRIORITY, MAX_PRIORITY]."""
+    """Priority in [-MAX_PRIORITY, MAX_PRIORITY]. Higher priorities are served first and may preempt
+    lower ones.
+    """
     top_logprobs: int | None = None
-    """Most probable ids to report with each emitted token, in [0, MAX_TOP_LOGPROBS]; 0 reports the
-    emitted tokens' log-probabilities alone, None reports none."""
+    """Number of most probable ids to return with each emitted token, in [0, MAX_TOP_LOGPROBS]. 0
+    returns only the emitted tokens' log-probabilities, None returns none.
+    """
     structured_output: StructuredOutput | None = None
-    """The form that the answer must have; None: any."""
+    """Grammar of the answer; None if unrestricted."""
     token_limits: TokenLimits | None = None
-    """Which ids the answer may be made of; None: all."""
+    """Restrictions of the answer's token ids; None if there are none."""
     traceparent: str = ""
-    """W3C Trace Context of the span that the session's belong to; "": it is not traced."""
+    """W3C Trace Context of the parent of the session's spans; "" if the session is not traced."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOpen:
-    """Serve a session; what follows for it carries its handle."""
+    """Request to serve a session. Later messages about the session have its handle."""
 
     handle: int
     """Chosen by the router; never used twice on one stream."""
@@ -257,14 +266,14 @@ class SessionOpen:
 
 @dataclass(frozen=True, slots=True)
 class SessionLeave:
-    """Free a session: nobody reads its events any more."""
+    """Request to free a session whose events are not read any more."""
 
     handle: int
 
 
 @dataclass(frozen=True, slots=True)
 class MalformedOpen:
-    """What decoding makes of a `SessionOpen` whose spec makes no sense."""
+    """Result of decoding a `SessionOpen` whose specification is invalid."""
 
     handle: int
     error: InvalidMessageError
@@ -272,71 +281,75 @@ class MalformedOpen:
 
 @dataclass(frozen=True, slots=True)
 class SessionMove:
-    """Let another drafter draft for a session; `SessionMoved` answers."""
+    """Request to move a session to another drafter; `SessionMoved` is the answer."""
 
     handle: int
     drafter_id: DrafterId | None
-    """None: nobody, it decodes plainly."""
+    """The new drafter, or None to decode without speculation."""
 
 
 SessionsRequest = SessionOpen | SessionLeave | SessionMove | Heartbeat
-"""What a router says on the stream that carries its sessions."""
+"""Message of a router on its session stream."""
 
 # ---- control: verifier -> router ---------------------------------------------------------------
 
 DRAFTER_ATTACHED = 1
-"""Flag of an event: the session's drafter is alive at this moment."""
+"""Event flag: the session's drafter is attached."""
 FALLBACK = 2
 """Flag of an event: the plan is speculative but there was no proposal."""
 TARGET_ONLY = 4
-"""Flag of an event: a rejection round judged target-only, because the draft distribution was
-missing."""
+"""Event flag: a round under the rejection rule used target-only because the draft distribution was
+missing.
+"""
 PAUSED = 8
-"""Flag of an event: the planner had the session decode plainly."""
+"""Event flag: the planner decoded the session without speculation."""
 DECISION_SHIFT = 4
-"""From this bit on a flag of two bits: why the planner did so, or not; 0: it decides nothing."""
+"""Position of a two-bit field of the event flags: the reason of the planner's decision, or 0 if the
+planner decides nothing.
+"""
 PLANNED = PAUSED | 3 << DECISION_SHIFT
-"""All flags of the planner."""
+"""Mask of all event flags of the planner."""
 LOOKED_AHEAD = 64
 """Flag of an event: the plan has look-ahead, and the round used a proposal or wanted one."""
 LOOK_AHEAD_HIT = 128
-"""Flag of such an event: its proposal had come before its prefix did. With neither this one nor
-FALLBACK the proposal was made for a prefix that was there."""
+"""Event flag, with LOOKED_AHEAD: the proposal arrived before its prefix was known. Without this
+flag and FALLBACK, the proposal was made for a known prefix.
+"""
 REASON_CODES = {
     FinishReason.STOP_TOKEN: 1,
     FinishReason.STOP_STRING: 2,
     FinishReason.LENGTH: 3,
     FinishReason.CANCELLED: 4,
 }
-"""Finish reasons in columns of events; 0: the session goes on."""
+"""Codes of finish reasons in columns of events; 0 means that the session continues."""
 REASONS = (None, *REASON_CODES)
-"""The inverse of `REASON_CODES`."""
+"""Finish reasons by code, the inverse of `REASON_CODES`."""
 MALFORMED_ROW = 255
-"""Finish reason that decoding gives to a row which makes no sense; it ends its session."""
+"""Finish reason that decoding gives to an invalid row, which ends the row's session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionEvents:
-    """What the sessions of a round emitted: a row a session, in columns of n rows."""
+    """Tokens that the sessions of a round emitted: n rows, at most one per session, as columns."""
 
     handles: NDArray[np.uint32]
-    """[n] as the sessions were opened."""
+    """Handles of the sessions, [n]."""
     round_ids: NDArray[np.uint32]
-    """[n] counts a session's rounds; 0 for the token that prefill emits."""
+    """Round numbers of each session, [n]; 0 for the token that prefill emits."""
     counts: NDArray[np.uint32]
-    """[n] newly committed ids of each row."""
+    """Number of newly committed ids of each row, [n]."""
     tokens: NDArray[np.int32]
-    """[sum(counts)] those ids, row after row."""
+    """The newly committed ids, [sum(counts)], row by row."""
     finish_reasons: NDArray[np.uint8]
-    """[n] codes of `REASON_CODES`, 0 unless the row is its session's last."""
+    """Codes of `REASON_CODES`, [n]; 0 unless the row is its session's last."""
     flags: NDArray[np.uint8]
-    """[n] DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY | LOOKED_AHEAD | HIT | flags of PLANNED."""
+    """Event flags of each row, [n]."""
     proposed: NDArray[np.uint16]
-    """[n] draft nodes verified in the round."""
+    """Number of draft nodes verified in the round, [n]."""
     accepted: NDArray[np.uint16]
-    """[n] draft nodes accepted, those that a stop cut off not counted."""
+    """Number of draft nodes accepted, [n], without those after a stop."""
     logprobs: EventLogprobs | None = None
-    """None: no session of these asked for any."""
+    """Log-probabilities of the ids; None if no session asked for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,7 +368,7 @@ class SessionFailure:
 
 @dataclass(frozen=True, slots=True)
 class SessionMoved:
-    """Whose session it is after a `SessionMove`, done or not."""
+    """Drafter of a session after a `SessionMove`, whether the move was carried out or not."""
 
     handle: int
     drafter_id: DrafterId | None
@@ -363,19 +376,21 @@ class SessionMoved:
 
 @dataclass(frozen=True, slots=True)
 class SessionsDraining:
-    """The verifier is about to stop: its sessions are to be taken elsewhere."""
+    """Notice that the verifier is about to stop, so that its sessions should move to other
+    verifiers.
+    """
 
     seconds: float
-    """Until it stops, from now."""
+    """Time in seconds until the verifier stops."""
 
 
 SessionsMessage = SessionEvents | SessionFailure | SessionMoved | SessionsDraining | Heartbeat
-"""What a verifier says on a router's stream."""
+"""Message of a verifier on a router's session stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEvent:
-    """Committed tokens of one round of one session, for whoever follows a session by itself."""
+    """Committed tokens of one round of one session."""
 
     session_id: SessionId
     epoch: int
@@ -383,10 +398,10 @@ class SessionEvent:
     """0 for the token that prefill emits."""
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    """Set on the last event only."""
+    """Finish reason of the session; None except in the last event."""
     stats: SpecStats = field(default_factory=SpecStats)
-    """Cumulative."""
+    """Cumulative statistics of the session."""
     drafter_attached: bool = False
-    """Whether the session's drafter is alive at this moment."""
+    """Whether a drafter is attached to the session."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `tokens` where the session asked for them, else none."""
+    """Log-probabilities of each of `tokens` if the session asked for them, else empty."""

@@ -10,21 +10,21 @@ from outrider.wire.v1 import pool_pb2 as pb
 
 
 class RemovedDrafter(NamedTuple):
-    """Result of a drafter's removal for its sessions."""
+    """Numbers of sessions that a removed drafter had."""
 
     num_moved: int
-    """Other drafters took them over."""
+    """Number of sessions that moved to other drafters."""
     num_remaining: int
-    """No other drafter could; they decode plainly."""
+    """Number of sessions that no other drafter could take; they decode without speculation."""
 
 
 def add_drafter_to_pb(address: str) -> pb.AddDrafterRequest:
-    """Encode where a drafter is that joins."""
+    """Encode a request to add the drafter at an address."""
     return pb.AddDrafterRequest(address=address)
 
 
 def remove_drafter_to_pb(address: str) -> pb.RemoveDrafterRequest:
-    """Encode where a drafter is that leaves."""
+    """Encode a request to remove the drafter at an address."""
     return pb.RemoveDrafterRequest(address=address)
 
 
@@ -34,10 +34,10 @@ def address_from_pb(message: pb.AddDrafterRequest | pb.RemoveDrafterRequest) -> 
 
 
 def removed_to_pb(removed: RemovedDrafter) -> pb.RemoveDrafterResponse:
-    """Encode what became of a drafter's sessions."""
+    """Encode the numbers of a removed drafter's sessions."""
     return pb.RemoveDrafterResponse(moved=removed.num_moved, left=removed.num_remaining)
 
 
 def removed_from_pb(message: pb.RemoveDrafterResponse) -> RemovedDrafter:
-    """Decode what became of a drafter's sessions."""
+    """Decode the numbers of a removed drafter's sessions."""
     return RemovedDrafter(message.moved, message.left)

@@ -56,30 +56,33 @@ class Verdicts:
     starts: Indices
     token_counts: Indices
     tokens: NDArray[np.int32]
-    """[T]"""
+    """Newly committed ids, [T]."""
     digests: NDArray[np.uint64]
     """Prefix digests after the tokens."""
     feature_starts: Indices
     feature_counts: Indices
     draft_wanted: NDArray[np.bool_]
     features: FeatureRows | None
-    """[F, H]; None if no entry has any."""
+    """Features of all entries, [F, H]; None if no entry has features."""
     feature_offsets: Indices | None = None
-    """Each entry's first row of the features, which may hold others as well; None: they are in
-    turn, and nothing else is there."""
+    """Index of each entry's first feature row, [S]. `features` may contain other rows too. None if
+    it contains exactly the entries' rows, in order.
+    """
 
     def __len__(self) -> int:
         return len(self.handles)
 
     @property
     def nbytes(self) -> int:
-        """About the size of the message."""
+        """Approximate size of the message in bytes."""
         features = 0 if self.features is None else self.features.nbytes
         return 64 + 40 * len(self) + self.tokens.nbytes + features
 
     @classmethod
     def of_verdicts(cls, verdicts: Sequence[Verdict]) -> Verdicts:
-        """One message of several sessions' verdicts; their features must be of one kind."""
+        """Return one message with the verdicts of several sessions, whose features must have one
+        dtype and width.
+        """
         features = [v.features for v in verdicts if v.features is not None]
         pieces = tuple(wire.data for wire in features)
         rows = FeatureRows(dtype=features[0].dtype, segments=pieces) if features else None
@@ -98,14 +101,14 @@ class Verdicts:
         )
 
     def first_rows(self) -> Indices:
-        """[S]: each entry's first row of the features."""
+        """Return the index of each entry's first feature row, [S]."""
         if self.feature_offsets is not None:
             return self.feature_offsets
         first: Indices = np.cumsum(self.feature_counts) - self.feature_counts
         return first
 
     def iter_verdicts(self) -> list[Verdict]:
-        """Each session's verdict alone; features are None where there are no rows."""
+        """Return each session's verdict; its features are None if it has no rows."""
         ends, firsts = np.cumsum(self.token_counts), self.first_rows()
         rows = None if self.features is None else self.features.joined()
         result: list[Verdict] = []
@@ -145,7 +148,7 @@ class Proposal:
     distribution: DraftDistribution | None = None
     """Draft probabilities by expanded node; None unless the rule needs them."""
     draft_us: int = 0
-    """Time spent drafting the batch, microseconds."""
+    """Time spent drafting the batch in microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -158,9 +161,11 @@ class DraftDistributions:
     sizes: Indices
     """[L]: (id, count) pairs of each slot."""
     ids: NDArray[np.int32]
-    """[M]"""
+    """Token ids of all slots, [M]."""
     counts: NDArray[np.uint16]
-    """[M]"""
+    """Counts of the token ids, [M]; a probability is a count divided by the sum of its slot's
+    counts.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -174,11 +179,11 @@ class Proposals:
     prefix_lens: Indices
     node_counts: Indices
     tokens: NDArray[np.int32]
-    """[N]"""
+    """Token ids of the nodes, [N]."""
     parents: NDArray[np.int32]
-    """[N], within the same tree."""
+    """Index of each node's parent within the same tree, [N]; -1 is the root."""
     logprobs: NDArray[np.float32]
-    """[N]"""
+    """Cumulative log-probability of each node's path, [N]."""
     distributions: DraftDistributions | None = None
     draft_us: int = 0
 
@@ -187,7 +192,7 @@ class Proposals:
 
     @property
     def nbytes(self) -> int:
-        """About the size of the message."""
+        """Approximate size of the message in bytes."""
         distributions = self.distributions
         size = 64 + 32 * len(self) + 3 * self.tokens.nbytes
         return (
@@ -197,7 +202,7 @@ class Proposals:
         )
 
     def select(self, chosen: Indices) -> Proposals:
-        """The entries at `chosen`, in that order."""
+        """Return the entries at the indices `chosen`, in that order."""
         if len(chosen) == len(self) and bool((chosen == np.arange(len(self))).all()):
             return self
         nodes = owned_indices(self.node_counts, chosen)
@@ -234,8 +239,9 @@ class Proposals:
 
     @classmethod
     def concatenate(cls, messages: Sequence[Proposals]) -> Proposals:
-        """The entries of several messages without distributions, in turn; the longest
-        `draft_us`."""
+        """Return the entries of several messages without distributions, in order, with the longest
+        `draft_us`.
+        """
         assert all(message.distributions is None for message in messages)
         return cls(
             handles=_joined([each.handles for each in messages], np.int64),
@@ -252,7 +258,9 @@ class Proposals:
     def of_proposals(
         cls, proposals: Sequence[Proposal], *, draft_us: int | None = None
     ) -> Proposals:
-        """One message of several sessions' drafts; the longest `draft_us` unless one is given."""
+        """Return one message with several sessions' proposals. Its `draft_us` is the longest one
+        unless it is given.
+        """
         return cls(
             handles=_column([p.handle for p in proposals]),
             digests=np.array([p.prefix_digest for p in proposals], dtype=np.uint64),
@@ -268,7 +276,7 @@ class Proposals:
         )
 
     def get_proposal(self, index: int) -> Proposal:
-        """One session's draft; its arrays are views."""
+        """Return the proposal of entry `index`; its arrays are views."""
         part = self.nodes_of(index)
         return Proposal(
             handle=int(self.handles[index]),
@@ -280,12 +288,12 @@ class Proposals:
         )
 
     def nodes_of(self, index: int) -> slice:
-        """Where an entry's nodes are in the flat arrays."""
+        """Return the slice of an entry's nodes in the flat arrays."""
         begin = int(self.node_counts[:index].sum())
         return slice(begin, begin + int(self.node_counts[index]))
 
     def iter_proposals(self) -> list[Proposal]:
-        """Every session's draft."""
+        """Return the proposals of all entries."""
         return [self.get_proposal(index) for index in range(len(self))]
 
     def _distribution(self, index: int) -> DraftDistribution | None:
@@ -307,8 +315,10 @@ class Proposals:
 
 
 def valid_proposals(proposals: Proposals, *, vocab_size: int, max_nodes: int) -> NDArray[np.bool_]:
-    """[S]: which entries keep every rule of trees and distributions, for a reader with these
-    bounds. Handles may repeat. Never raises for anything that was decoded."""
+    """Return which entries follow all rules of trees and distributions, [S], for a vocabulary of
+    `vocab_size` and at most `max_nodes` nodes. Handles may repeat. Never raises for decoded
+    messages.
+    """
     drafts = proposals
     sound = valid_trees(
         drafts.node_counts,
@@ -336,7 +346,7 @@ def valid_proposals(proposals: Proposals, *, vocab_size: int, max_nodes: int) ->
 
 
 def is_last_occurrence(values: Indices) -> NDArray[np.bool_]:
-    """[S]: False where the same value comes again later."""
+    """Return, for each value, whether it does not occur again later, [S]."""
     result = np.ones(len(values), dtype=np.bool_)
     if len(values) < 2:
         return result
@@ -349,14 +359,18 @@ def is_last_occurrence(values: Indices) -> NDArray[np.bool_]:
 
 
 def owner_and_offset(counts: Indices) -> tuple[Indices, Indices]:
-    """Of each element of flat arrays that entries own in turn: its entry, and its place there."""
+    """Return, for each element of flat arrays that entries own consecutively, the index of its
+    entry and its index within the entry.
+    """
     owners = np.repeat(np.arange(len(counts)), counts)
     firsts = np.cumsum(counts) - counts
     return owners, np.arange(len(owners)) - firsts[owners]
 
 
 def owned_indices(counts: Indices, chosen: Indices) -> Indices:
-    """Places in flat arrays of what the entries at `chosen` own, in that order."""
+    """Return the indices, in flat arrays, of the elements that the entries at `chosen` own, in that
+    order.
+    """
     owners, places = owner_and_offset(counts[chosen])
     firsts = (np.cumsum(counts) - counts)[chosen]
     return firsts[owners] + places

@@ -16,7 +16,7 @@ class FeatureLayout(StrEnum):
 
     NONE = "none"
     PROJECTED = "projected"
-    """H values a token, after the head's `fc`, applied on the verifier's side."""
+    """H values per token after the head's `fc` projection, which the verifier applies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,17 +28,21 @@ class AttachedDrafter:
     methods: tuple[DraftMethod, ...]
     sessions: int
     answer_ms: float = 0.0
-    """From the end of a round to its proposals, mean of late; 0 while unknown."""
+    """Recent mean time from the end of a round to the drafter's proposals in milliseconds; 0 if
+    unknown.
+    """
     same_host: bool = False
     """Whether it is known to be on the verifier's host."""
     answers: int = 0
-    """Proposals that could be of use, since the verifier started; so the next two."""
+    """Number of usable proposals since the verifier started."""
     proposal_timeouts: int = 0
-    """Waits for a proposal that ran into the session's proposal timeout."""
+    """Number of proposal timeouts since the verifier started."""
     invalid: int = 0
-    """Malformed messages, and proposals that failed validation or were for sessions of others."""
+    """Number of invalid messages and proposals since the verifier started."""
     silent_ms: float = 0.0
-    """How long a session has waited in vain with nothing heard of it since; 0: nobody misses it."""
+    """Time in milliseconds that a session has waited without any message from the drafter; 0 if no
+    session waits.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +50,19 @@ class DeviceExchangeInfo:
     """Exchange of drafts and features between the devices of a verifier and a drafter."""
 
     drafter_id: DrafterId | None = None
-    """The drafter with which the exchange is open; None: it is open with none, and drafts pass by
-    messages."""
+    """Drafter with which the exchange is open; None if it is not open, so that drafts are sent as
+    messages.
+    """
     memory: MemoryKind | None = None
     """Memory that the exchange buffers are in; None unless the exchange is open."""
     draft_length: int = 0
-    """Tokens of a draft."""
+    """Number of tokens in a draft."""
     idle_us_p50: float = 0.0
-    """Median idle time before a round, microseconds, over recent rounds of `idle_rows` rows."""
+    """Median idle time before a round in microseconds, over recent rounds of `idle_rows` rows."""
     idle_rows: int = 0
-    """Decode rows of most recent rounds, padding included; 0: no idle time was measured yet."""
+    """Most frequent number of decode rows in recent rounds, including padding; 0 before the first
+    measurement.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,42 +87,45 @@ class VerifierInfo:
     tokens_total: int = 0
     dtype: str = "float32"
     round_ms_p50: float = 0.0
-    """Median wall time of a round over the recent window."""
+    """Median wall time of recent rounds in milliseconds."""
     forward_ms_p50: float = 0.0
-    """Median time inside the target forward over the recent window."""
+    """Median time in the target forward pass of recent rounds in milliseconds."""
     overhead_ms_p50: float = 0.0
-    """Median time of a round outside the target forward and outside waiting for drafts."""
+    """Median time of recent rounds in milliseconds without the target forward pass and without
+    waiting for drafts.
+    """
     in_process_methods: tuple[DraftMethod, ...] = ()
-    """Draft sources within the verifier itself; sessions that use them name no drafter."""
+    """Draft methods of the in-process drafter; sessions that use them have no separate drafter."""
     in_process_draft_length: int = 0
-    """Draft tokens a round of these sources; 0 without any."""
+    """Draft tokens per round of the in-process drafter; 0 if there is none."""
     simulated_acceptance: str = ""
-    """Not empty: drafts are accepted by chance, at these rates, whatever they say (benchmarks
-    only)."""
+    """Rates at which drafts are accepted at random (benchmarks only); empty otherwise."""
     planner: str = ""
-    """What the planner has in force, by kind of session; empty: nothing is being decided."""
+    """Decisions of the planner by workload class; empty if it decides nothing."""
     stats: SpecStats = field(default_factory=SpecStats)
-    """Speculation of all its sessions since the start."""
+    """Speculation statistics of all sessions since the start."""
     hit_idle_us_p50: float = 0.0
-    """Median time between a round's end and the submission of one that is all hits, microseconds;
-    0 without any."""
+    """Median time in microseconds between the end of a round and the submission of a round in which
+    all sessions have hits; 0 without such rounds.
+    """
     draining: bool = False
-    """Whether it takes no new sessions any more."""
+    """Whether the verifier refuses new sessions because it is about to stop."""
     waiting_sessions: int = 0
-    """Sessions without KV: preempted, or not begun."""
+    """Number of sessions without KV: preempted, or not started."""
     preemptions_swap: int = 0
     """Preemptions since the start whose KV was kept in host memory."""
     preemptions_recompute: int = 0
     """Preemptions since the start whose KV was dropped."""
     prefix_cache_query_tokens: int = 0
-    """Tokens of sessions that were let in without KV, since the start."""
+    """Number of tokens looked up in the prefix cache since the start."""
     prefix_cache_hit_tokens: int = 0
-    """Of these, tokens whose KV other sessions had left behind."""
+    """Number of tokens found in the prefix cache since the start."""
     engine_steps: int = 0
-    """Steps of the engine since the start: it grows while sessions make progress, also within one
-    long round and while they wait for proposals."""
+    """Number of engine steps since the start. It grows while sessions make progress, also within a
+    long round and while they wait for proposals.
+    """
     device_exchange: DeviceExchangeInfo | None = None
-    """Exchange with a drafter between devices; None: it is off."""
+    """Device exchange with a drafter; None if it is off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +145,8 @@ class DrafterInfo:
     """Addresses of the verifiers it is connected to."""
     draft_ms_p50: float = 0.0
     handicap: str = ""
-    """Not empty: how it is slowed down (benchmarks only)."""
+    """How benchmarks slow the drafter down; empty otherwise."""
     draining: bool = False
-    """Whether it is about to stop: its sessions are to be given to others."""
+    """Whether the drafter is about to stop, so that its sessions should move to others."""
     max_sessions: int = 0
-    """Most sessions that it drafts for at once; 0: not said."""
+    """Largest number of sessions that the drafter serves at once; 0 if unknown."""

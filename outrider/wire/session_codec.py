@@ -70,7 +70,7 @@ _KNOWN_REASONS[[0, *FINISH_REASONS_FROM_PB]] = True
 
 
 def encode_sessions_request(message: SessionsRequest) -> bytes:
-    """One message of a router as bytes."""
+    """Encode one message of a router."""
     match message:
         case SessionOpen():
             opening = pb.SessionOpen(handle=message.handle, spec=_spec_to_pb(message.spec))
@@ -86,9 +86,8 @@ def encode_sessions_request(message: SessionsRequest) -> bytes:
 
 
 def decode_sessions_request(data: bytes | memoryview) -> SessionsRequest | MalformedOpen:
-    """One message of a router; InvalidMessageError if `data` holds none.
-
-    A malformed spec costs its own session, whose handle is known.
+    """Decode one message of a router. Raises InvalidMessageError for invalid data. An invalid
+    session specification is returned as `MalformedOpen`, so that only its session fails.
     """
     frame = parse_message(pb.SessionsRequest, data)
     match frame.WhichOneof("message"):
@@ -108,7 +107,7 @@ def decode_sessions_request(data: bytes | memoryview) -> SessionsRequest | Malfo
 
 
 def encode_sessions_message(message: SessionsMessage) -> bytes:
-    """One message of a verifier as bytes."""
+    """Encode one message of a verifier."""
     match message:
         case SessionEvents():
             frame = pb.SessionsResponse(events=_events_to_pb(message))
@@ -135,10 +134,9 @@ def encode_sessions_message(message: SessionsMessage) -> bytes:
 
 
 def decode_sessions_message(data: bytes | memoryview) -> SessionsMessage:
-    """One message of a verifier; InvalidMessageError if `data` holds none.
-
-    A row of events that makes no sense by itself costs its own session: its finish reason becomes
-    MALFORMED_ROW. Columns that do not fit each other cost the message.
+    """Decode one message of a verifier. Raises InvalidMessageError for invalid data and for columns
+    of different lengths. A row of events that is invalid by itself gets the finish reason
+    MALFORMED_ROW, so that only its session fails.
     """
     frame = parse_message(pb.SessionsResponse, data)
     match frame.WhichOneof("message"):
@@ -223,7 +221,7 @@ def _logprobs_from_pb(message: pb.SessionEvents) -> EventLogprobs | None:
 
 
 def _check_logprobs(logprobs: EventLogprobs, counts: NDArray[np.uint32]) -> None:
-    """Refuse columns whose sizes do not fit each other."""
+    """Raise InvalidMessageError if the sizes of the columns do not match."""
     if len(logprobs.widths) != len(counts):
         raise_invalid(f"logprob_widths must have {len(counts)} rows, got {len(logprobs.widths)}")
     widths = logprobs.widths.astype(np.int64)
@@ -240,7 +238,7 @@ def _check_logprobs(logprobs: EventLogprobs, counts: NDArray[np.uint32]) -> None
 
 
 def _mark_malformed(events: SessionEvents) -> None:
-    """Give rows that make no sense the finish reason MALFORMED_ROW, in place."""
+    """Set the finish reason of invalid rows to MALFORMED_ROW, in place."""
     bad = ~_KNOWN_REASONS[events.finish_reasons]
     bad |= (events.proposed > MAX_NODES) | (events.accepted > events.proposed)
     wrong = (events.tokens < 0) | (events.tokens >= MAX_VOCAB_SIZE)
@@ -254,7 +252,7 @@ def _mark_malformed(events: SessionEvents) -> None:
 
 
 def _senseless_logprobs(logprobs: EventLogprobs, counts: NDArray[np.uint32]) -> NDArray[np.bool_]:
-    """Rows [n] with a value that is no logarithm of a probability, or an id that is none."""
+    """Return which rows have an invalid log-probability or token id, [n]."""
     bad = np.zeros(len(counts), dtype=np.bool_)
     rows = np.arange(len(counts))
     widths = logprobs.widths.astype(np.int64)

@@ -13,12 +13,13 @@ from outrider.wire.messages import (
 
 _REASONS: Final = ("", *DecodingModeReason)
 REASON_FLAGS: Final = {why: code << DECISION_SHIFT for code, why in enumerate(_REASONS)}
-"""Why the mode of a round is in force, as flags of its event."""
+"""Event flags by the reason of the planner's decision."""
 
 
 def describe_decision(flags: int) -> str:
-    """What a planner had in force for a round and why: "speculate/faster"; "" where it decides
-    nothing. `flags` as in `SessionEvents`."""
+    """Return the planner's decision for a round and its reason, such as "speculate/faster", or ""
+    if the planner decides nothing. `flags` are bits as in `SessionEvents`.
+    """
     return _DECISIONS[flags & _DECISION_BITS]
 
 

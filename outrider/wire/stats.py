@@ -18,7 +18,7 @@ class SpecStats:
     accepted: int = 0
     """Draft nodes accepted."""
     fallback_rounds: int = 0
-    """Rounds that wanted a proposal and had none."""
+    """Rounds with a speculative plan that had no proposal."""
     target_only_rounds: int = 0
     """Rounds under the rejection rule that used target-only because the draft distribution was
     missing."""
@@ -34,11 +34,11 @@ class SpecStats:
     hit_rounds: int = 0
     """Look-ahead rounds whose proposal arrived before its prefix was known (hits)."""
     hit_accepted: int = 0
-    """Draft nodes accepted in these rounds."""
+    """Draft nodes accepted in hit rounds."""
     fresh_rounds: int = 0
     """Look-ahead rounds whose proposal was made for a known prefix (fresh)."""
     fresh_accepted: int = 0
-    """Draft nodes accepted in these rounds."""
+    """Draft nodes accepted in fresh rounds."""
     drafted_rounds: int = 0
     """Rounds that verified draft nodes."""
 
@@ -59,5 +59,5 @@ class SpecStats:
 
 
 def _ratio(part: int, whole: int) -> float:
-    """0 of nothing."""
+    """Return part / whole, or 0 if `whole` is 0."""
     return part / whole if whole else 0.0

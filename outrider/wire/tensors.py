@@ -29,7 +29,7 @@ DTYPES_FROM_PB: dict[int, TensorDtype] = {
     int(value): dtype for dtype, value in DTYPES_TO_PB.items()
 }
 FLOAT_DTYPES = (TensorDtype.FLOAT32, TensorDtype.FLOAT16, TensorDtype.BFLOAT16)
-"""What features may be."""
+"""Element types that features may have."""
 
 FLOAT32 = np.dtype("<f4")
 INT32 = np.dtype("<i4")
@@ -39,14 +39,18 @@ UINT32 = np.dtype("<u4")
 
 
 def pack(values: NDArray[np.generic], dtype: np.dtype[np.generic]) -> bytes:
-    """A vector as packed little-endian elements of `dtype`; values must fit it."""
+    """Return a vector as packed little-endian elements of `dtype`, which must be able to hold the
+    values.
+    """
     return values.astype(dtype, casting="same_kind", copy=False).tobytes()
 
 
 def unpack(
     data: bytes, dtype: np.dtype[np.generic], name: str, *, max_len: int
 ) -> NDArray[np.generic]:
-    """The vector packed in `data`; InvalidMessageError if its size is wrong or beyond max_len."""
+    """Return the vector packed in `data`. Raises InvalidMessageError if its size is invalid or
+    larger than `max_len`.
+    """
     length, rest = divmod(len(data), dtype.itemsize)
     if rest:
         raise_invalid(f"{name}: {len(data)} bytes are not a multiple of {dtype.itemsize}")

@@ -1,8 +1,9 @@
 """Command line of the router process: parses flags, starts the servers and drains on a signal.
 
-Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout when it serves, with `http`,
-`metrics` and `pool` where these are served; logs go to stderr. Heavy modules are imported after
-the flags are parsed, so that --help and invalid flags answer at once.
+Once the router serves, the process prints one line {"event": "ready", "address": "HOST:PORT"} to
+stdout. The line also has the keys `http`, `metrics`, `health` and `pool` for those of the ports
+that are enabled. Logs go to stderr. Heavy modules are imported after the flags are parsed, so that
+--help and invalid flags answer at once.
 """
 
 from __future__ import annotations
@@ -45,12 +46,16 @@ _LOOK_S = 0.02
 
 
 def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
-    """Configuration from a file, the environment and flags. Raises InvalidRequestError."""
+    """Return the configuration from the file, the environment and the flags. Raises
+    InvalidRequestError if a value is invalid.
+    """
     return parse_config(RouterConfig, make_parser(), argv, "router").config
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line; flags are stored by the keys that they set."""
+    """Return the parser of the command line. Each flag's `dest` is the configuration key that the
+    flag sets.
+    """
     parser = argparse.ArgumentParser(
         prog="outrider-router",
         description="Serve clients and assign their requests to verifiers.",
@@ -193,8 +198,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_files(config: RouterConfig) -> None:
-    """Check the files that a router reads at its start, beside its certificates. Raises
-    NotFoundError and InvalidRequestError."""
+    """Check the files other than certificates that a router reads at its start. Raises
+    NotFoundError if a file is missing and InvalidRequestError if its contents are invalid.
+    """
     from outrider_router.base.api_keys import read_keys
 
     if config.api_keys is not None:
@@ -227,7 +233,7 @@ async def serve(config: RouterConfig) -> None:
     try:
         service.restore_journal()
         if config.reuse_ports:
-            # The system gives it connections as soon as it listens, others being ready or not.
+            # With shared ports the kernel assigns connections to this router as soon as it listens.
             await service.start()
             await _until_ready(service, stop)
         address = await server.start(serving=service.readiness.is_ready)
@@ -260,7 +266,7 @@ async def serve(config: RouterConfig) -> None:
 
 
 async def _until_ready(service: RouterService, stop: asyncio.Event) -> None:
-    """Wait until requests can be served, or the process is told to stop."""
+    """Wait until requests can be served or `stop` is set."""
     while not (service.readiness.is_ready or stop.is_set()):
         await asyncio.sleep(_LOOK_S)
 
@@ -269,12 +275,12 @@ def _tokenizer_of(model: Path) -> Tokenizer:
     from outrider.models import resolve_model
     from outrider.text.tokenizer import Tokenizer
 
-    # A folder that holds no more than a tokenizer is enough for a router.
+    # The router needs only the tokenizer files of a model folder.
     return Tokenizer.load(model if model.is_dir() else resolve_model(str(model)))
 
 
 def _stop_events() -> tuple[asyncio.Event, asyncio.Event]:
-    """Set by the first and by the second SIGTERM or SIGINT."""
+    """Return two events, set by the first and by the second SIGTERM or SIGINT."""
     stop, again = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -291,7 +297,7 @@ def _http_server(config: RouterConfig, service: RouterService) -> HttpServer | N
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; the exit status."""
+    """Run the router process and return its exit status."""
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)

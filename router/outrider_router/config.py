@@ -67,7 +67,9 @@ class SpeculationDefaults:
     """Longest time that a session waits for its proposal in a round. The verifier's planner waits
     less if its measurements say so."""
     ngram_proposal_timeout_ms: int = 20
-    """The same for n-gram drafts, which are made at once or not at all."""
+    """Longest time that a session waits for an n-gram proposal in a round. Drafters make n-gram
+    proposals at once or not at all.
+    """
     max_draft_tokens: int = 64
     """Largest number of draft tokens that a request may set; larger values are reduced to it. At
     most `max_tree_nodes` of the verifiers."""
@@ -98,8 +100,9 @@ class OverloadConfig:
     length_quantile: float = 0.8
     """Quantile of recent answer lengths that is the expected length of a new answer."""
     kv_overcommit: float = 1.0
-    """Ratio of the KV tokens that placed sessions are expected to need to a verifier's KV capacity,
-    up to which sessions are placed."""
+    """Largest ratio of the KV tokens that the sessions placed on a verifier are expected to need to
+    the verifier's KV capacity.
+    """
     priority_aging_s: float = 10.0
     """Waiting time that raises a request by one priority level; 0 disables aging."""
     tenant_from: TenantSource = TenantSource.NONE

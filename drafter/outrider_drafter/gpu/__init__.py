@@ -1,4 +1,4 @@
-"""Proposers whose drafts are captured GPU graphs. It may import `state` and `proposers`.
+"""Proposers whose drafts are captured GPU graphs. This package may import `state` and `proposers`.
 
 batch.py                   Static input buffers of a draft launch: stages the rows of a batch and
                            uploads them.

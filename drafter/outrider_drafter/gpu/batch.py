@@ -1,6 +1,7 @@
 """Static input buffers of a draft launch: stages the rows of a batch and uploads them.
 
-B rows of a bucket, R new rows a session, F feature rows that are uploaded, H feature width.
+A bucket is a batch size for which a CUDA graph is captured. Letters in shapes: B rows of a bucket,
+one a session; R new rows of a session; F uploaded feature rows; H feature width.
 """
 
 from __future__ import annotations
@@ -29,42 +30,44 @@ from outrider_drafter.state.session import FollowedSession
 from outrider_drafter.state.session_table import SessionTable
 
 _WORDS: Final = 5
-"""Words of a session beside its rows: slot, count, start, and a key of two."""
+"""Number of int32 words for each session besides its rows: slot, count, start, and two words of
+noise key."""
 _ROW_WORDS: Final = 2
-"""Words of a row: its token, and which feature is its own."""
+"""Number of int32 words for each row: its token and the index of its feature."""
 _WASTE: Final = 2
-"""Rows that are uploaded from where they lie, at most, for each that a bucket has place for."""
+"""Maximum number of feature rows that are uploaded in place for each row of the bucket. Messages
+with more rows are reordered by the host first."""
 
 
 class LaunchSessions(NamedTuple):
-    """Sessions of one launch, and what stays as it is from draft to draft; columns [B]."""
+    """Sessions of one launch, with values that do not change from draft to draft; columns [B]."""
 
     table: SessionTable
     sessions: Sequence[FollowedSession]
     slots: NDArray[np.int64]
-    """Rows of the table."""
+    """Slots in the session table."""
     device_slots: NDArray[np.int64]
-    """Slots of `PagedDraftKV`."""
+    """Slots of the sessions in `PagedDraftKV`."""
     wanted_nodes: NDArray[np.int64]
-    """Nodes that their plans ask for."""
+    """Number of draft tokens that each session's plan asks for."""
     has_penalties: bool
-    """Whether tokens of any are counted for its penalties."""
+    """Whether any session has sampling penalties, so that its tokens are counted."""
     has_logits_processing: bool
     """Whether any session processes its logits."""
     has_grammar: bool
-    """Whether any session is in a grammar."""
+    """Whether any session has a grammar or token limits."""
     needs_general_graph: NDArray[np.bool_]
-    """Whether its drafts must come from the graph that processes logits."""
+    """Whether each session's drafts need the graph with logits processing."""
     keys: NDArray[np.uint64]
-    """Keys of their DRAFT noise; 0 under other rules than rejection."""
+    """Keys of the sessions' DRAFT noise; 0 under rules other than rejection."""
     uses_prefix_noise: NDArray[np.bool_]
-    """Whether each prefix draws from noise of its own."""
+    """Whether each prefix of the session draws from noise of its own."""
 
     @classmethod
     def of_sessions(
         cls, sessions: Sequence[FollowedSession], seats: DraftSlotTable
     ) -> LaunchSessions:
-        """Sessions that are seated, and described there."""
+        """Return the columns of sessions that have device slots and are described in `seats`."""
         slots = np.array([session.slot for session in sessions], dtype=np.int64)
         traits = seats.traits[slots]
         found = int(np.bitwise_or.reduce(traits))
@@ -84,7 +87,8 @@ class LaunchSessions(NamedTuple):
 
     @classmethod
     def concatenate(cls, parts: Sequence[LaunchSessions]) -> LaunchSessions:
-        """The sessions of several launches, of one table."""
+        """Return the sessions of several launches together; all must belong to one session
+        table."""
         return cls(
             table=parts[0].table,
             sessions=[session for part in parts for session in part.sessions],
@@ -101,7 +105,7 @@ class LaunchSessions(NamedTuple):
 
     @property
     def draft_keys(self) -> NDArray[np.uint64]:
-        """Keys of the noise that drafts for their present prefixes are drawn with; see
+        """Keys of the noise for drafts that continue the sessions' current prefixes; see
         `FollowedSession.uses_prefix_noise`."""
         if not self.uses_prefix_noise.any():
             return self.keys
@@ -111,11 +115,12 @@ class LaunchSessions(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyRows:
-    """Sessions with their new rows, the live one last in each; int64 columns [B]."""
+    """New rows of sessions, the live row (from which the draft begins) last in each; int64 columns
+    [B]."""
 
     members: LaunchSessions
     starts: NDArray[np.int64]
-    """First new row."""
+    """Index of the first new row."""
     counts: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -123,32 +128,34 @@ class ReadyRows:
 
 
 class StagedRows(NamedTuple):
-    """The batch's memory as one bucket sees it; `upload` brings `rows` and `draft_keys`."""
+    """Input memory of one bucket on the host and the device. `upload` fills `rows` and `draft_keys`
+    on the device."""
 
     keys: NDArray[np.int64]
-    """[B]."""
+    """int64 [B]: noise keys on the host."""
     head: NDArray[np.int32]
-    """[3, B]: slots, counts, starts."""
+    """int32 [3, B]: device slots, counts and starts on the host."""
     tokens: NDArray[np.int32]
-    """[B, R]."""
+    """int32 [B, R]: tokens on the host; -1 for unused rows."""
     sources: NDArray[np.int32]
-    """[B, R]: which of the feature rows is each one's."""
+    """int32 [B, R]: index of each row's feature in `brought`."""
     staged: Tensor
-    """All of these as words."""
+    """int32: all of these arrays in one block of host memory."""
     uploaded: Tensor
     brought: Tensor
-    """[F, H]: feature rows on the device, in the order in which they were told."""
+    """[F, H]: feature rows on the device, in the order in which they were received."""
     order: Tensor
     """int32 [B * R]: `sources` on the device."""
     rows: NewRows
     draft_keys: Tensor
-    """int64 [B]: keys of their DRAFT noise, as in `DraftSampling`."""
+    """int64 [B]: noise keys on the device, as in `DraftSampling`."""
 
     def upload(self) -> None:
-        """Copy what was staged to the device, in the order of the stream, and put the features in
-        order; may be part of a graph.
+        """Copy the staged words to the device, in stream order, and gather the features of the
+        rows. May be part of a graph.
 
-        The staging memory must stay as it is until the launch is over."""
+        The staging memory must not change until the launch has ended.
+        """
         self.uploaded.copy_(self.staged, non_blocking=True)
         features = self.rows.features
         if features.shape[2]:
@@ -158,9 +165,9 @@ class StagedRows(NamedTuple):
 class DraftBatch:
     """Static inputs of a launch, filled from the host.
 
-    Words are uploaded at the beginning of the launch, features by a copy before it. Features that
-    lie in a shared-memory channel's memory are copied from there, in the order in which they were
-    received; others are put in order by the host first.
+    Words are uploaded at the beginning of the launch, features by a copy before it. Features in the
+    ring of a shared-memory channel are copied from there in the order in which they were received;
+    other features are put in order by the host first.
     """
 
     def __init__(
@@ -172,7 +179,7 @@ class DraftBatch:
         *,
         max_rows: int,
     ) -> None:
-        """most_rows: new rows of a session."""
+        """Allocate the buffers. `max_rows`: maximum number of new rows of a session."""
         most = BATCH_SIZES[-1]
         cells = most * max_rows
         self._rows, self._width = rows, forward.feature_size
@@ -181,23 +188,24 @@ class DraftBatch:
         words = _WORDS * most + _ROW_WORDS * cells
         self._uploaded = torch.zeros(words, dtype=torch.int32, device=device)
         self._staged = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
-        # Zeros: an unused row has some feature, which must be finite.
+        # Zeros, because unused rows read features too, and these must be finite.
         shape = (_WASTE * cells, self._width)
         self._brought = torch.zeros(shape, dtype=dtype, device=device)
         self._ordered = torch.zeros((cells, self._width), dtype=dtype, device=device)
         gathered = torch.zeros((cells, self._width), dtype=dtype, pin_memory=pinned)
         self._gathered = to_raw_array(gathered)
-        """[cells, H]: features that the host has put in order."""
+        """[rows, H]: features that the host has put in order."""
         self._lying: FeatureView | None = None
-        """The feature rows of the batch that was staged last, until they are let go."""
+        """Feature rows of the batch that was staged last; None once they are released."""
         self._buckets: dict[tuple[int, int], StagedRows] = {}
 
     def stage_rows(self, ready: ReadyRows | None, size: int, num_rows: int) -> StagedRows:
-        """Stage a batch in a bucket; rows without a session are the padding slot's.
+        """Stage a batch in the bucket of `size` sessions with `num_rows` rows each. Unused sessions
+        of the bucket get the padding slot.
 
-        The features are read from the messages that brought them, some by the device: until the
-        launch is over, and `release_features` is called, nobody writes over these. The staging
-        memory is free again: every launch is waited for before the next one.
+        The device may read features directly from the messages, which are therefore not overwritten
+        until `release_features` is called. The previous launch must have ended, because staging
+        memory is reused.
         """
         place = self._buckets.get((size, num_rows))
         if place is None:
@@ -223,7 +231,7 @@ class DraftBatch:
         return place
 
     def _bring(self, ready: ReadyRows, place: StagedRows) -> None:
-        """Begin to copy the feature rows, and say which is whose."""
+        """Start to copy the feature rows, and stage the index of each row's feature."""
         held, slots = ready.members.table.features, ready.members.slots
         count, (size, num_rows) = len(ready), place.sources.shape
         lying = held.find_view(slots, ready.starts, ready.counts)
@@ -232,20 +240,21 @@ class DraftBatch:
             held.copy_rows(slots, ready.starts, ready.counts, rows.reshape(count, num_rows, -1))
             lying = FeatureView(rows, np.arange(count) * num_rows)
         self._calls.copy_array(self._brought[: len(lying.rows)], lying.rows)
-        # Behind a session's rows its last one is repeated.
+        # The last row of a session is repeated in its unused rows.
         within = np.minimum(np.arange(num_rows), ready.counts[:, None] - 1)
         place.sources[:count] = lying.offsets[:, None] + within
         self._lying = lying
 
     def newest_features(self, ready: ReadyRows) -> NDArray[np.generic]:
-        """The newest feature rows [B, H] of the batch that was staged last, copied."""
+        """Return a copy of each session's newest feature [B, H] in the batch that was staged
+        last."""
         lying = self._lying
         assert lying is not None
         newest: NDArray[np.generic] = lying.rows[lying.offsets + ready.counts - 1]
         return newest
 
     def release_features(self) -> None:
-        """The launch is over: the memory in which its features lie may be used for others."""
+        """Release the memory of the features after the end of the launch."""
         self._lying = None
 
     def _bucket(self, size: int, num_rows: int) -> StagedRows:
@@ -253,7 +262,7 @@ class DraftBatch:
         keys, head, tokens = 2 * size, _WORDS * size, _WORDS * size + cells
 
         def split(memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            # Keys come first: there is where words of 8 bytes may be.
+            # Keys come first, where 8-byte words are aligned.
             return (
                 memory[:keys].view(torch.int64),
                 memory[keys:head].view(3, size),
@@ -289,8 +298,8 @@ class DraftBatch:
 def update_penalty_counts(
     members: LaunchSessions, counted: NDArray[np.int64], warp: LogitsSlots
 ) -> None:
-    """Tell the device's penalties of the tokens that are news to them; counted [X]: how many they
-    know of, by slot of the table."""
+    """Count the sessions' new tokens in the penalty state on the device. `counted` [X]: number of
+    tokens counted so far, by slot of the session table; updated in place."""
     seats: list[int] = []
     news: list[NDArray[np.int32]] = []
     for session, seat in zip(members.sessions, members.device_slots.tolist(), strict=True):

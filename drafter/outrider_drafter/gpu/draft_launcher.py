@@ -1,6 +1,7 @@
 """Launches drafts for sessions or outcomes on the GPU and reads the results back.
 
-B rows of a bucket, K chain length, n tree nodes.
+Letters in shapes: B rows of a bucket; K chain length; A alternative tokens of each level; n tree
+nodes.
 """
 
 from __future__ import annotations
@@ -35,18 +36,20 @@ from outrider_drafter.state.outcomes import OUTCOME_BATCH_SIZES
 from outrider_drafter.state.session import FollowedSession
 
 LaunchOutput = tuple[Tensor, Tensor | None]
-"""int32 [B, K] tokens of chains; with others [B, K, 1 + A] (see `ChainDraft`); with distributions
-[B, 2K] tokens and sizes, and the entries (see `ChainDistributions`); [B, 3, n] tokens, parents and
-log-prob bits of trees."""
+"""Packed output of a draft launch, and the entries of draft distributions or None. Chains: int32
+[B, K] tokens; with alternative tokens [B, K, 1 + A] (see `ChainDraft`); with distributions [B, 2K]
+tokens and distribution sizes (see `ChainDistributions`). Trees: int32 [B, 3, n] tokens, parents and
+bits of the log-probs."""
 
 
 class DraftLauncher:
-    """Grows drafts of a shape from new rows and reads them back."""
+    """Launches drafts of a given shape from new rows and reads them back."""
 
     def __init__(
         self, program: LookAheadProgram, rows: PagedDraftKV, landing: DownloadBuffer
     ) -> None:
-        """`landing`: where the first tensor of what is grown lands."""
+        """Create a launcher. `landing`: host buffer that receives the first tensor of a launch's
+        output."""
         self._program, self._rows, self._landing = program, rows, landing
         self._downloads = Downloader(rows.tables.device)
         vocabulary = program.forward.vocabulary
@@ -59,14 +62,15 @@ class DraftLauncher:
             target_ids=ids,
             device=ids.device,
         )
-        """Of the next general launch; they stay for those after it."""
+        """Allowed-token masks of the next launch with logits processing. They remain set for later
+        launches."""
 
     def launch_draft(
         self, shape: DraftTreeShape, rows: NewRows, drawing: DraftSampling | None, *, general: bool
     ) -> LaunchOutput:
-        """Launch a draft and its way down; looks at no value. general: whether sessions may warp
-        their logits, be in a grammar (what `masks` allows), or share the target's noise in
-        trees."""
+        """Launch a draft and the download of its output, without reading values on the host.
+        `general`: whether sessions may process their logits, have a constraint (`masks`), or grow
+        trees with the target's noise."""
         grown = self._grown(shape, rows, drawing, general=general)
         self._landing.start_copy(grown[0])
         return grown
@@ -111,7 +115,8 @@ class DraftLauncher:
         return torch.stack((tree.tokens, tree.parents, bits), dim=1), None
 
     def set_masks(self, shape: DraftTreeShape, starts: DraftConstraintStates, size: int) -> None:
-        """Tell the next general launch, of a bucket's size, what its drafts may begin with."""
+        """Set the masks of the next launch with logits processing. `starts`: constraint of each
+        session at the start of its draft; `size`: batch size of the bucket."""
         levels = 1 if shape.top_k > 1 else min(shape.depth, self.masks.levels)
         self.masks.set_masks(first_level_masks(starts, levels), size)
 
@@ -124,11 +129,12 @@ class DraftLauncher:
         entries: Tensor | None,
         starts: DraftConstraintStates = (),
     ) -> SessionDrafts:
-        """The first rows of what came down, chains cut to `lengths`, one row a session; those that
-        begin in a grammar are mended."""
+        """Return the drafts of `sessions` from the first rows of the downloaded output `words`.
+        Chains are cut to `lengths`, and chains of constrained sessions to what their constraints in
+        `starts` allow."""
         words = words[: len(sessions)]
         if entries is not None:
-            # Their entries come by another download, which may take this one's memory.
+            # The entries come by another download, which may reuse the memory of this one.
             drafts = make_chains_with_distributions(
                 words.copy(), entries, lengths.tolist(), self._target_ids, self._downloads
             )

@@ -1,6 +1,6 @@
 """Common interface of EAGLE heads and small models on the GPU.
 
-L layers, G key/value heads, S pool slots, d head dimension.
+Letters in shapes: L layers; G key/value heads; S KV pool slots; d head dimension.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from outrider_drafter.gpu.shapes import MODEL_BUCKETS, Buckets
 from outrider_drafter.proposers.kv_proposer import RowInputs
 
 MakeForward = Callable[[Tensor, int], DraftForward]
-"""Over KV storage [2, L, G, S, d], for sessions of so many rows at most."""
+"""Makes the forward pass over KV storage [2, L, G, S, d] for sessions of at most the given number
+of rows."""
 
 
 class GpuDraftModel(NamedTuple):
-    """An EAGLE head or small model without KV memory of its own yet."""
+    """EAGLE head or small model for the GPU, before its KV memory is allocated."""
 
     feed: RowInputs
     kv: KVShape
     vocabulary: DraftVocabulary
     max_context: int
-    """Positions that it was made for."""
+    """Maximum number of positions that the model supports."""
     forward: MakeForward
     buckets: Buckets
 
 
 def make_eagle_model(head: DraftHead, buckets: Buckets | None = None) -> GpuDraftModel:
-    """A head whose graphs are of `buckets`; None: of all sizes. Raises FailedPreconditionError for
-    heads without plain EAGLE-3 weights."""
+    """Return the GPU draft model of an EAGLE head. `buckets`: sizes of the captured graphs; None
+    for the default sizes. Raises FailedPreconditionError for heads without plain EAGLE-3
+    weights."""
     weights, config = HeadWeights.from_head(head), head.config
 
     def forward(storage: Tensor, max_len: int) -> DraftForward:
@@ -55,7 +57,7 @@ def make_eagle_model(head: DraftHead, buckets: Buckets | None = None) -> GpuDraf
 
 
 def make_small_model(model: TargetModel, vocab_size: int) -> GpuDraftModel:
-    """A model for a target of `vocab_size` ids; see `ModelForward`."""
+    """Return the GPU draft model of a small model, for a target with `vocab_size` token ids."""
     config = model.config
 
     def forward(storage: Tensor, max_len: int) -> DraftForward:

@@ -28,7 +28,7 @@ def make_chains_with_distributions(
     target_ids: NDArray[np.int32],
     downloads: Downloader,
 ) -> list[ProposedDraft]:
-    """Make the chains of the first rows of a bucket, each cut to its entry of `lengths`.
+    """Return the chains of the first rows of a bucket, each cut to its length in `lengths`.
 
     words: int32 [B, 2K] on the host: the K tokens of each chain, then the entry counts of their
     distributions. entries: int32 [2, B, K, L] on the device: draft ids and their counts; the
@@ -70,7 +70,7 @@ def _chain(
 def chain_lengths(
     shape: DraftTreeShape, planned_lens: NDArray[np.int64], max_lens: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """[B]: length to which the chain of each session is cut.
+    """Return the length to which the chain of each session is cut, int64 [B].
 
     planned_lens int64 [B]: draft tokens that the session's plan asks for; max_lens int64 [B]: draft
     tokens that still fit below the session's maximum length.
@@ -82,7 +82,7 @@ def chain_lengths(
 def make_chains(
     sessions: Sequence[FollowedSession], counts: NDArray[np.int64], words: NDArray[np.int32]
 ) -> SessionDrafts:
-    """Make chains of the first counts[i] tokens of row i.
+    """Return chains of the first counts[i] tokens of each row i.
 
     counts: int64 [B]; words: int32 [B, K], token ids.
     """
@@ -98,7 +98,7 @@ def make_chains(
 
 
 def make_trees(sessions: Sequence[FollowedSession], words: NDArray[np.int32]) -> SessionDrafts:
-    """Make trees from packed nodes; absent nodes have PADDING_NODE as their parent.
+    """Return trees from packed nodes. Absent nodes have PADDING_NODE as their parent.
 
     words: int32 [B, 3, n]: token ids, parents, bits of the float32 log-probabilities.
     """

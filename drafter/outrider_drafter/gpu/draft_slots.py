@@ -1,4 +1,7 @@
-"""Per-session state of the GPU proposer in host columns: slot, KV rows, shape. No tensors."""
+"""Per-session state of the GPU proposer in host columns: slot, KV rows, shape. No tensors.
+
+Letters in shapes: X session slots.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +21,42 @@ NO_SLOT: Final = -1
 
 
 HAS_PENALTIES: Final = 1
-"""Flag of a session: its tokens are counted for its penalties."""
+"""Flag of a session with sampling penalties, whose tokens are counted."""
 HAS_LOGITS_PROCESSING: Final = 2
-"""Flag of a session: its sampling parameters change its logits."""
+"""Flag of a session whose sampling parameters change its logits."""
 HAS_GRAMMAR: Final = 4
-"""Flag of a session: a grammar restricts its tokens."""
+"""Flag of a session with a grammar or token limits."""
 NEEDS_GENERAL_GRAPH: Final = 8
-"""Flag of a session: only the graphs with logits processing draft for it. It processes logits, is
-in a grammar, grows trees of the best children by the target's noise, or sends its distributions."""
+"""Flag of a session that only the graphs with logits processing can draft for: it processes logits,
+has a constraint, grows trees with the target's noise, or sends its distributions."""
 USES_PREFIX_NOISE: Final = 16
-"""Flag of a session: each of its prefixes draws from noise of its own."""
+"""Flag of a session of which each prefix draws from noise of its own."""
 
 
 class DraftSlotTable:
-    """Device state of each session; columns by slot of the session table."""
+    """State of each session on the device; columns by slot of the session table."""
 
     def __init__(self) -> None:
         self.seats = np.empty(0, dtype=np.int64)
-        """[X]: slot of `PagedDraftKV`; -1 without one."""
+        """[X]: device slot in `PagedDraftKV`; -1 if the session has none."""
         self.stable = np.empty(0, dtype=np.int64)
-        """[X]: KV rows made from real features."""
+        """[X]: number of KV rows made from committed tokens and real features."""
         self.room = np.empty(0, dtype=np.int64)
-        """[X]: rows that there are blocks for."""
+        """[X]: number of KV rows for which blocks are reserved."""
         self.counted = np.empty(0, dtype=np.int64)
-        """[X]: tokens that the device's penalties know of."""
+        """[X]: number of tokens that the penalty state on the device has counted."""
         self.wanted = np.empty(0, dtype=np.int64)
-        """[X]: nodes that the plan asks for; this and what follows are as of the last change of its
-        plan."""
+        """[X]: number of draft tokens that the session's plan asks for."""
         self.traits = np.empty(0, dtype=np.int64)
-        """[X]: a sum of PENALISED, WARPS, .."""
+        """[X]: flags of the session, such as HAS_PENALTIES, combined by bitwise or."""
         self.keys = np.empty(0, dtype=np.uint64)
-        """[X]: key of the DRAFT noise; 0 under other rules than rejection."""
+        """[X]: key of the session's DRAFT noise; 0 under rules other than rejection."""
         self.shapes: list[tuple[SpeculationPlan, DraftTreeShape] | None] = []
-        """[X]: what is grown while the plan is this one and there is room for it."""
+        """[X]: a plan and the shape drafted for it, valid while the session has this plan and
+        enough levels left for the shape; None if unknown."""
 
     def ensure_size(self, slots: int) -> None:
-        """Have columns for this many slots."""
+        """Extend the columns to at least this many slots."""
         more = slots - len(self.seats)
         if more > 0:
             self.seats = np.concatenate((self.seats, np.full(more, NO_SLOT)))
@@ -66,8 +69,8 @@ class DraftSlotTable:
             self.shapes += [None] * more
 
     def describe_session(self, session: FollowedSession, *, warps: bool) -> None:
-        """Note what follows from a session's plan and sampling parameters; `warps`: whether it does
-        anything to its logits. Of its plan each time that it is another one."""
+        """Fill the columns that depend on a session's plan and sampling parameters; call this
+        whenever the plan changes. `warps`: whether the session processes its logits."""
         plan, sampling, slot = session.plan, session.sampling, session.slot
         rule = sampling.effective_rule
         by_noise = plan.top_k > 1 and rule is Rule.COUPLED

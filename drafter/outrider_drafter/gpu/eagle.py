@@ -14,7 +14,8 @@ from outrider_drafter.proposers.eagle import EagleProposer
 
 
 class GpuEagleProposer(GpuProposer):
-    """A `GpuProposer` with an EAGLE-3 head; other drafts come from an `EagleProposer`."""
+    """`GpuProposer` with an EAGLE-3 head. Drafts that the GPU graphs do not support come from an
+    `EagleProposer`."""
 
     def __init__(
         self,
@@ -31,8 +32,8 @@ class GpuEagleProposer(GpuProposer):
         look_ahead: bool = True,
         sweeps: int = NUM_SWEEPS,
     ) -> None:
-        """See `GpuProposer`; `buckets`: see `make_eagle_model`. Raises FailedPreconditionError for
-        heads without plain EAGLE-3 weights."""
+        """See `GpuProposer`. `buckets`: sizes of the captured graphs; None for the default sizes.
+        Raises FailedPreconditionError for heads without plain EAGLE-3 weights."""
         self.head = head
 
         def host() -> EagleProposer:

@@ -1,8 +1,8 @@
 """Grammar masks of one draft launch, and truncation of its drafts to what grammars allow.
 
-A launch drafts all levels by itself, so only what is known before it is masked: the tokens that
-must follow where a draft begins, up to the first position with a choice. K chain length, W words of
-a mask.
+A launch drafts all levels without the host, so only what is known before the launch is masked: the
+forced tokens at the start of a draft, and the first position with a choice. Letters in shapes: B
+rows of a launch; K chain length; A alternative tokens of each level; W words of a mask.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ class DraftConstraintState(NamedTuple):
 
     constraint: Constraint
     path: Sequence[int] = ()
-    """Draft tokens behind what the session has."""
+    """Draft tokens between the session's tokens and the start of the draft."""
 
 
 DraftConstraintStates = Sequence[DraftConstraintState | None]
-"""By row of a launch; None: anything may be drafted there. Several may be of one session."""
+"""Constraint of each row of a launch; None if the row is not constrained. Several rows may belong
+to one session."""
 
 
 def draft_starts(
     sessions: Sequence[FollowedSession], paths: Sequence[Sequence[int]] | None = None
 ) -> DraftConstraintStates:
-    """Where drafts for these begin, each behind its path if there are any."""
+    """Return the constraints at the start of drafts for these sessions, each after its entry of
+    `paths`, if given."""
     known = dict[int, Constraint | None]()
     for session in sessions:
         if session.has_constraint and session.slot not in known:
@@ -52,7 +54,8 @@ def draft_starts(
 
 
 def first_level_masks(starts: DraftConstraintStates, levels: int) -> list[Masks | None]:
-    """uint32 [<= levels, W] by row: what may be drafted at the first levels."""
+    """Return the masks of each row's first levels, uint32 [at most `levels`, W], or None for rows
+    without a constraint."""
     found: list[Masks | None] = [None] * len(starts)
     for entered in _entered(starts):
         wishes = [(one, one.forced_tokens()[: levels - 1]) for _, one in entered]
@@ -67,10 +70,10 @@ def truncate_chains(
     counts: NDArray[np.int64],
     others: NDArray[np.int32] | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Cut chains to what their grammars allow (`ChainTruncation`). `words` int32 [>= B, K]: tokens;
-    `counts` int64 [B]: length of each chain; `others` int32 [>= B, K, A]: alternative tokens.
-    Returns new words and counts; a chain without a grammar is unchanged. Not for chains that are
-    drawn from a distribution."""
+    """Cut chains to what their constraints allow (`ChainTruncation`). `words` int32 [>= B, K]:
+    tokens; `counts` int64 [B]: length of each chain; `others` int32 [>= B, K, A]: alternative
+    tokens. Returns new words and counts; a chain without a constraint is unchanged. Not valid for
+    chains drawn from a distribution."""
     bound = [row for row, start in enumerate(starts) if start is not None]
     if not bound:
         return words, counts
@@ -95,8 +98,8 @@ def truncate_chains(
 
 
 def _entered(starts: DraftConstraintStates) -> Iterator[list[tuple[int, Constraint]]]:
-    """Rows and their constraints, which have entered their paths; each constraint once at a time,
-    rows whose paths lead nowhere left out."""
+    """Yield groups of (row, constraint) with the constraints advanced along the rows' paths. Each
+    constraint is in a group at most once; rows whose paths violate the constraint are left out."""
     left = [(row, start) for row, start in enumerate(starts) if start is not None]
     while left:
         now = {id(start.constraint): (row, start) for row, start in reversed(left)}
@@ -117,8 +120,9 @@ def mask_candidates(
     tokens: Sequence[NDArray[np.int32]],
     logprobs: Sequence[NDArray[np.float32]],
 ) -> None:
-    """Let scores of proposals, [1 + n, c] each, know of grammars, in place: what is not legal
-    behind a place has no probability, the rest all of it; best first."""
+    """Restrict the candidates of scored proposals to what constraints allow, in place. `tokens` and
+    `logprobs`: [1 + n, c] for each proposal with n nodes and c candidates at each place. Disallowed
+    candidates get log-prob -inf; the others are normalised and sorted, best first."""
     starts = draft_starts([live.session for live in lives])
     bound = [(index, start) for index, start in enumerate(starts) if start is not None]
     trees = [
@@ -133,15 +137,15 @@ def mask_candidates(
 def _mask_node(
     mask: NDArray[np.uint32], tokens: NDArray[np.int32], logprobs: NDArray[np.float32]
 ) -> None:
-    """Candidates [c] of one place."""
+    """Restrict the candidates [c] of one place to a mask."""
     known = tokens >= 0
     if not known.any():
-        # It was not scored.
+        # The place was not scored.
         return
     bits = mask[tokens >> 5] >> (tokens & 31).astype(np.uint32) & 1
     allowed_tokens = known & (bits != 0)
     if not allowed_tokens.any():
-        # The head thinks of none of them. Of a few each may be next.
+        # No candidate is allowed. If only a few ids are allowed, they become the candidates.
         few = small_id_set(mask, len(tokens))
         tokens[: len(few)], allowed_tokens[: len(few)], logprobs[:] = few, True, 0.0
     logprobs[~allowed_tokens] = -np.inf

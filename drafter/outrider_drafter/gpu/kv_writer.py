@@ -1,6 +1,6 @@
 """Writes the KV of a session's catch-up rows by captured graphs of a few sizes.
 
-No prediction is computed for these rows. R rows of a size, H feature width.
+No logits are computed for these rows. Letters in shapes: m rows of a write; H feature width.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from outrider_drafter.proposers.kv_proposer import MAX_ROWS_PER_WRITE, to_raw_ar
 
 WRITE_BUCKETS: Final = (64, 256, MAX_ROWS_PER_WRITE)
 _WORDS: Final = 3
-"""Before the tokens: device slot, count, start."""
+"""Number of int32 words before the tokens: device slot, count, start."""
 
 
 class KVRowWriter:
-    """Static inputs of a KV write, filled from the host, and its launch."""
+    """Writes KV rows: fills static inputs from the host and launches the captured graph."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class KVRowWriter:
         self._staged = torch.zeros(shape, dtype=dtype, pin_memory=self._cuda)
         self._staged_array = to_raw_array(self._staged)
         self._uploaded = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
-        """When the staging memory is free again."""
+        """Event after which the staging memory may be written again; None on a CPU."""
 
     def warm_up(self) -> None:
         """Compile and capture every size."""
@@ -59,7 +59,8 @@ class KVRowWriter:
         tokens: NDArray[np.int32],
         features: NDArray[np.generic],
     ) -> None:
-        """Write rows from `start` on: tokens [m], `to_raw_array` features [m, H]."""
+        """Write rows from `start` on of the session in device slot `seat`: tokens [m], features [m,
+        H] in the format of `to_raw_array`."""
         self._run(seat, start, tokens, features, bucket_for(len(tokens), WRITE_BUCKETS))
 
     def _run(

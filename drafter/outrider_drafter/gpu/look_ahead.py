@@ -1,7 +1,8 @@
 """Look-ahead on the GPU: scores pending proposals, then drafts for their outcomes.
 
-Scores stay valid until the next scoring: drafts for outcomes need their sessions' real rows, which
-look-ahead never writes, and the features of the scored positions, which are kept beside them.
+Scores stay valid until the next scoring. Drafts for outcomes need the KV of their sessions' real
+rows, which look-ahead never writes, and the features of the scored places, which are kept on the
+device.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from outrider_drafter.proposers.interface import (
 
 
 class GpuLookAhead:
-    """Scores of the last pass, and the outcome drafts that begin there."""
+    """Scores of the last look-ahead pass, and the outcome drafts that begin from them."""
 
     def __init__(
         self,
@@ -48,8 +49,9 @@ class GpuLookAhead:
         sweeps: int,
         path_rows: tuple[int, ...],
     ) -> None:
-        """`rows` with SCRATCH_BLOCKS; `max_context`, `bounded`, `sweeps`: as in the
-        proposer; `path_rows`: the captured numbers of catch-up rows."""
+        """Create an instance without scores. `rows` must have `SCRATCH_BLOCKS` scratch blocks.
+        `max_context`, `bounded` and `sweeps`: see `GpuProposer`. `path_rows`: captured numbers of
+        new rows of an outcome draft."""
         self._landing = landing
         self._scorer = ProposalScorer(program, rows, graphs, landing, dtype=dtype, sweeps=sweeps)
         self._brancher = OutcomeDrafter(
@@ -66,29 +68,31 @@ class GpuLookAhead:
         self._lives: Sequence[PendingProposal] = ()
         self._scores = ProposalScores(())
         self._placed: dict[int, tuple[ProposalRange, DraftTreeShape]] = {}
-        """By live proposal, those that are to be scored."""
+        """Proposals to be scored, each with the shape of the drafts for its outcomes, by index of
+        the proposal."""
         self._parts: list[tuple[LaunchSessions, Sequence[int]]] = []
-        """What was launched, with the live proposals of the sessions."""
+        """Launched sessions, each group with the indices of its proposals."""
         self._held = 0
-        """Rows of held places."""
+        """Number of places whose features are kept on the device."""
         self._branching: ScoredSessions | None = None
-        """Where branches begin; None if nothing was scored."""
+        """Scored sessions from which outcome drafts begin; None if nothing was scored."""
 
     def warm_up_scores(
         self, nodes: ProposalShape, batch: DraftBatch, row_buckets: Sequence[int], *, warps: bool
     ) -> None:
-        """Compile and capture the scoring of one form, with catch-ups of so many rows."""
+        """Compile and capture the scoring of proposals of one shape, for each of these numbers of
+        catch-up rows."""
         for size in nodes.batch_buckets:
             for num_rows in row_buckets:
                 staged = batch.stage_rows(None, size, num_rows)
                 self._landing.wait_copy(self._scorer.launch_scoring(nodes, staged, (), warps=warps))
 
     def warm_up_branches(self, shape: DraftTreeShape, *, general: bool) -> None:
-        """Compile and capture the branches of one shape."""
+        """Compile and capture the outcome drafts of one shape."""
         self._brancher.warm_up(shape, general=general)
 
     def start_look_ahead_pass(self, lives: Sequence[PendingProposal]) -> None:
-        """Forget what was scored; these come next."""
+        """Discard all scores and start a pass over these proposals."""
         self._lives, self._scores = lives, ProposalScores(lives)
         self._placed.clear()
         self._parts.clear()
@@ -96,13 +100,14 @@ class GpuLookAhead:
         self._branching = None
 
     def add_proposal(self, live: int, shape: DraftTreeShape) -> ProposalShape:
-        """Place a proposal whose branches will have a shape; what of it will be scored."""
+        """Add a proposal whose outcome drafts will have the given shape. Return the shape in which
+        the proposal will be scored."""
         placed = ProposalRange.of_tree(self._lives[live].tree)
         self._placed[live] = placed, shape
         return placed.nodes
 
     def has_room(self, count: int, nodes: ProposalShape) -> bool:
-        """Whether the places of so many more proposals can be held."""
+        """Return whether the features of `count` more proposals can be kept."""
         return self._held + count * nodes.num_positions <= MAX_SCORED_NODES
 
     def launch_scoring(
@@ -112,8 +117,8 @@ class GpuLookAhead:
         members: LaunchSessions,
         lives: Sequence[int],
     ) -> Tensor:
-        """Begin to score proposals of one form, of these sessions' new rows; when what is returned
-        has landed, `take` ends it."""
+        """Launch the scoring of proposals of one shape, together with the new rows of their
+        sessions. Return the output that must be downloaded and passed to `read_scores`."""
         placed = [self._placed[live][0] for live in lives]
         words = self._scorer.launch_scoring(
             nodes, staged, placed, first=self._held, warps=members.has_logits_processing
@@ -127,17 +132,17 @@ class GpuLookAhead:
         return words
 
     def read_scores(self, words: NDArray[np.int32]) -> None:
-        """What came back of the newest launch."""
+        """Store the downloaded output of the newest launch."""
         for row, live in enumerate(self._parts[-1][1]):
             self._scores.store_int32s(live, self._placed[live][0], words[row])
 
     def store_scores(self, lives: Sequence[int], scored: OutcomeScores) -> None:
-        """What another source found of these."""
+        """Store the scores of proposals that a host proposer has scored."""
         for live, tokens, logprobs in zip(lives, scored.tokens, scored.logprobs, strict=True):
             self._scores.store_scores(live, tokens, logprobs)
 
     def scored(self) -> OutcomeScores:
-        """All that was scored since `begin`."""
+        """Return all scores since `start_look_ahead_pass`."""
         return self._scores.all_scores()
 
     def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
@@ -146,7 +151,7 @@ class GpuLookAhead:
             yield from self._brancher.draft_outcomes(outcomes, self._branching)
 
     def _collect(self) -> ScoredSessions:
-        """Where branches begin, of all parts so far."""
+        """Return the sessions of all launches so far, from which outcome drafts begin."""
         order = [live for _, lives in self._parts for live in lives]
         members = self._parts[0][0]
         if len(self._parts) > 1:

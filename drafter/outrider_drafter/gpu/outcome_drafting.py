@@ -1,7 +1,8 @@
 """Drafts on the GPU for outcomes of the proposals scored last, one launch for each shape.
 
-An outcome's branch has KV blocks of its own for all that is not its session's prefix; no state of
-a session changes. O outcomes, B branches of a bucket, R rows of a path, H feature width.
+A branch is the draft for one outcome. It has KV blocks of its own for everything that is not its
+session's prefix, so the state of the session does not change. Letters in shapes: O outcomes; S
+sessions; B branches of a bucket; R rows of a path; F scored places; H feature width.
 """
 
 from __future__ import annotations
@@ -42,29 +43,32 @@ _LARGEST: Final = max(
     DraftTreeShape(nodes, top_k, default_depth(nodes)).draft_rows for nodes, top_k in TREES.items()
 )
 BLOCKS_PER_OUTCOME: Final = -(-(BLOCK_TOKENS - 1 + PATH_ROW_BUCKETS[-1] + _LARGEST) // BLOCK_TOKENS)
-"""Blocks of a branch: for a block that the prefix filled partly, the path, and the tree."""
+"""Number of KV blocks of a branch: for a copy of the prefix's partly filled block, the path to the
+outcome, and the draft."""
 SCRATCH_BLOCKS: Final = OUTCOME_BATCH_SIZES[-1] * BLOCKS_PER_OUTCOME
 _OWN_ROWS: Final = BLOCKS_PER_OUTCOME * BLOCK_TOKENS
 _MORE_THAN_DEPTHS: Final = MAX_DRAFT_TOKENS + 1
 _WORDS: Final = 5
-"""Words of a branch beside its rows: a key of two, owner, count, start."""
+"""Number of int32 words for each branch besides its rows: two words of noise key, owner, count and
+start."""
 
 
 class ScoredSessions(NamedTuple):
-    """Sessions whose proposals were scored, and where; columns [S]."""
+    """Sessions whose proposals were scored, and the scored rows; columns [S]."""
 
     held_rows: ScoredRows
     rows: Indices
-    """[lives]: row of each proposal's session in the columns; any of one that was not scored."""
+    """Column index of each proposal's session, by index of the proposal; meaningless for proposals
+    that were not scored."""
     members: LaunchSessions
     shapes: Sequence[DraftTreeShape]
-    """Tree shapes that are drafted, each once."""
+    """Distinct shapes of the branches."""
     shape_of: Indices
     """Index into `shapes` of each session's branches."""
     depths: Indices
-    """Levels of each session's branches."""
+    """Number of levels of each session's branches."""
     draft_rows: Indices
-    """Draft rows that each session's branches write."""
+    """Number of draft rows that each of the session's branches writes."""
     is_tree: NDArray[np.bool_]
     """Whether each session's branches are trees."""
     is_scored_as_chain: NDArray[np.bool_]
@@ -79,7 +83,8 @@ class ScoredSessions(NamedTuple):
         shapes: Sequence[DraftTreeShape],
         of_chains: Sequence[bool],
     ) -> ScoredSessions:
-        """With what is grown for each session."""
+        """Return the columns of these sessions. `shapes`: branch shape of each session;
+        `of_chains`: whether each session's proposal was scored as a chain."""
         numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
         return cls(
             held_rows=places,
@@ -95,22 +100,22 @@ class ScoredSessions(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Outcomes on their way to the device; columns [O]."""
+    """Outcomes that can be drafted for; columns [O]."""
 
     rows: Indices
-    """Of their sessions among the members."""
+    """Index of each outcome's session in `ScoredSessions.members`."""
     paths: OutcomePaths
     starts: Indices
     """Draft position of the first row of the path."""
     rooms: Indices
-    """Levels that there is room for after the outcome."""
+    """Maximum number of draft levels after the outcome within the session's maximum length."""
 
 
 class OutcomeBatch:
-    """Static inputs of a launch, filled from the host by one upload."""
+    """Static inputs of a launch of branches, filled from the host by one upload."""
 
     def __init__(self, padding: int, device: torch.device) -> None:
-        """`padding`: the slot that owns rows without a branch."""
+        """Allocate the buffers. `padding`: device slot for the unused rows of a bucket."""
         self._padding = padding
         most = OUTCOME_BATCH_SIZES[-1] * (_WORDS + 2 * PATH_ROW_BUCKETS[-1])
         self._mirror = HostMirror(most, device)
@@ -125,10 +130,10 @@ class OutcomeBatch:
         size: int,
         num_rows: int,
     ) -> None:
-        """Stage outcomes `chosen` [B] of those that were found, with the slots of their sessions
-        and the keys of their noise, both [B]."""
+        """Stage the outcomes with indices `chosen` [B] of `found`. `owners` [B]: device slots of
+        their sessions; `keys` [B]: their noise keys."""
         words = self._mirror.array
-        # Keys first: there is where words of 8 bytes may be.
+        # Keys come first, where 8-byte words are aligned.
         words[: 2 * size].view(np.int64)[: len(chosen)] = keys.view(np.int64)
         head = words[2 * size : _WORDS * size].reshape(3, size)
         rest = words[_WORDS * size : (_WORDS + 2 * num_rows) * size]
@@ -142,7 +147,7 @@ class OutcomeBatch:
             sources[:here, kept:] = found.paths.rows[chosen, :1]
 
     def upload(self, size: int, num_rows: int) -> OutcomeRows:
-        """What was staged, on its way to the device; may be part of a graph."""
+        """Upload the staged outcomes and return them as device tensors; may be part of a graph."""
         count = (_WORDS + 2 * num_rows) * size
         self._mirror.upload_int32s(count)
         sent = self._mirror.words[:count]
@@ -174,8 +179,9 @@ class OutcomeDrafter:
         bounded: bool,
         path_rows: tuple[int, ...],
     ) -> None:
-        """`rows` with SCRATCH_BLOCKS; `held` [F, H]: features of scored places; `max_context`,
-        `bounded`: as in the source; `max_path_rows`: see `Buckets`."""
+        """Create a drafter. `rows` must have `SCRATCH_BLOCKS` scratch blocks. `held` [F, H]:
+        features of the scored places. `max_context` and `bounded`: see `GpuProposer`. `path_rows`:
+        see `Buckets`."""
         self._program, self._rows, self._grower = program, rows, grower
         self._path_rows = path_rows
         self._graphs, self._landing, self._held = graphs, landing, held
@@ -187,7 +193,8 @@ class OutcomeDrafter:
             (OUTCOME_BATCH_SIZES[-1], 1), rows.scratch.start - 1, dtype=torch.int32
         )
         self._scratch = torch.cat((own.view(-1, BLOCKS_PER_OUTCOME), padding.to(device)), dim=1)
-        """[V, S + 1]: as in `LookAheadProgram.fork_outcomes`."""
+        """int32: KV blocks of each branch in a bucket, the last column the padding block; as in
+        `LookAheadProgram.fork_outcomes`."""
 
     def warm_up(self, shape: DraftTreeShape, *, general: bool) -> None:
         """Compile and capture the launches of a shape."""
@@ -220,7 +227,8 @@ class OutcomeDrafter:
     def _groups(
         self, found: _Found, branching: ScoredSessions
     ) -> Iterator[tuple[DraftTreeShape, Indices]]:
-        """Outcomes that can be drafted for, by what is grown; the group of the first one first."""
+        """Yield the outcomes that can be drafted for, grouped by draft shape. The shape of the
+        first outcome comes first."""
         depths = branching.depths[found.rows]
         if not self._bounded:
             cut = np.minimum(depths, np.maximum(found.rooms, 1))
@@ -231,7 +239,7 @@ class OutcomeDrafter:
         fit &= first - 1 + np.minimum(depths, found.rooms) <= self._max_context
         fit &= last - found.starts // BLOCK_TOKENS * BLOCK_TOKENS <= _OWN_ROWS
         if self._program.forward.keeps_proposal_kv:
-            # Of a tree's outcomes the paths would have to be run, which chains have no graph for.
+            # Paths through a tree would have to be run again, but chains have no graph for that.
             fit &= branching.is_scored_as_chain[found.rows] | branching.is_tree[found.rows]
         kinds = branching.shape_of[found.rows] * _MORE_THAN_DEPTHS + depths
         for kind in dict.fromkeys(kinds[fit].tolist()):
@@ -286,13 +294,13 @@ class OutcomeDrafter:
 
 
 def _tokens_of(paths: OutcomePaths, chosen: Indices) -> list[list[int]]:
-    """The paths of chosen outcomes, with these."""
+    """Return the path of each chosen outcome, with the outcome's token last."""
     tokens, depths = paths.tokens[chosen].tolist(), paths.depths[chosen].tolist()
     return [path[: depth + 1] for path, depth in zip(tokens, depths, strict=True)]
 
 
 def _keys(found: _Found, chosen: Indices, members: LaunchSessions) -> NDArray[np.uint64]:
-    """Keys of the noise of each branch [B]: its prefix's own."""
+    """Return the noise key of each branch, uint64 [B], which depends on the branch's prefix."""
     rows, counts = found.rows[chosen], found.paths.depths[chosen] + 1
     tokens = found.paths.tokens[chosen]
     flat = tokens[np.arange(tokens.shape[1]) < counts[:, None]]

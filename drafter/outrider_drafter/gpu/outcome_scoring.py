@@ -1,8 +1,9 @@
 """Scores candidate tokens after every node of pending proposals on the GPU.
 
-Proposals of one shape share a launch. B proposals of a bucket, N nodes, P = 1 + N places (root and
-nodes), c candidates a place, H feature width, n nodes of one proposal. The features of the places
-are *held* on the device, for outcome drafts to begin from, until proposals are scored again.
+Proposals of one shape share a launch. A place is the root or a node of a proposal. The features of
+the places are *held* on the device until the next scoring, because outcome drafts begin from them.
+Letters in shapes: B proposals of a bucket; N nodes and P = 1 + N places of a bucket's proposals; n
+nodes of one proposal; c candidates at each place; H feature width.
 """
 
 from __future__ import annotations
@@ -36,39 +37,39 @@ from outrider_drafter.proposers.interface import (
 from outrider_drafter.state.outcomes import NodeIndex
 
 NUM_CANDIDATES: Final = MAX_TOPK
-"""c."""
+"""Number of candidates at each place."""
 NUM_SWEEPS: Final = 4
-"""How often the nodes of a proposal are run (`HeadForward.given`): a fifth sweep adds next to
-nothing, and without the fourth outcomes of trees are foreseen less often (decision 22)."""
+"""Number of times that the nodes of a proposal are run (`DraftForward.run_proposal`). A fifth sweep
+adds almost nothing; without the fourth, fewer outcomes of trees are predicted (decision 22)."""
 MAX_SCORED_NODES: Final = 2048
-"""Places that are held at once; proposals that find no room are not scored."""
+"""Maximum number of places whose features are held. Proposals beyond that are not scored."""
 
 
 class ProposalBatch:
-    """Static inputs of proposals' nodes, filled from the host by one upload."""
+    """Static inputs for the nodes of proposals, filled from the host by one upload."""
 
     def __init__(self, device: torch.device) -> None:
         most = max(2 * nodes.batch_buckets[-1] * nodes.num_nodes for nodes, _ in scoring_shapes())
         self._mirror = HostMirror(1 + most, device)
         self.first = self._mirror.words[:1]
-        """int32 [1]: where the places of the proposals are held from."""
+        """int32 [1]: index of the first held row of the batch."""
 
     def stage_proposals(
         self, nodes: ProposalShape, placed: Sequence[ProposalRange], size: int, first: int
     ) -> None:
-        """Stage proposals in a bucket."""
+        """Stage proposals in a bucket of `size`. `first`: index of the first held row."""
         words = self._mirror.array
         words[0] = first
         tokens, parents = words[1 : _words(nodes, size)].reshape(2, size, nodes.num_nodes)
         tokens[:] = -1
-        # What a chain sees is not looked up: its nodes are accepted one below the other, there or
-        # not.
+        # The attention of a chain does not depend on `parents`: every node, present or not, is the
+        # parent of the next one.
         parents[:] = np.arange(nodes.num_nodes) - 1 if nodes.is_chain else ROOT
         for row, each in enumerate(placed):
             each.write_row(row, tokens, parents)
 
     def upload(self, nodes: ProposalShape, size: int) -> ProposalNodes:
-        """What was staged, on its way to the device; may be part of a graph."""
+        """Upload the staged nodes and return them as device tensors; may be part of a graph."""
         count = _words(nodes, size)
         self._mirror.upload_int32s(count)
         tokens, parents = self._mirror.words[1:count].view(2, size, nodes.num_nodes).unbind()
@@ -80,7 +81,7 @@ def _words(nodes: ProposalShape, size: int) -> int:
 
 
 class ProposalScorer:
-    """Launches the scoring of proposals and holds its features on the device."""
+    """Launches the scoring of proposals and holds the features of their places on the device."""
 
     def __init__(
         self,
@@ -96,13 +97,13 @@ class ProposalScorer:
         self._landing, self._sweeps = landing, sweeps
         device = rows.tables.device
         self._given = ProposalBatch(device)
-        # A launch leaves rows of its padding behind those of its proposals.
+        # A launch also writes rows of padding after the rows of its proposals.
         most = MAX_SCORED_NODES + max(
             nodes.batch_buckets[-1] * nodes.num_positions for nodes, _ in scoring_shapes()
         )
         shape = (most, program.forward.feature_size)
         self.held = torch.zeros(shape, dtype=dtype, device=device)
-        """[>= MOST_PLACES, H]: features of the places scored last."""
+        """[>= MAX_SCORED_NODES, H]: features of the places that were scored last."""
 
     def launch_scoring(
         self,
@@ -144,7 +145,7 @@ class ProposalScorer:
 
 
 class ProposalScores:
-    """The scores of live proposals as their launches come back; none at first."""
+    """Scores of pending proposals, filled as their launches end; empty at first."""
 
     def __init__(self, lives: Sequence[PendingProposal]) -> None:
         self._lives = lives
@@ -152,12 +153,13 @@ class ProposalScores:
         self._rows: list[Indices] = [np.full(1 + len(live.tree), NO_ROW) for live in lives]
 
     def add_proposal(self, live: int, placed: ProposalRange, first: int) -> None:
-        """One proposal was launched; its places are held from `first` on."""
+        """Record that a proposal was launched and that its places are held from row `first` on."""
         places = placed.node_rows
         self._rows[live] = np.where(places != NO_ROW, first + places, NO_ROW)
 
     def store_int32s(self, live: int, placed: ProposalRange, words: NDArray[np.int32]) -> None:
-        """What came back of it, int32 [P, 2, c]."""
+        """Store the downloaded output of one proposal, int32 [P, 2, c]: candidates and bits of
+        their log-probs."""
         there = (placed.node_rows != NO_ROW)[:, None]
         found = words[placed.node_rows]
         self._tokens[live] = np.where(there, found[:, 0], np.int32(-1))
@@ -166,13 +168,15 @@ class ProposalScores:
     def store_scores(
         self, live: int, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]
     ) -> None:
-        """What another source found of one proposal, [1 + n, any]; nothing of it is held."""
+        """Store the scores of one proposal that a host proposer has scored; any number of columns.
+        Its features are not held."""
         width = min(tokens.shape[1], NUM_CANDIDATES)
         self._tokens[live][:, :width] = tokens[:, :width]
         self._logprobs[live][:, :width] = logprobs[:, :width]
 
     def all_scores(self) -> OutcomeScores:
-        """All of them, in the order of the proposals; of sessions in a grammar, what is allowed."""
+        """Return the scores of all proposals, in order. Candidates of constrained sessions are
+        restricted to what is allowed."""
         if any(live.session.has_constraint for live in self._lives):
             mask_candidates(self._lives, self._tokens, self._logprobs)
         places, prefixes = self._index
@@ -181,12 +185,13 @@ class ProposalScores:
         )
 
     def held_rows(self) -> ScoredRows:
-        """Where their nodes are held; to be called while the device works, for it takes time."""
+        """Return the held rows of all places. This takes time, so call it while the device
+        works."""
         places, _ = self._index
         return ScoredRows(places, np.concatenate(self._rows))
 
     @cached_property
     def _index(self) -> tuple[NodeIndex, NDArray[np.uint64]]:
-        """What their trees alone say: `places` and `digests` of `OutcomeScores`."""
+        """`places` and `digests` of `OutcomeScores`, computed from the proposals' trees."""
         places = NodeIndex.of_trees([live.tree for live in self._lives])
         return places, node_digests(places, self._lives)

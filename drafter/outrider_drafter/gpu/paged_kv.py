@@ -1,7 +1,7 @@
 """Paged KV cache of the draft model: slots, blocks and sampling state of followed sessions.
 
-X session slots, the last one for padding; T blocks of a table, L layers, G key/value heads, S pool
-slots, d head dimension.
+Letters in shapes: X device slots, the last one for padding; T blocks of a table; L layers; G
+key/value heads; S pool slots; d head dimension.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _FIRST_CAPACITY = 256
 
 
 class KVShape(NamedTuple):
-    """Keys and values of one row."""
+    """Shape of the keys and values of one row."""
 
     num_layers: int
-    """L, layers of the head."""
+    """L, number of layers of the draft model."""
     num_kv_heads: int
-    """G, KV heads of a layer."""
+    """G, number of key/value heads of a layer."""
     head_dim: int
     """d, width of a head."""
 
 
 class PagedDraftKV:
-    """Paged KV of many sessions. Table entries that hold no block name the padding block."""
+    """Paged KV of many sessions. Table entries without a block contain the padding block."""
 
     def __init__(
         self,
@@ -54,8 +54,9 @@ class PagedDraftKV:
         device: torch.device,
         vocabulary: DraftVocabulary,
     ) -> None:
-        """`max_rows` of all sessions together, `max_session_rows` of one; `scratch_blocks` of no
-        session, beside the budget."""
+        """Allocate the cache. `max_rows`: maximum number of KV rows of all sessions together.
+        `max_session_rows`: maximum of one session. `scratch_blocks`: blocks that belong to no
+        session, in addition to `max_rows`."""
         blocks = max(max_rows // BLOCK_TOKENS, 1)
         table = min(-(-max_session_rows // BLOCK_TOKENS), blocks)
         self._allocator = BlockAllocator(blocks)
@@ -67,9 +68,9 @@ class PagedDraftKV:
         slots = self.scratch.stop * BLOCK_TOKENS
         shape = (2, kv.num_layers, kv.num_kv_heads, slots, kv.head_dim)
         self.storage = torch.zeros(shape, dtype=dtype, device=device)
-        """[2, L, G, S, d]."""
+        """[2, L, G, S, d]: keys and values."""
         self.tables = torch.full((count, table), blocks, dtype=torch.int32, device=device)
-        """int32 [X, T]."""
+        """int32 [X, T]: KV blocks of each session."""
         self.sampling = SamplingState(
             stream_keys=torch.zeros((count, NUM_STREAMS), dtype=torch.int64, device=device),
             temperatures=torch.zeros(count, dtype=torch.float32, device=device),
@@ -79,24 +80,25 @@ class PagedDraftKV:
         self.warp = LogitsSlots(
             count, len(vocabulary.target_ids), device, draft_columns=vocabulary.draft_columns
         )
-        """What the sessions do to draft logits."""
+        """State of the logits processing of each session."""
 
     @property
     def capacity(self) -> int:
-        """Most rows of a session."""
+        """Maximum number of KV rows of a session."""
         return self.tables.shape[1] * BLOCK_TOKENS
 
     @property
     def used_rows(self) -> int:
-        """Rows reserved now."""
+        """Number of reserved KV rows."""
         return (self._allocator.total - self._allocator.free) * BLOCK_TOKENS
 
     def open_slot(self, sampling: SamplingParams) -> int:
-        """A slot for a new session. Raises ResourceExhaustedError when all are taken."""
+        """Return a device slot for a new session. Raises ResourceExhaustedError if all slots are
+        taken."""
         slot = self._free.take_slot()
         self._held[slot] = []
         state = self.sampling
-        # Copies from pageable memory have left it when they return: nothing to keep alive.
+        # A copy from pageable memory is complete when it returns, so nothing must be kept alive.
         state.stream_keys[slot].copy_(torch.from_numpy(stream_key_row(sampling)))
         state.temperatures[slot] = sampling.temperature
         state.rules[slot] = RULE_NUMBERS[sampling.effective_rule]
@@ -104,13 +106,15 @@ class PagedDraftKV:
         return slot
 
     def num_reserved(self, slot: int) -> int:
-        """Rows that a session has room for."""
+        """Return the number of KV rows that are reserved for a session."""
         return len(self._held[slot]) * BLOCK_TOKENS
 
     def reserve(self, slot: int, rows: int, *, ceiling: int) -> None:
-        """Make room for `rows` in all; doubles, but not beyond `ceiling` rows nor what is free.
+        """Reserve KV for `rows` rows of a session in total. The reservation doubles, but not beyond
+        `ceiling` rows or the free blocks.
 
-        Raises ResourceExhaustedError if the budget, or a table, has no room for `rows`.
+        Raises ResourceExhaustedError if too few blocks are free or the session's table is too
+        small.
         """
         held = self._held[slot]
         have = len(held)
@@ -131,7 +135,7 @@ class PagedDraftKV:
         self.tables[slot, have : len(held)].copy_(table)
 
     def close_slot(self, slot: int) -> None:
-        """Give a session's slot and blocks back."""
+        """Free a session's slot and blocks."""
         held = self._held.pop(slot)
         if held:
             self._allocator.free_blocks(held)
@@ -139,7 +143,7 @@ class PagedDraftKV:
         self._free.return_slot(slot)
 
     def copy_kv(self, slot: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [L, G, rows, d] of a session, copied together."""
+        """Return copies of the keys and values [L, G, rows, d] of a session's first rows."""
         index = torch.arange(rows, device=self.tables.device)
         blocks = self.tables[slot, index // BLOCK_TOKENS].long()
         pool = blocks * BLOCK_TOKENS + index % BLOCK_TOKENS

@@ -1,13 +1,13 @@
 """GpuProposer: proposer whose drafts are single GPU launches, for an EAGLE head or a small model.
 
-A batch of sessions costs one upload, one graph (catch-up, all levels, all choices) and one
-download; the host waits for the device once (twice with draft distributions: their size is known
-only after the first wait). Look-ahead costs one of each to score proposals and one of each for all
-branches of a shape. Drafts that the device does not support (trees of the rejection rule, few
-allowed ids) are made by a proposer on the host over the same weights.
+A batch of sessions costs one upload, one graph (catch-up, all levels, all choices of nodes) and one
+download; the host waits for the device once, or twice with draft distributions, whose size is known
+only after the first wait. Look-ahead needs one such launch to score proposals and one for all
+outcome drafts of a shape. Drafts that the graphs do not support (trees under the rejection rule,
+sessions with token limits) are made by a proposer on the host with the same weights.
 
-X session slots; B rows of a bucket, R new rows a session, K chain length, n tree nodes, L layers, G
-key/value heads, S rows, d head dimension. A *device slot* is a session's slot on the device.
+Letters in shapes: B rows of a bucket; L layers; G key/value heads; S rows; d head dimension. A
+*device slot* is a session's slot on the device.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 class GpuProposer(GpuProposerBase):
-    """A proposer whose drafts are captured GPU graphs; on a CPU it runs the same code."""
+    """Proposer whose drafts are captured GPU graphs. It runs the same code on a CPU."""
 
     def __init__(
         self,
@@ -80,12 +80,15 @@ class GpuProposer(GpuProposerBase):
         look_ahead: bool = True,
         sweeps: int = NUM_SWEEPS,
     ) -> None:
-        """`host` makes the source of what the device does not cover, when it is needed.
+        """Create a proposer without sessions.
 
-        `max_rows` bounds the KV rows of all sessions (of those on the host apart); `max_context`
-        (0: the drafter's own) the draft positions of one. bounded: whether plans are fitted into
-        the shapes of `family`. look_ahead: whether it will be asked to look ahead; else it scores
-        nothing. sweeps: of the scores, see `DraftForward.run_proposal`."""
+        `host`: makes the host proposer for drafts that the graphs do not support; called when first
+        needed. `max_rows`: maximum number of KV rows of all sessions on the device. `max_context`:
+        maximum number of draft positions of a session; 0 uses the draft model's limit. `bounded`:
+        whether plans are restricted to the shapes that are captured. `look_ahead`: whether
+        look-ahead is supported; if not, nothing is scored. `sweeps`: number of runs of a proposal's
+        nodes during scoring, see `DraftForward.run_proposal`.
+        """
         super().__init__(
             drafter,
             max_rows=max_rows,
@@ -123,26 +126,27 @@ class GpuProposer(GpuProposerBase):
                 path_rows=self._buckets.path_rows,
             )
         self._last: tuple[Sequence[FollowedSession], DraftTreeShape, LaunchSessions] | None = None
-        """What was drafted together last, if that was all that was asked for; None once a session
-        of it may have gone."""
+        """Sessions, shape and columns of the last launch if it served the whole request; None if
+        there is no such launch or one of its sessions may have been removed."""
         self._on_host: set[SessionKey] = set()
         self._make_host = host
         self._host: LookAheadProposer | None = None
         self._hosted: list[int] = []
-        """Of the proposals scored last, those of sessions on the host."""
+        """Indices of the proposals that were scored last on the host."""
 
     @property
     def used_rows(self) -> int:
-        """KV rows reserved on the device now."""
+        """Number of KV rows reserved on the device."""
         return self.kv_rows.used_rows
 
     @property
     def num_on_host(self) -> int:
-        """Sessions that are drafted for on the host."""
+        """Number of sessions that are drafted for on the host."""
         return len(self._on_host)
 
     def kv(self, handle: int, connection: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [L * G, S, d] of a session's stable rows, for inspection."""
+        """Return the keys and values of a session's stable rows, [L * G, S, d] each, for
+        inspection."""
         slot = self._known[SessionKey(connection, handle)]
         rows = int(self._seats.stable[slot])
         keys, values = self.kv_rows.copy_kv(int(self._seats.seats[slot]), rows)
@@ -150,13 +154,13 @@ class GpuProposer(GpuProposerBase):
 
     @torch.inference_mode()
     def compile_kernels(self) -> None:
-        """Compile the kernels of the whole family, in parallel."""
+        """Compile the kernels of all graphs to be captured, in parallel."""
         compile_kernels(self.graphs, self._device, lambda _: self._run_family())
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture the graphs of the whole family, so that no session waits for it; what is not in
-        it runs launch by launch from here on."""
+        """Capture all graphs, so that no session waits for a capture. Shapes without a graph run
+        kernel by kernel from then on."""
         began = time.monotonic()
         self._run_family()
         self.graphs.sealed = True
@@ -164,7 +168,7 @@ class GpuProposer(GpuProposerBase):
         logger.info("drafts captured", extra={"graphs": len(self.graphs), "seconds": seconds})
 
     def _run_family(self) -> None:
-        """Run every graph of the family once, with nothing but padding."""
+        """Run every graph once, with padding only."""
         self._writer.warm_up()
         for shape, general in draft_shapes(self._buckets.chains):
             sizes = batch_sizes(shape, self._buckets.sessions)
@@ -181,7 +185,7 @@ class GpuProposer(GpuProposerBase):
 
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
-        """Write the KV of all rows that the sessions' features allow."""
+        """Write the KV of all rows for which tokens and, if needed, features are known."""
         hosted = [session for session in sessions if self._is_on_host(session)]
         super().catch_up([session for session in sessions if session not in hosted])
         if hosted:
@@ -189,8 +193,9 @@ class GpuProposer(GpuProposerBase):
 
     @torch.inference_mode()
     def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
-        """Catch up and draft: one launch for all sessions of a shape; those that are new, or have
-        much to catch up with, hold up nobody and come last."""
+        """Process new tokens and features and draft, with one launch for all sessions of a shape.
+        New sessions and sessions with many new rows come last, so that they do not delay the
+        others."""
         again = self._again(sessions)
         if again is not None:
             yield self._draft(*again)
@@ -203,7 +208,7 @@ class GpuProposer(GpuProposerBase):
                 known.append(session)
             else:
                 (hosted if self._is_on_host(session) else new).append(session)
-        # Seating who is new takes calls of the device's driver, too.
+        # New sessions come last, because assigning device slots takes calls of the device driver.
         for part in (known, new):
             for shape, members in self._grouped(part):
                 yield from self._draft_all(shape, members, sessions)
@@ -216,8 +221,8 @@ class GpuProposer(GpuProposerBase):
         members: Sequence[FollowedSession],
         sessions: Sequence[FollowedSession],
     ) -> Iterator[SessionDrafts]:
-        """Draft for sessions of a shape, by as many launches as they need; `sessions`: all that
-        want drafts."""
+        """Draft for sessions of one shape, in as many launches as needed. `sessions`: all sessions
+        of the request."""
         seated = self._prepare(members, shape)
         most = max_sessions(shape)
         for first in range(0, len(seated), most):
@@ -231,7 +236,8 @@ class GpuProposer(GpuProposerBase):
     def _grouped(
         self, sessions: Sequence[FollowedSession]
     ) -> list[tuple[DraftTreeShape, list[FollowedSession]]]:
-        """Sessions by what is grown for them, those with much to catch up with last."""
+        """Return the sessions grouped by draft shape. Sessions with many new rows are in groups of
+        their own at the end."""
         shapes: dict[DraftTreeShape, list[FollowedSession]] = {}
         for session in sessions:
             shape = self._previous_shape(session)
@@ -256,8 +262,9 @@ class GpuProposer(GpuProposerBase):
     def _again(
         self, sessions: Sequence[FollowedSession]
     ) -> tuple[DraftTreeShape, ReadyRows] | None:
-        """The same sessions in one launch once more, if nothing but their prefixes has changed and
-        all of them still have room for the shape; None: work everything out."""
+        """Return the shape and rows for repeating the last launch, if the request has the same
+        sessions and all of them still have KV rows and levels left for the shape. Return None
+        otherwise."""
         if self._last is None or self._last[0] is not sessions:
             return None
         _, shape, members = self._last
@@ -272,7 +279,8 @@ class GpuProposer(GpuProposerBase):
 
     @torch.inference_mode()
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
-        """Catch up and score: one launch for all proposals of a form."""
+        """Process new tokens and features and score, with one launch for all proposals of a
+        shape."""
         ahead = self._ahead
         if ahead is None:
             return empty_scores(lives)
@@ -302,7 +310,8 @@ class GpuProposer(GpuProposerBase):
 
     @torch.inference_mode()
     def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
-        """One launch for all outcomes of a shape; it may be left before its end."""
+        """Draft for outcomes, with one launch for all outcomes of a shape. The iterator may be
+        closed before its end."""
         if self._ahead is None:
             return
         yield from self._ahead.draft_outcomes(outcomes)
@@ -315,7 +324,7 @@ class GpuProposer(GpuProposerBase):
                 yield replace(branches, outcomes=np.array(hosted)[branches.outcomes])
 
     def release_session(self, session: FollowedSession) -> None:
-        """Free what is kept of a session; idempotent."""
+        """Free the state of a session; idempotent."""
         self._last = None
         self._forget(session)
         if session.key in self._on_host:
@@ -323,10 +332,11 @@ class GpuProposer(GpuProposerBase):
             self._host_source().release_session(session)
 
     def _is_on_host(self, session: FollowedSession) -> bool:
-        """A session stays where it began: its KV is there."""
+        """Return whether a session is drafted for on the host. A session stays where it began,
+        because its KV is there."""
         if session.key in self._known:
             return False
-        # Where few ids are allowed, hardly a draft that is not masked would be one of them.
+        # With token limits few ids may be allowed, and unmasked drafts would hardly ever be valid.
         covered = session.token_limits is None and is_supported(session.sampling, session.plan)
         if session.key not in self._on_host and not covered:
             self._on_host.add(session.key)
@@ -388,7 +398,8 @@ class GpuProposer(GpuProposerBase):
         part: Sequence[FollowedSession],
         lives: Sequence[int],
     ) -> None:
-        """Score live proposals `lives`, those of the sessions, in one launch."""
+        """Score the proposals with indices `lives`, which belong to the sessions `part`, in one
+        launch."""
         members = LaunchSessions.of_sessions(part, self._seats)
         ready = self._ready(members)
         size = bucket_for(len(ready), nodes.batch_buckets)
@@ -404,7 +415,7 @@ class GpuProposer(GpuProposerBase):
         self._batch.release_features()
 
     def _took(self, ready: ReadyRows) -> None:
-        """The new rows of a launch are stable, and their features used."""
+        """Mark the new rows of a launch as stable and their features as consumed."""
         members, stops = ready.members, ready.starts + ready.counts
         self._seats.stable[members.slots] = stops
         if self.feature_size:

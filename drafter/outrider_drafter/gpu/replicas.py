@@ -1,10 +1,12 @@
 """Replicas for the verifiers of this host that exchange between devices; drafting thread only.
 
-A verifier offers memory of its device and says what its buffers and its KV pool are like; the
-answer is memory of this drafter's device. From then on the verifier says what to launch.
+A replica is the drafter's copy of a verifier's session state on its own device. The verifier offers
+memory of its device and describes its buffers and KV pool; the drafter answers with memory of its
+own device. From then on the verifier sends commands that say what to launch.
 
-One thread serves all verifiers, so nothing here waits: not for a round of one of them, and not
-until a replica is built. What cannot be done at once is done by `run_waiting` and `build_step`.
+One thread serves all verifiers, so nothing here waits, neither for a verifier's round nor for the
+end of building a replica. Work that cannot be done at once is done by `run_waiting` and
+`build_step`.
 """
 
 from __future__ import annotations
@@ -67,27 +69,30 @@ from outrider.wire.messages import (
 logger = logging.getLogger(__name__)
 
 _MAX_REASON: Final = 1000
-"""Characters of a refusal."""
+"""Maximum length of a refusal's reason in characters."""
 ROUND_TIMEOUT_S: Final = 5.0
-"""Time that a round which was announced may take to come."""
+"""Maximum time in seconds from the announcement of a round to the round."""
 _MAX_LAUNCHED: Final = 32
-"""Commands of a replica that may be on its stream; each launches some 20 kernels at most, and a
-full queue of a device, which has 1024 places, would hold the thread up."""
+"""Maximum number of a replica's commands on its stream. Each command launches about 20 kernels at
+most, and a full launch queue of the device (1024 entries) would block the thread."""
 _MAX_WAITING: Final = 4096
-"""Further commands of a replica that may wait."""
+"""Maximum number of a replica's further commands that wait for the stream."""
 _USUAL_ROWS: Final = 128
-"""Rows of a round for which kernels are compiled ahead; further buckets need few kernels more."""
+"""Number of rows of a round for which kernels are compiled in advance. Larger buckets need few more
+kernels."""
 _USUAL_CHUNKS: Final = 64
-"""Prefill chunks of a round, as `prefill_tokens_per_round` of a verifier says by default."""
+"""Number of prefill chunks of a round for which kernels are compiled in advance; the default of a
+verifier's `prefill_tokens_per_round`."""
 _USUAL_DRAFT_LENGTH: Final = 4
 _USUAL_DISTRIBUTION_IDS: Final = 2048
-"""Defaults of a verifier: `draft_length` and `exchange_distribution_ids`."""
+"""Default of a verifier's `exchange_distribution_ids`; `_USUAL_DRAFT_LENGTH` is the default of its
+`draft_length`."""
 _USUAL_SLOTS: Final = ReplicaSlots(num_blocks=128, block_tokens=16, table_blocks=128)
 _BUILT: Final = object()
 
 
 class _LaunchedCommands:
-    """What of one replica's commands is on its stream."""
+    """Commands of one replica that are on its stream and not completed."""
 
     def __init__(self, device: torch.device) -> None:
         self._driver = driver_for(device)
@@ -102,7 +107,7 @@ class _LaunchedCommands:
         return len(self._under_way) >= _MAX_LAUNCHED
 
     def record(self) -> None:
-        """A command was launched, in the current stream."""
+        """Record that a command was launched on the current stream."""
         event = self._free.pop() if self._free else self._driver.make_event()
         event.record()
         self._under_way.append(event)
@@ -110,29 +115,32 @@ class _LaunchedCommands:
 
 @dataclass(slots=True, eq=False)
 class _VerifierReplica:
-    """A verifier's replica."""
+    """Replica of one verifier, with its waiting commands."""
 
     replica: DraftReplica
     offer: ReplicaOffer
     memory: tuple[SharedMemory, SharedMemory]
-    """Of the verdict buffer and of the draft buffer; the replica's once it is attached."""
+    """Memory of the verdict buffer and of the draft buffer. The replica owns both once it is
+    attached."""
     stream: torch.cuda.Stream | None
-    """What a verifier's graphs wait on holds up no other verifier's."""
+    """Stream of the replica; None on a CPU. Each replica has a stream of its own, so that waiting
+    for one verifier does not delay the others."""
     launches: _LaunchedCommands | None
-    """None: on a CPU, where a command is over when it was run."""
+    """Commands on the stream; None on a CPU, where commands run synchronously."""
     steps: Iterator[None] | None
-    """What is left to build; None: it is attached."""
+    """Remaining steps of building the replica; None once the replica is attached."""
     commands: deque[ReplicaCommand] = field(default_factory=deque)
-    """What waits for a round, or for the stream."""
+    """Commands that wait for a round or for the stream."""
     waiting_since: float = 0.0
     offered_at: float = field(default_factory=time.monotonic)
     longest_step_s: float = 0.0
-    """Longest time that building has held the thread up."""
+    """Longest time in seconds that a step of building has blocked the thread."""
     spans: tuple[RoundHistory, RoundSpans] | None = None
-    """Marks its rounds on the timeline; None: nothing is recorded."""
+    """Round history and spans that mark the rounds on the timeline; None if no timeline is
+    recorded."""
 
     def mark_rounds(self) -> None:
-        """Mark the rounds since the last call on the timeline, if there is one."""
+        """Mark the rounds since the last call on the timeline, if a timeline is recorded."""
         if self.spans is not None:
             history, spans = self.spans
             for row in history.take_rows():
@@ -140,12 +148,12 @@ class _VerifierReplica:
 
     @property
     def num_rows(self) -> int:
-        """Its KV rows."""
+        """Number of KV rows of the replica."""
         return self.offer.num_blocks * self.offer.block_tokens
 
 
 class Replicas:
-    """The replicas of one EAGLE head, one for each connection that asked for one."""
+    """Replicas of verifiers for one EAGLE head, at most one for each connection."""
 
     def __init__(
         self,
@@ -157,7 +165,8 @@ class Replicas:
         max_sessions: int,
         max_kv_rows: int,
     ) -> None:
-        """`max_sessions`: of one replica; `max_kv_rows`: of all together. Raises
+        """Create the table without replicas. `max_sessions`: maximum number of sessions of one
+        replica. `max_kv_rows`: maximum number of KV rows of all replicas together. Raises
         FailedPreconditionError for heads without plain EAGLE-3 weights."""
         self._max_sessions, self._max_kv_rows = max_sessions, max_kv_rows
         self._weights, self._config = HeadWeights.from_head(head), head.config
@@ -167,14 +176,14 @@ class Replicas:
         self._dtype = self._weights.embedding.dtype
         self._peers: dict[int, _VerifierReplica] = {}
         self._streams: list[torch.cuda.Stream] = []
-        """Those that no replica has. They are used again, with the memory that torch keeps for
-        them."""
+        """Unused streams. They are reused together with the memory that torch caches for them."""
         self._clock = DeviceClock(device) if timeline.is_recording() else None
         self._mark_again = 0.0
 
     def warm_up(self) -> None:
-        """Compile the kernels ahead, for verifiers of the usual sizes: compiling holds the thread
-        up, and with it the verifiers that have a replica. Others compile when they join."""
+        """Compile the kernels for verifiers of the usual sizes in advance, because compiling blocks
+        the thread and delays all verifiers. For other sizes kernels are compiled when the verifier
+        joins."""
         if not self._captures:
             return
         began = time.monotonic()
@@ -193,7 +202,7 @@ class Replicas:
             _capture_all(self._new_replica(shape, _USUAL_SLOTS), self._device)
             torch.cuda.synchronize(self._device)
         self._give_stream(stream)
-        # Exchange buffers are allocated past torch, which is to keep nothing from them.
+        # Exchange buffers are not allocated by torch, so torch must not keep the memory cached.
         torch.cuda.empty_cache()
         seconds = round(time.monotonic() - began, 1)
         logger.info("replica kernels compiled", extra={"seconds": seconds})
@@ -206,8 +215,8 @@ class Replicas:
     def take_offer(
         self, connection: int, offer: ReplicaOffer, descriptor: int | None
     ) -> ReplicaRefused | None:
-        """Take an offer up, with the descriptor of the verifier's memory, which is closed here; the
-        answer, or None, where it comes by `build_step`."""
+        """Accept a verifier's offer. `descriptor`: file descriptor of the verifier's memory, which
+        is closed here. Return a refusal, or None if `build_step` returns the answer later."""
         try:
             if descriptor is None:
                 raise InvalidMessageError("the offer came without memory", reason="REPLICA")
@@ -296,7 +305,7 @@ class Replicas:
         except UnavailableError:
             if not self._is_cuda:
                 raise
-        # Torch keeps what the graphs of earlier replicas had until somebody needs it.
+        # Torch still caches the memory of the graphs of earlier replicas.
         torch.cuda.empty_cache()
         return allocate_memory(num_bytes, self._device, on_device=on_device)
 
@@ -313,13 +322,13 @@ class Replicas:
             dtype=self._dtype,
             device=self._device,
             cuda_graphs=self._captures,
-            # On a CPU the thread looks whether a round is there, and waits for none.
+            # On a CPU the thread polls for rounds and never waits.
             timeout_us=int(ROUND_TIMEOUT_S * 1e6) if self._is_cuda else 0,
         )
 
     def run_waiting(self) -> list[tuple[int, str]]:
-        """Do what `handle_command` could not do, as far as it can be done now; the connections
-        whose replicas do not go on, and why."""
+        """Execute waiting commands as far as possible. Return (connection, reason) for each replica
+        that has failed."""
         lost: list[tuple[int, str]] = []
         for connection, peer in self._peers.items():
             if peer.commands:
@@ -334,9 +343,9 @@ class Replicas:
         return lost
 
     def build_step(self) -> tuple[int, ReplicaAnswer, int | None] | None:
-        """Do a step of building the replica that was asked for first; once it is built, or cannot
-        be: its connection, the answer, and the descriptor of this side's memory, for the caller to
-        pass on and close."""
+        """Do one step of building the replica that was offered first. Return (connection, answer,
+        descriptor of this side's memory or None) when the replica is built or has failed, else
+        None. The caller passes the descriptor on and closes it."""
         for connection, peer in self._peers.items():
             if peer.steps is not None:
                 return self._build(connection, peer, peer.steps)
@@ -372,8 +381,8 @@ class Replicas:
         return connection, ReplicaReady(memory=peer.offer.memory), shared
 
     def handle_command(self, connection: int, command: ReplicaCommand) -> None:
-        """Do what a verifier says of its replica, now or by `run_waiting`. Raises
-        InvalidMessageError for what cannot be done, and where a round was missed."""
+        """Execute a verifier's command for its replica, now or in `run_waiting`. Raises
+        InvalidMessageError if the command is invalid or a round was missed."""
         peer = self._peers.get(connection)
         if peer is None or peer.steps is not None:
             return
@@ -395,7 +404,8 @@ class Replicas:
             raise InvalidMessageError("the replica has missed a round", reason="REPLICA")
 
     def _must_wait(self, peer: _VerifierReplica) -> bool:
-        """Whether the next command would hold the thread up."""
+        """Return whether executing the next command would block the thread. Raises
+        InvalidMessageError if an announced round has not come in time."""
         if peer.launches is not None:
             return peer.launches.is_full
         if not isinstance(peer.commands[0], ReplicaRoundLaunched) or peer.replica.has_next_round:
@@ -405,7 +415,8 @@ class Replicas:
         return True
 
     def close(self, connection: int) -> None:
-        """A connection is gone, or its replica does not go on. Idempotent."""
+        """Free the replica of a connection that has ended or whose replica has failed;
+        idempotent."""
         peer = self._peers.pop(connection, None)
         if peer is None:
             return
@@ -422,7 +433,7 @@ class Replicas:
         self._give_stream(peer.stream)
         del peer
         if self._is_cuda and not self._peers:
-            # Nobody is held up by that now.
+            # Without replicas this delays no verifier.
             torch.cuda.empty_cache()
 
     def _take_stream(self) -> torch.cuda.Stream | None:
@@ -485,7 +496,7 @@ def _shape_of(offer: ReplicaOffer) -> ExchangeShape:
 
 
 def _capture_all(replica: DraftReplica, device: torch.device) -> None:
-    """Compile the kernels of a replica, in parallel, and capture its graphs."""
+    """Compile the kernels of a replica in parallel and capture its graphs."""
 
     def run() -> None:
         for _ in replica.capture_steps():

@@ -1,6 +1,7 @@
 """Layout of pending proposals' nodes in a scoring launch, and the paths to their outcomes. Pure.
 
-O outcomes; B, N as in `ProposalNodes`; P places: the root and the nodes of a proposal.
+A place is the root or a node of a proposal. Letters in shapes: O outcomes; P places of all
+proposals; n nodes of one proposal; B proposals of a launch; N nodes of a proposal in the launch.
 """
 
 from __future__ import annotations
@@ -19,28 +20,30 @@ Indices = NDArray[np.int64]
 
 
 class ProposalRange(NamedTuple):
-    """A proposal's nodes among the places of what is scored."""
+    """Nodes of a proposal and their positions among the scored places."""
 
     tree: DraftTree
     nodes: ProposalShape
     node_rows: Indices
-    """[1 + n]: 0 for the root (entry 0), from 1 on for nodes; NOWHERE for one that is not
-    scored."""
+    """[1 + n]: scored place of the root, which is 0, and of each node, from 1 on; NO_ROW for nodes
+    that are not scored."""
 
     @classmethod
     def of_tree(cls, tree: DraftTree) -> ProposalRange:
-        """Of a tree or chain with too many nodes those of the highest log-prob are kept."""
+        """Return the range of a draft tree. If the tree has too many nodes, only those with the
+        highest log-probs are scored."""
         nodes = proposal_shape(len(tree), chain=is_chain(tree.parents))
         places = np.arange(1 + len(tree))
         if len(tree) > nodes.num_nodes:
-            # Log-probs never rise on a path, so nothing stays below a node that does not.
+            # Log-probs never rise on a path, so a node is never kept without its parent.
             kept = (-tree.logprobs).argsort(kind="stable")[: nodes.num_nodes]
             places[1:] = NO_ROW
             places[1 + np.sort(kept)] = 1 + np.arange(nodes.num_nodes)
         return cls(tree, nodes, places)
 
     def write_row(self, row: int, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
-        """Write the nodes as row `row` of a batch: tokens, parents [B, N] as in `ProposalNodes`."""
+        """Write the nodes into row `row` of the launch's `tokens` and `parents` [B, N], as in
+        `ProposalNodes`."""
         there = np.flatnonzero(self.node_rows[1:] != NO_ROW)
         slots = self.node_rows[1:][there] - 1
         tokens[row, slots] = self.tree.tokens[there]
@@ -48,30 +51,30 @@ class ProposalRange(NamedTuple):
 
 
 class OutcomePaths(NamedTuple):
-    """From the live rows down to outcomes."""
+    """Paths from the roots to outcomes; D is the depth of the deepest proposal."""
 
     is_scored: NDArray[np.bool_]
     """[O]: whether the outcome's node was scored."""
     depths: Indices
-    """[O]: nodes of the path; the outcome's token comes after them."""
+    """[O]: number of accepted nodes on the path, before the outcome's token."""
     tokens: NDArray[np.int32]
-    """[O, D + 1]: the path's tokens and the outcome's; -1 behind it. D levels of the deepest
-    proposal."""
+    """[O, D + 1]: tokens of the path, then the outcome's token, then -1."""
     rows: Indices
-    """[O, D + 1]: held row of the place above each of these; some place of the path behind it."""
+    """[O, D + 1]: held row of the parent place of each token; after the outcome's token any place
+    of the path."""
 
 
 class ScoredRows:
-    """Rows of all proposals that were scored together, in the held features."""
+    """Rows of all places of the proposals that were scored together, in the held features."""
 
     def __init__(self, places: NodeIndex, rows: Indices) -> None:
-        """rows [P]: the held row of every place; NOWHERE of those without."""
+        """Index the rows. `rows` [P]: held row of each place, NO_ROW for places without one."""
         self._roots, self._depths = places.roots, places.depths
         self._known = rows != NO_ROW
         lineage = [np.arange(len(rows))]
         for _ in range(int(places.depths.max(initial=0))):
             lineage.append(places.parent_indices[lineage[-1]])
-        # The ancestor at each depth; the place itself behind it.
+        # The ancestor at each depth; beyond its own depth the place itself.
         back = np.maximum(places.depths[:, None] - np.arange(len(lineage)), 0)
         line = np.stack(lineage)[back, lineage[0][:, None]]
         self._rows = rows[line]
@@ -79,7 +82,8 @@ class ScoredRows:
         self._tokens[:, :-1] = np.where(back[:, :-1] > 0, places.node_tokens[line[:, 1:]], -1)
 
     def find_paths(self, lives: Indices, nodes: Indices, tokens: Indices) -> OutcomePaths:
-        """The paths to outcomes, all [O]: proposal, node (ROOT: none), token that follows it."""
+        """Return the paths to outcomes, given for each [O] the index of its proposal, its last
+        accepted node (ROOT if none) and the token after that node."""
         at = self._roots[lives] + 1 + nodes
         depths, path = self._depths[at], self._tokens[at]
         path[np.arange(len(at)), depths] = tokens

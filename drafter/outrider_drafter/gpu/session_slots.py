@@ -31,11 +31,12 @@ from outrider_drafter.state.session import FollowedSession, SessionKey
 logger = logging.getLogger(__name__)
 
 _TREE_ROWS: Final = 2048
-"""Draft rows beyond its context that a session's table has room for."""
+"""Number of draft rows that fit into a session's block table in addition to its context."""
 
 
 class GpuProposerBase(KVProposer):
-    """Base of `GpuProposer`: gives sessions slots and blocks, and readies them for a launch."""
+    """Base of `GpuProposer`: assigns device slots and KV blocks to sessions and prepares sessions
+    for a launch."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class GpuProposerBase(KVProposer):
         cuda_graphs: bool,
         bounded: bool,
     ) -> None:
-        """See `GpuProposer`; `scratch_blocks`: KV blocks of no session."""
+        """See `GpuProposer`. `scratch_blocks`: number of KV blocks that belong to no session."""
         super().__init__(
             drafter.feed,
             max_context=max_context or drafter.max_context,
@@ -70,7 +71,7 @@ class GpuProposerBase(KVProposer):
             device=self._device,
             vocabulary=drafter.vocabulary,
         )
-        """KV rows of all sessions on the device, and of outcomes."""
+        """KV rows of all sessions on the device, and of outcome drafts."""
         self._program = LookAheadProgram(
             drafter.forward(self.kv_rows.storage, self.kv_rows.capacity)
         )
@@ -84,10 +85,11 @@ class GpuProposerBase(KVProposer):
         )
         self._seats = DraftSlotTable()
         self._known: dict[SessionKey, int] = {}
-        """Sessions that began on the device, and their slots of the session table."""
+        """Sessions that are followed on the device, with their slots in the session table."""
 
     def _previous_shape(self, session: FollowedSession) -> DraftTreeShape | None:
-        """What was grown for a seated session before, if that is still it."""
+        """Return the shape last drafted for a session, or None if its plan has changed or the shape
+        has too many levels now."""
         shapes = self._seats.shapes
         known = shapes[session.slot] if session.slot < len(shapes) else None
         if (
@@ -99,7 +101,8 @@ class GpuProposerBase(KVProposer):
         return known[1]
 
     def _new_shape(self, session: FollowedSession) -> DraftTreeShape | None:
-        """What to grow for a seated session, worked out from its plan and its room."""
+        """Return the draft shape for a session, computed from its plan and its remaining levels, or
+        None if nothing can be drafted."""
         seat = int(self._seats.seats[session.slot])
         self._seats.describe_session(session, warps=self.kv_rows.warp.has_logits_processing(seat))
         shape = shape_of_session(session)
@@ -116,8 +119,9 @@ class GpuProposerBase(KVProposer):
         *,
         or_shut: bool = True,
     ) -> Sequence[FollowedSession]:
-        """Make ready for a launch of some form; sessions that cannot be drafted are left out, and
-        where no room is found, shut if `or_shut` says so."""
+        """Prepare sessions for a launch of this shape and return those that can be drafted. If
+        there is no KV memory for a session, it is left out and, with `or_shut`, no longer
+        followed."""
         table, seats = members[0].table, self._seats
         slots = np.array([session.slot for session in members])
         live = self._live_rows(table, slots)
@@ -145,7 +149,7 @@ class GpuProposerBase(KVProposer):
             self._reserve_blocks(session, rows, session.max_len + MAX_DRAFT_TOKENS)
 
     def _ready(self, members: LaunchSessions) -> ReadyRows:
-        """The rows to run; see `_prepare`."""
+        """Return the rows that a launch must run; see `_prepare`."""
         live = self._live_rows(members.table, members.slots)
         starts = np.minimum(self._seats.stable[members.slots], live)
         return ReadyRows(members, starts, live + 1 - starts)
@@ -187,7 +191,7 @@ class GpuProposerBase(KVProposer):
         self._seats.stable[session.slot] = start + len(tokens)
 
     def _forget(self, session: FollowedSession) -> None:
-        """Free what the device keeps of a session; idempotent."""
+        """Free the device state of a session; idempotent."""
         if session.key in self._known:
             del self._known[session.key]
             if self._seats.seats[session.slot] != NO_SLOT:

@@ -1,4 +1,8 @@
-"""Draft shapes and batch sizes captured as GPU graphs, and the sessions that they support. Pure."""
+"""Draft shapes and batch sizes captured as GPU graphs, and the sessions that they support. Pure.
+
+A bucket is a batch size for which graphs are captured. A branch is a draft for one outcome of a
+pending proposal.
+"""
 
 from __future__ import annotations
 
@@ -16,49 +20,54 @@ from outrider_drafter.state.session import FollowedSession
 
 
 class DraftTreeShape(NamedTuple):
-    """Shape of a draft; with the bucket it is the key of a graph."""
+    """Shape of a draft. Together with the bucket it is the key of a graph."""
 
     num_nodes: int
     top_k: int
-    """1: a chain."""
+    """Number of children of an expanded node; 1 for a chain."""
     depth: int
     has_distribution: bool = False
-    """Whether the distributions that the tokens are drawn from come along."""
+    """Whether the draft distributions that the tokens are drawn from are part of the output."""
     has_alternatives: bool = False
-    """Whether what else might have been drafted comes along: of chains that are no draws, where any
-    session is in a grammar. Not of branches: what does not hurry must not take long."""
+    """Whether alternative tokens of each level are part of the output. This is so for chains
+    without distributions if a session of the launch has a grammar, but not for branches, which must
+    be fast."""
 
     @property
     def draft_rows(self) -> int:
-        """Draft rows that the steps write."""
+        """Number of draft rows that all levels together write."""
         return min(self.top_k, self.num_nodes) * (self.depth - 1)
 
     def rows_needed(self, depths: NDArray[np.int64]) -> NDArray[np.int64] | int:
-        """Draft rows that a session needs room for; a chain is cut to `depths` [B], and what it
-        writes past the table is not kept."""
+        """Return the number of draft rows that must be reserved for a session. A chain is cut to
+        `depths` [B], and rows that it writes beyond the table are discarded."""
         return depths - 1 if self.top_k == 1 else self.draft_rows
 
 
 CHAIN_LENGTHS: Final = (3, 4, 5, 7)
-"""A chain is drafted in the next of these lengths and cut; longer ones get the longest."""
+"""Captured chain lengths. A chain is drafted in the next larger length and cut; longer chains get
+the longest length."""
 MODEL_CHAIN_LENGTHS: Final = (1, 2, *CHAIN_LENGTHS)
-"""The same where each step is a forward of a model, too long to be cut off again."""
+"""Captured chain lengths of small models. Each level is a forward pass of a model, so levels that
+are cut off are too expensive."""
 TREES: Final = {7: 4, 16: 4, 32: 8, 64: 8}
-"""Nodes of a tree, and children of a node: a plan gets the most nodes that are not more than its
-own, and a chain of as many where these are fewer. With its root a tree fills the rows that a
-verifier runs it in (`TREE_BUCKETS`): one of 8 would take as long as one of 16."""
+"""Captured trees: number of nodes and number of children of an expanded node. A plan gets the
+largest tree with at most its number of nodes, and a chain if there is none. With its root a tree
+fits the rows of the verifier's buckets (`TREE_BUCKETS`): a tree of 8 nodes would take as long as
+one of 16."""
 BATCH_SIZES: Final = (1, 4, 8, 16, 32, 64)
-"""Sessions of one launch: a launch takes the next size up."""
+"""Captured numbers of sessions of a launch. A launch is padded to the next larger number."""
 COARSE_BATCH_SIZES: Final = (1, 8, 64)
-"""The same for sessions in grammars, and for graphs that take long to capture."""
+"""Captured numbers of sessions of a launch for sessions with grammars, and for graphs that take
+long to capture."""
 MAX_LAUNCH_NODES: Final = 1024
-"""Nodes of all trees of one launch."""
+"""Maximum number of nodes of all trees of one launch."""
 
 
 PATH_ROW_BUCKETS: Final = (4, 8, 16)
-"""New rows of a branch."""
+"""Captured numbers of new rows of a branch."""
 SCORE_SIZES: Final = {False: (1, 4, 8, 16, 32), True: (1, 4, 8)}
-"""Live proposals of one launch: chains, and trees."""
+"""Captured numbers of proposals of a scoring launch: trees under True, chains under False."""
 
 
 class Buckets(NamedTuple):
@@ -69,9 +78,11 @@ class Buckets(NamedTuple):
     """
 
     rows: tuple[int, ...] = (4, 8, 16)
-    """Rows of a catch-up that is part of a draft; longer ones are written ahead."""
+    """Numbers of new rows of a session that are run as part of a draft; with more new rows, most
+    are written before the draft."""
     score_rows: tuple[int, ...] = (8, 16)
-    """Rows of one that is part of scoring; the last is the last of `rows`."""
+    """Numbers of new rows of a session that are run as part of scoring; the last is the last of
+    `rows`."""
     sessions: tuple[int, ...] = BATCH_SIZES
     chains: tuple[int, ...] = CHAIN_LENGTHS
     path_rows: tuple[int, ...] = PATH_ROW_BUCKETS
@@ -85,50 +96,55 @@ MODEL_BUCKETS: Final = Buckets(
     path_rows=PATH_ROW_BUCKETS[1:],
 )
 EXCHANGE_BUCKETS: Final = Buckets(rows=(8,), score_rows=(8,), sessions=COARSE_BATCH_SIZES)
-"""Those of a head that drafts by messages only what cannot be drafted between devices: a drafter
-captures them before it joins, also after it was killed."""
+"""Sizes for a head whose verifiers exchange directly between devices, so that it drafts few
+sessions by messages. Few graphs let a restarted drafter join soon, because it captures them
+first."""
 
 
 class ProposalShape(NamedTuple):
-    """What of a live proposal is scored; with the bucket it is the key of a graph."""
+    """Shape in which a pending proposal is scored. Together with the bucket it is the key of a
+    graph."""
 
     num_nodes: int
-    """N, draft nodes without the root."""
+    """N, maximum number of scored nodes without the root."""
     is_chain: bool
 
     @property
     def num_positions(self) -> int:
-        """P: nodes that there is place for, and the root."""
+        """P, number of places: the nodes and the root."""
         return 1 + self.num_nodes
 
     @property
     def depth(self) -> int:
-        """Levels of the deepest that is drafted here."""
+        """Maximum number of levels of a proposal with this shape."""
         return self.num_nodes if self.is_chain else default_depth(self.num_nodes)
 
     @property
     def batch_buckets(self) -> tuple[int, ...]:
-        """Buckets of proposals."""
+        """Captured numbers of proposals of a launch."""
         return SCORE_SIZES[not self.is_chain]
 
     def rows_needed(self, depths: NDArray[np.int64]) -> int:
-        """Draft rows that a session needs room for, whatever its depth."""
+        """Return the number of draft rows that must be reserved for a session, whatever its
+        depth."""
         return self.num_nodes
 
 
 def proposal_shape(num_nodes: int, *, chain: bool) -> ProposalShape:
-    """What is scored of a proposal of so many nodes: all of them where that is possible."""
+    """Return the shape in which a proposal of `num_nodes` nodes is scored. If the proposal is too
+    large for all captured shapes, only some of its nodes are scored."""
     counts = CHAIN_LENGTHS if chain else tuple(TREES)
     return ProposalShape(min(bucket_for(num_nodes, counts), counts[-1]), chain)
 
 
 def max_path_rows(shape: DraftTreeShape, buckets: tuple[int, ...] = PATH_ROW_BUCKETS) -> int:
-    """R: new rows of a branch, whose path ends at most at the last level of the same shape."""
+    """Return the number of new rows for which a branch is captured. Its path is at most as deep as
+    the draft shape."""
     return bucket_for(shape.depth + 1, buckets)
 
 
 def max_outcomes(shape: DraftTreeShape) -> int:
-    """Branches that one launch may draft for."""
+    """Return the maximum number of branches of one launch."""
     if shape.top_k == 1:
         return OUTCOME_BATCH_SIZES[-1]
     return max(
@@ -139,7 +155,7 @@ def max_outcomes(shape: DraftTreeShape) -> int:
 
 
 def scoring_shapes() -> Iterator[tuple[ProposalShape, bool]]:
-    """What is captured for scoring: nodes, each with whether any session processes its logits."""
+    """Yield the captured shapes for scoring, each with whether any session processes its logits."""
     forms = [proposal_shape(length, chain=True) for length in CHAIN_LENGTHS]
     forms += [proposal_shape(count, chain=False) for count in TREES]
     for nodes in forms:
@@ -150,8 +166,9 @@ def scoring_shapes() -> Iterator[tuple[ProposalShape, bool]]:
 def draft_shapes(
     chains: tuple[int, ...], *, branches: bool = False
 ) -> Iterator[tuple[DraftTreeShape, bool]]:
-    """What a drafter on a device captures at its start, and no plan can widen: shapes, each with
-    whether its sessions may warp their logits or share the target's noise in trees."""
+    """Yield the draft shapes that are captured at start-up, each with whether its graph is the
+    general one, which supports logits processing and trees with the target's noise. `chains`: chain
+    lengths; `branches`: whether the shapes are for branches."""
     for length in chains:
         for has_distribution, general in ((False, False), (False, True), (True, True)):
             yield DraftTreeShape(length, 1, length, has_distribution), general
@@ -163,23 +180,23 @@ def draft_shapes(
 
 
 def grammar_shape(shape: DraftTreeShape) -> DraftTreeShape:
-    """What is grown where any session of a launch is in a grammar."""
+    """Return the shape that is drafted if any session of the launch has a grammar."""
     return shape._replace(has_alternatives=shape.top_k == 1 and not shape.has_distribution)
 
 
 def batch_sizes(shape: DraftTreeShape, sessions: tuple[int, ...] = BATCH_SIZES) -> list[int]:
-    """Those of the buckets of sessions that a shape is drafted in."""
+    """Return the captured numbers of sessions of a launch of this shape."""
     sizes = COARSE_BATCH_SIZES if shape.has_alternatives else sessions
     return [size for size in sizes if size <= max_sessions(shape)]
 
 
 def outcome_batch_sizes(shape: DraftTreeShape) -> list[int]:
-    """Buckets of branches."""
+    """Return the captured numbers of branches of a launch of this shape."""
     return [size for size in OUTCOME_BATCH_SIZES if size <= max_outcomes(shape)]
 
 
 def max_sessions(shape: DraftTreeShape) -> int:
-    """Sessions that one launch may draft for."""
+    """Return the maximum number of sessions of one launch."""
     if shape.top_k == 1:
         return BATCH_SIZES[-1]
     return max(
@@ -188,7 +205,7 @@ def max_sessions(shape: DraftTreeShape) -> int:
 
 
 def fit_shape(shape: DraftTreeShape, chains: tuple[int, ...]) -> DraftTreeShape:
-    """The shape of the family that is drafted in the place of this one."""
+    """Return the captured shape that is drafted instead of this shape."""
     nodes = max([size for size in TREES if size <= shape.num_nodes], default=0)
     if shape.top_k == 1 or not nodes:
         levels = shape.depth if shape.top_k == 1 else shape.num_nodes
@@ -198,21 +215,23 @@ def fit_shape(shape: DraftTreeShape, chains: tuple[int, ...]) -> DraftTreeShape:
 
 
 def is_supported(sampling: SamplingParams, plan: SpeculationPlan) -> bool:
-    """Whether the device drafts as the host would."""
+    """Return whether the GPU graphs can draft for these parameters. They cannot draft trees under
+    the rejection rule."""
     return plan.top_k == 1 or sampling.effective_rule is not Rule.REJECTION
 
 
 def shape_of_session(session: FollowedSession) -> DraftTreeShape | None:
-    """What to grow for a session; None if nothing can be drafted."""
+    """Return the draft shape for a session, or None if nothing can be drafted."""
     plan, room = session.plan, session.draft_levels_left
     num_nodes, has_distribution = plan.draft_tokens, session.ships_distributions
     if num_nodes <= 0 or room <= 0:
         return None
     if plan.top_k == 1:
-        # Near its end a session takes the beginning of a chain, so that all share one graph.
+        # A session near its maximum length cuts the chain, so that all sessions share one graph.
         return DraftTreeShape(num_nodes, 1, num_nodes, has_distribution)
     depth = min(tree_depth(num_nodes, plan.depth), room)
     if has_distribution:
-        # Its plan was a chain's when it began: trees of this rule are grown on the host.
+        # The session began with a chain plan on the device; trees under this rule are grown only on
+        # the host, so it continues with a chain.
         return DraftTreeShape(depth, 1, depth, has_distribution)
     return DraftTreeShape(num_nodes, plan.top_k, depth)

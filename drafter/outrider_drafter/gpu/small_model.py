@@ -10,9 +10,9 @@ from outrider_drafter.proposers.small_model import SmallModelProposer
 
 
 class GpuSmallModelProposer(GpuProposer):
-    """A `GpuProposer` with a small language model.
+    """`GpuProposer` with a small language model.
 
-    Drafts that the device does not support come from a `SmallModelProposer`, with KV in the
+    Drafts that the GPU graphs do not support come from a `SmallModelProposer`, whose KV is in the
     model's own pool.
     """
 
@@ -28,8 +28,8 @@ class GpuSmallModelProposer(GpuProposer):
         bounded: bool = False,
         look_ahead: bool = True,
     ) -> None:
-        """A model of plain weights, without a window, for a target of `vocab_size` ids; for the
-        rest see `GpuProposer`."""
+        """See `GpuProposer`. `model` must have plain weights and no sliding window; `vocab_size`:
+        size of the target's vocabulary."""
 
         def host() -> SmallModelProposer:
             return SmallModelProposer(model, vocab_size=vocab_size)

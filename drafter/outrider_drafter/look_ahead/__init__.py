@@ -1,5 +1,5 @@
-"""Look-ahead: which outcomes of pending proposals are drafted for before they happen. It may
-import `state` and `proposers`.
+"""Look-ahead: drafts for likely outcomes of pending proposals before their verdicts. It may import
+`state` and `proposers`.
 
 calibration.py             Calibrates the probabilities of a proposal's outcomes from observed
                            verdicts.

@@ -1,8 +1,8 @@
 """Calibrates the probabilities of a proposal's outcomes from observed verdicts. Pure.
 
-A draft model's own probabilities are biased, and differently so at every depth; they are only the
-prior of the estimates. P places (root and nodes) of some proposals, m of these, c candidates a
-place.
+A draft model's own probabilities are biased, by a different amount at every depth. They serve as
+the prior of the estimates. Letters in shapes: P places (roots and nodes) of several proposals; m
+some of these places; c candidate tokens at each place.
 """
 
 from __future__ import annotations
@@ -17,42 +17,47 @@ from outrider.spec.sampling import Rule
 from outrider_drafter.state.outcomes import CandidateLayout, Floats, Indices, VerdictPath
 
 _DEPTHS: Final = 4
-"""Depths that are told apart; the last is for all beyond."""
+"""Number of depths with statistics of their own; the last one includes all greater depths."""
 _RANKS: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24])
-"""First rank of each bin."""
+"""First rank of each bin of ranks."""
 _PROBS: Final = np.array([0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 0.9])
-"""Edges of the bins of a candidate's own probability."""
+"""Edges of the bins of the draft model's probability of a candidate."""
 _BINS: Final = len(_PROBS) + 1
 _CELLS: Final = _DEPTHS * len(_RANKS) * _BINS
 _PRIOR: Final = 128.0
-"""Observations that outweigh what the source says, and again that let a depth speak for itself."""
+"""Weight of a prior, as a number of observations. It is used twice: for the draft model's
+probability, and for the mean over all depths as the prior of one depth."""
 PRIOR_SHARPNESS: Final = {Rule.GREEDY: 1.3}
-"""Where the sharpness begins, by rule; 1 elsewhere. Of the distribution that a head was trained to
-tell, greedy decoding emits the best token every time."""
+"""Initial sharpness by acceptance rule; 1 for rules that are not listed. Greedy decoding always
+emits the most likely token of the distribution that an EAGLE head was trained to predict, so its
+sharpness starts higher."""
 _SHARPNESSES: Final = (0.5, 3.0)
 _FIRMNESS: Final = (30.0, 4096.0)
-"""How firmly the first sharpness is believed, and at most any: squared nats of variance."""
+"""Initial and maximum confidence in the sharpness, as a sum of variances of log-probs (squared
+nats)."""
 _MEMORY: Final = 8192.0
-"""Observations after which those of a cell count half."""
+"""Number of observations after which the counts of a cell are halved."""
 _TINY: Final = 1e-30
 _REST: Final = 1e-6
-"""Least probability of a token that is no candidate."""
+"""Minimum probability of all tokens that are not candidates together."""
 _LEAST: Final = -60.0
-"""Least log-prob of a candidate."""
+"""Minimum log-prob of a candidate."""
 
 
 class OutcomePredictor(Protocol):
-    """What is known about the outcomes of one kind of session."""
+    """Predicts the outcomes of proposals of one class of sessions, and learns from verdicts."""
 
     def expected_gains(self, layout: CandidateLayout, logprobs: NDArray[np.float32]) -> Floats:
-        """[P, c]: the expected gain of a draft for each outcome; `logprobs` [P, c] of the
-        candidates, -inf: there is none. A child's entry means nothing."""
+        """Return the expected gain of a draft for each outcome [P, c]. `logprobs` [P, c]: draft
+        model's log-prob of each candidate, -inf if the candidate does not exist. Gains of
+        candidates that are children in the proposal are meaningless."""
         ...
 
     def learn_from_verdict(
         self, layout: CandidateLayout, logprobs: NDArray[np.float32], what: VerdictPath
     ) -> None:
-        """A verdict showed what became of a proposal."""
+        """Learn from the path that a verdict took through a proposal. `logprobs`: as in
+        `expected_gains`."""
         ...
 
 
@@ -67,23 +72,25 @@ class OutcomeCalibration:
 
     def __init__(self, sharpness: float = 1.0) -> None:
         self.sharpness = sharpness
-        """What log-probs are multiplied with; 1: the source is right."""
+        """Factor by which log-probs are multiplied; 1 leaves the draft model's probabilities
+        unchanged."""
         self._firmness = _FIRMNESS[0]
         self._seen = np.zeros(_CELLS)
         self._hits = np.zeros(_CELLS)
         self._places = np.zeros(_DEPTHS)
-        """By depth: places that were reached."""
+        """Number of reached places, by depth."""
         self._among = np.zeros(_DEPTHS)
-        """By depth: reached places where a candidate was emitted."""
+        """Number of reached places where the emitted token was a candidate, by depth."""
         self._lines = self._fitted()
-        """By cell (a, b): the probability is a + b x the source's own."""
+        """Offsets a and slopes b by cell: the calibrated probability is a + b * (sharpened
+        probability of the draft model)."""
 
     def expected_gains(self, layout: CandidateLayout, logprobs: NDArray[np.float32]) -> Floats:
         """See `OutcomePredictor`."""
         probs = self.probs(layout.depths, logprobs)
         size = logprobs.shape[1]
         known = probs[layout.parent_indices, np.minimum(layout.ranks, size - 1)]
-        # A node that is no candidate has at most what these leave.
+        # A node that is no candidate has at most the probability that the candidates leave.
         rest = np.maximum(1.0 - probs.sum(axis=1), 0.0)
         stands = np.where(layout.ranks < size, known, rest[layout.parent_indices])
         found: Floats = layout.reach_probability(stands)[:, None] * probs
@@ -97,8 +104,9 @@ class OutcomeCalibration:
         self.observe(layout.depths[what.places], reached, what.columns)
 
     def probs(self, depths: Indices, logprobs: NDArray[np.float32]) -> Floats:
-        """float64 [m, c], at most 1 a row: how probable each candidate is once its place was
-        reached; depths [m]. A candidate of log-prob -inf has none."""
+        """Return the probability that each candidate is emitted once its place is reached, float64
+        [m, c]. The sum of a row is at most 1. `depths` [m]: depth of each place. A candidate with
+        log-prob -inf has probability 0."""
         offsets, slopes = self._lines
         own = self._sharpened(_with_rest(logprobs))[:, :-1]
         cells = _cells(depths, own)
@@ -108,14 +116,15 @@ class OutcomeCalibration:
         at = np.minimum(depths, _DEPTHS - 1)
         among = own.sum(axis=1) * _PRIOR + self._among[at]
         among /= self._places[at] + _PRIOR
-        # A row of shares does not add up by itself.
+        # The estimates of a row are independent, so their sum must be corrected.
         sums = np.maximum(found.sum(axis=1), _TINY)
         found *= (np.minimum(among, 1.0) / sums)[:, None]
         return found
 
     def observe(self, depths: Indices, logprobs: NDArray[np.float32], columns: Indices) -> None:
-        """Record which candidate was emitted at each place. `depths` [m]; `columns` [m]: index of
-        the emitted candidate, -1 if none. Places without candidates are ignored."""
+        """Record the emitted token at each place. `depths` [m]: depth of the place; `logprobs` [m,
+        c]: log-probs of the candidates; `columns` [m]: index of the emitted candidate, -1 if no
+        candidate was emitted. Places without candidates are ignored."""
         looked = (logprobs > -np.inf).any(axis=1)
         depths, logprobs, columns = depths[looked], logprobs[looked], columns[looked]
         told = _with_rest(logprobs)
@@ -134,18 +143,20 @@ class OutcomeCalibration:
         old = self._places > _MEMORY
         self._places[old] *= 0.5
         self._among[old] *= 0.5
-        # Now, not when a pass needs them: nobody waits for what is learnt.
+        # Computed here because learning is not urgent, while a pass is.
         self._lines = self._fitted()
 
     def _sharpened(self, told: Floats) -> Floats:
-        """[m, 1 + c]: the distribution of what `_with_rest` gave."""
+        """Return the sharpened distribution [m, c + 1] of the log-probs returned by
+        `_with_rest`."""
         distribution = np.exp(told * self.sharpness)
         distribution /= distribution.sum(axis=1, keepdims=True)
         return distribution
 
     def _sharpen(self, told: Floats, distribution: Floats, columns: Indices) -> None:
-        """One step of Newton's on the log-loss, with all the curvature there was so far."""
-        # The rest is the last column, where -1 leads.
+        """Do one Newton step for the sharpness on the log-loss. The curvature is accumulated over
+        all observations."""
+        # Index -1 selects the last column, which stands for all remaining tokens.
         emitted = told[np.arange(len(told)), columns]
         mean = (distribution * told).sum(axis=1)
         variance = (distribution * told * told).sum(axis=1) - mean * mean
@@ -165,8 +176,8 @@ class OutcomeCalibration:
 
 
 def _with_rest(logprobs: NDArray[np.float32]) -> Floats:
-    """[m, c + 1]: the log-probs of candidates, and of all tokens that are none of them together;
-    those that are nothing to speak of, or none, all alike."""
+    """Return the log-probs of the candidates and, in the last column, of all remaining tokens
+    together, [m, c + 1]. Very small and missing probabilities are raised to `_LEAST`."""
     told = np.empty((len(logprobs), logprobs.shape[1] + 1))
     told[:, :-1] = logprobs
     told[:, -1] = np.log(np.maximum(1.0 - np.exp(told[:, :-1]).sum(axis=1), _REST))
@@ -175,7 +186,8 @@ def _with_rest(logprobs: NDArray[np.float32]) -> Floats:
 
 
 def _cells(depths: Indices, own: Floats) -> Indices:
-    """[m, c], by the candidates' own probabilities."""
+    """Return the cell index [m, c] of each candidate by depth, rank and the draft model's
+    probability `own` [m, c]."""
     at = np.minimum(depths, _DEPTHS - 1)[:, None] * len(_RANKS) + _rank_bins(own.shape[1])
     cells: Indices = at * _BINS + np.searchsorted(_PROBS, own)
     return cells
@@ -188,7 +200,8 @@ def _rank_bins(width: int) -> Indices:
 
 
 _FIRST_DRAWN: Final = 0.62
-"""Assumed share of a place's first child among its children; later ones get what is left."""
+"""Assumed probability that an accepted child of a place is its first child. Each later child gets
+the same share of the remaining probability."""
 _SPREAD_DEPTHS: Final = 16
 _SPREAD_RANKS: Final = 64
 _SPREAD_PRIOR: Final = 8.0
@@ -197,18 +210,20 @@ _SPREAD_PRIOR: Final = 8.0
 class RankCalibration:
     """Expected gains under the rejection rule, learned by depth and rank.
 
-    Siblings are ordered as they were drawn. Candidates are ranked by probability among the tokens
-    that were not drawn. The probabilities of drawn tokens are not used.
+    Siblings are in the order in which they were drawn. Candidates are ranked by probability among
+    the tokens that were not drawn. The probabilities of drawn tokens are not used.
     """
 
     def __init__(self) -> None:
         self._reached = np.zeros(_SPREAD_DEPTHS)
-        """By depth: places with children that were reached."""
+        """Number of reached places with children, by depth."""
         self._stood = np.zeros(_SPREAD_DEPTHS)
-        """By depth: places with children below which the path went on."""
+        """Number of reached places of which a child was accepted, by depth."""
         ranks = np.arange(1, _SPREAD_RANKS + 1, dtype=np.float64) ** -1.5
         self._ranks = np.tile(_SPREAD_PRIOR * ranks / ranks.sum(), (2, 1))
-        """[resampled, bonus][rank]: how often a token of this rank followed."""
+        """Number of times that a token of each rank was emitted at the end of a path. Row 0 is for
+        places with children (the token is resampled after a rejection), row 1 for places without
+        (the bonus token)."""
 
     def expected_gains(self, layout: CandidateLayout, logprobs: NDArray[np.float32]) -> Floats:
         """See `OutcomePredictor`."""
@@ -239,21 +254,23 @@ class RankCalibration:
 
 
 def _inner(layout: CandidateLayout) -> NDArray[np.bool_]:
-    """[P]: places that have children."""
+    """Return which places have children, bool [P]."""
     inner = np.zeros(len(layout.parent_indices), dtype=np.bool_)
     inner[layout.parent_indices[layout.depths > 0]] = True
     return inner
 
 
 def _left(layout: CandidateLayout) -> Indices:
-    """[P, c]: rank of each candidate among those of its place that are no children."""
+    """Return the rank of each candidate among the candidates of its place that are not children,
+    [P, c]."""
     ranks = np.cumsum(~layout.is_child, axis=1) - 1
     found: Indices = np.clip(ranks, 0, _SPREAD_RANKS - 1)
     return found
 
 
 def _shares(layout: CandidateLayout) -> Floats:
-    """[P]: each node's assumed share among its siblings, which are in the order of drawing."""
+    """Return the assumed share of each node among its siblings, [P]. Siblings are in the order in
+    which they were drawn."""
     weights = np.zeros(len(layout.parent_indices))
     left: dict[int, float] = {}
     for place, above in enumerate(layout.parent_indices.tolist()):

@@ -1,8 +1,9 @@
 """LookAheadScheduler: drafts for likely outcomes of pending proposals before their verdicts.
 
-For a session that looks ahead, it tracks the pending proposal that its verifier has, and the drafts
-sent for outcomes of it. A verdict that ends in one of these outcomes is a hit: its draft becomes
-the pending proposal, and nothing is drafted for its prefix again.
+For each session with look-ahead, the scheduler tracks the live proposal (the one whose verdict is
+awaited) and the drafts sent for its outcomes. A verdict that ends in one of these outcomes is a
+hit: the draft for that outcome becomes the live proposal, and no other draft is made for its
+prefix.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ from outrider_drafter.state.session_table import SessionTable
 logger = logging.getLogger(__name__)
 
 _TEMPERATURES: Final = (0.0, 0.5, 0.85, 1.15)
-"""Upper ends of the classes whose sessions learn from each other."""
+"""Upper bounds of the temperature classes. Sessions of one class share their statistics."""
 
 OutgoingProposals = list[tuple[int, Proposals | SessionsLost]]
-"""(connection, message): what goes out together."""
+"""Pairs (connection, message) that are sent together."""
 CalibrationClass = tuple[DraftMethod, Rule, int, bool]
 
 
 class LookAheadScheduler:
-    """Look-ahead of all sessions. Every method is called from the engine's thread."""
+    """Look-ahead of all sessions. All methods must be called from the engine's thread."""
 
     def __init__(
         self,
@@ -73,33 +74,39 @@ class LookAheadScheduler:
         failed: Callable[[], None],
         in_time: bool,
     ) -> None:
-        """`later` keeps what can wait until nobody waits for a draft; `failed` is told of every
-        failure of a proposer; in_time: whether passes are cut to the time that there is."""
+        """Create a scheduler without sessions.
+
+        `now`: returns the time in seconds. `later`: receives work to be done when no draft is
+        wanted. `failed`: called after every failure of a proposer. `in_time`: whether look-ahead
+        passes are limited to the time until the next verdict.
+        """
         self._proposers = {p.method: p for p in proposers if isinstance(p, LookAheadProposer)}
         self._table = table
         self._metrics = metrics
         self._now, self._later, self._failed = now, later, failed
         self.pace = LookAheadBudget(now, in_time=in_time)
         self.watched: dict[int, LookAheadSession] = {}
-        """By slot; empty if no session looks ahead."""
+        """Sessions with look-ahead, by slot."""
         slots = len(table.followed)
         self._is_watched = np.zeros(slots, dtype=np.bool_)
         self._open = np.zeros(slots, dtype=np.bool_)
-        """[X]: whether there may be outcomes to draft for."""
+        """[X]: whether the session in each slot may have outcomes that are not drafted for yet."""
         self._off: set[int] = set()
         """Slots of sessions whose look-ahead has failed."""
         self._predictors: dict[CalibrationClass, OutcomePredictor] = {}
         self._starved = False
-        """Whether the last scores came to nothing because a message waited: many verifiers may send
-        faster than one can score, so the next ones are used first."""
+        """Whether the last pass was stopped by a message before any of its scores were used. With
+        many verifiers this could happen in every pass, so the next pass drafts before it polls for
+        messages."""
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a live proposal whose outcomes were not all drafted for."""
+        """Whether any live proposal has outcomes that may still be drafted for."""
         return bool(self.watched) and bool(self._open.any())
 
     def watch_session(self, session: FollowedSession) -> None:
-        """A session began, or has another plan: what was sent ahead by the old one is forgotten."""
+        """Start look-ahead for a new session or a session with a new plan, if its plan asks for
+        look-ahead. Earlier look-ahead state of the session is discarded."""
         self._unwatch(session.slot)
         plan = session.plan
         if not (plan.look_ahead and plan.is_speculative) or session.slot in self._off:
@@ -109,7 +116,7 @@ class LookAheadScheduler:
             self._is_watched[session.slot] = True
 
     def forget_session(self, session: FollowedSession) -> None:
-        """A session ended, or was lost."""
+        """Discard the look-ahead state of a session that has ended or was lost."""
         self._unwatch(session.slot)
         self._off.discard(session.slot)
 
@@ -118,25 +125,27 @@ class LookAheadScheduler:
             self._is_watched[slot] = self._open[slot] = False
 
     def start_proposals(self, drafted: SessionDrafts, seconds: float) -> None:
-        """These drafts are live now; they took so long."""
+        """Make these drafts the live proposals of their sessions. `seconds`: time that drafting
+        took."""
         found = [self.watched.get(session.slot) for session in drafted.sessions]
         watched = [one for one in found if one is not None]
         if not watched:
             return
         if drafted.node_counts.any():
-            # An answer without any draft took no time, and says nothing of what one takes.
+            # An answer without drafts says nothing about the duration of drafting.
             self.pace.steps.observe_step(_step("draft", watched), len(found), seconds)
         now = self._now()
         for one, tree in zip(found, _trees(drafted), strict=True):
             if one is not None:
                 one.start_proposal(tree if len(tree) else None, now)
-                # An outcome takes a token, and a draft for it one more.
+                # An outcome's token needs one level, and a draft for the outcome at least one more.
                 self._open[one.session.slot] = (
                     one.tree is not None and one.session.draft_levels_left >= 2
                 )
 
     def advance_sessions(self, slots: Indices) -> None:
-        """The sessions in these slots were moved on: those that were drafted for want no draft."""
+        """Process verdicts that were applied to the sessions in these slots. A session whose
+        outcome was already drafted for (a hit) no longer wants a draft."""
         mine = slots[self._is_watched[slots]]
         for slot, length, digest in zip(
             mine.tolist(),
@@ -167,13 +176,12 @@ class LookAheadScheduler:
         self._open[slot] = hit and one.session.draft_levels_left >= 2
 
     def run_look_ahead_pass(self) -> Generator[OutgoingProposals]:
-        """Draft for the outcomes of live proposals (of all, or of so many that are drafted for
-        together: fair shares of all verifiers), best expected gain first; yields
-        (connection, drafts) that are ready together. Where nothing is ready yet it yields nothing,
-        so that what has come meanwhile can be looked at.
+        """Draft for outcomes of live proposals, best expected gain first. If there are more live
+        proposals than fit into a batch, verifiers get fair shares of it.
 
-        As soon as a session may have moved the iterator must be closed; what is left is chosen
-        anew, from scores of its own, in the next one.
+        Yields (connection, message) pairs that are ready together, or an empty list as an
+        opportunity to poll for messages. The iterator must be closed before a message is processed;
+        the next pass then scores and selects the remaining outcomes anew.
         """
         slots = np.flatnonzero(self._open)
         if len(slots) > MAX_BATCH_SESSIONS:
@@ -223,7 +231,7 @@ class LookAheadScheduler:
     def _score(
         self, proposer: LookAheadProposer, ones: Sequence[LookAheadSession], step: DraftStep
     ) -> SelectedOutcomes:
-        """Score live proposals and choose among their outcomes, best first."""
+        """Score live proposals and select outcomes, best expected value first."""
         started = self._now()
         expected = self.pace.order_by_value(step, ones, self._choose(proposer, ones))
         took = self._now() - started
@@ -239,7 +247,7 @@ class LookAheadScheduler:
         ones: Sequence[LookAheadSession],
         launch: SelectedOutcomes,
     ) -> Generator[OutgoingProposals]:
-        """Draft for outcomes in one launch, or one of each shape."""
+        """Draft for outcomes in one launch, or in one launch for each draft shape."""
         columns = (launch.lives.tolist(), launch.nodes.tolist(), launch.tokens.tolist())
         outcomes = [Outcome(*entry) for entry in zip(*columns, strict=True)]
         step = _step("branch", ones)
@@ -255,7 +263,7 @@ class LookAheadScheduler:
             began = self._now()
 
     def _close(self, ones: Sequence[LookAheadSession]) -> None:
-        """There is nothing more to draft for these live proposals."""
+        """Mark these sessions' live proposals as finished: no further outcomes are drafted for."""
         for one in ones:
             one.num_pending = 0
             self._open[one.session.slot] = False
@@ -263,7 +271,7 @@ class LookAheadScheduler:
     def _choose(
         self, proposer: LookAheadProposer, ones: Sequence[LookAheadSession]
     ) -> SelectedOutcomes:
-        """Score live proposals and choose among their outcomes, likeliest first."""
+        """Score live proposals and select outcomes, most likely first."""
         self._metrics.look_aheads.labels(proposer.method).inc()
         scored = proposer.score_proposals(
             [PendingProposal(one.session, one.tree) for one in ones if one.tree is not None]
@@ -284,7 +292,7 @@ class LookAheadScheduler:
             found = found.select(np.argsort(-found.gains, kind="stable"))
         mine = np.array([one.session.plan.fan_out == 0 for one in ones])
         if mine.any():
-            # Those that no plan asks for share one launch.
+            # Sessions whose plan sets no fan-out share the outcomes of one launch.
             mine = mine[found.lives]
             left_out = np.flatnonzero(mine)[num_worthwhile(found.gains[mine]) :]
             found = found.select(np.delete(np.arange(len(mine)), left_out))
@@ -300,7 +308,8 @@ class LookAheadScheduler:
         ones: Sequence[LookAheadSession],
         scored: OutcomeScores,
     ) -> Iterator[SelectedOutcomes]:
-        """Of each of these proposals, all of one kind, the likeliest first."""
+        """Yield the selected outcomes of each proposal, most likely first. All proposals belong to
+        sessions of the same calibration class."""
         layout = scored.layout(lives)
         logprobs = np.concatenate([scored.logprobs[live] for live in lives])
         gains = self._predictor(kind).expected_gains(layout, logprobs)
@@ -321,7 +330,7 @@ class LookAheadScheduler:
                 gains=chosen.gains,
             )
             if there:
-                # A message came between them and these.
+                # An earlier pass was interrupted by a message: skip the outcomes that it drafted.
                 news = [i for i, d in enumerate(found.prefix_digests().tolist()) if d not in there]
                 found = found.select(np.array(news[: max(wanted - len(there), 0)], dtype=np.int64))
             yield found
@@ -333,7 +342,8 @@ class LookAheadScheduler:
         branches: OutcomeDrafts,
         seconds: float,
     ) -> OutgoingProposals:
-        """Keep what was made, and address it."""
+        """Record the drafts that were made for outcomes, and return the messages that carry
+        them."""
         places = branches.outcomes
         lives = launch.lives[places].tolist()
         trees = _trees(branches)
@@ -367,13 +377,13 @@ class LookAheadScheduler:
 
 
 def _step(kind: Literal["draft", "score", "branch"], ones: Sequence[LookAheadSession]) -> DraftStep:
-    """What is run for these sessions, all of one method."""
+    """Return the draft step for these sessions, which all use the same draft method."""
     plans = [one.session.plan for one in ones]
     return DraftStep(plans[0].method, kind, max(plan.draft_tokens for plan in plans))
 
 
 def _kind(session: FollowedSession) -> CalibrationClass:
-    """Whom a session learns with."""
+    """Return the class of sessions that share calibration statistics with this session."""
     sampling = session.sampling
     warmth = bisect_left(_TEMPERATURES, sampling.temperature)
     return session.plan.method, sampling.effective_rule, warmth, session.has_constraint
@@ -385,7 +395,7 @@ def _learn(predictor: OutcomePredictor, scored: ScoredProposal, told: Sequence[i
 
 
 def _trees(drafts: DraftTrees) -> list[DraftTree]:
-    """Each draft's tree, in memory of its own."""
+    """Return each draft's tree, copied out of the batch's arrays."""
     tokens, parents = drafts.tokens.copy(), drafts.parents.copy()
     logprobs = drafts.logprobs.copy()
     ends = drafts.node_counts.cumsum().tolist()

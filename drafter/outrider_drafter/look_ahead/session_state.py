@@ -15,23 +15,23 @@ from outrider_drafter.state.session import FollowedSession
 
 
 class SelectedOutcomes(NamedTuple):
-    """Outcomes that are to be drafted for; [K] each."""
+    """Outcomes that were selected for drafting; arrays [K]."""
 
     lives: Indices
     nodes: Indices
     tokens: NDArray[np.int32]
     parent_digests: NDArray[np.uint64]
-    """Prefix digests at their nodes."""
+    """Prefix digest at the outcome's node."""
     lengths: Indices
-    """Of the prefixes that they make."""
+    """Length in tokens of the prefix that ends with the outcome's token."""
     gains: Floats
 
     def prefix_digests(self) -> NDArray[np.uint64]:
-        """Of the prefixes that they make."""
+        """Return the digest of the prefix that ends with each outcome's token."""
         return extend_digests(self.parent_digests, self.tokens)
 
     def select(self, which: Indices | slice) -> SelectedOutcomes:
-        """Some of them, in this order."""
+        """Return some of the outcomes, in the order of `which`."""
         return SelectedOutcomes(
             self.lives[which],
             self.nodes[which],
@@ -43,39 +43,43 @@ class SelectedOutcomes(NamedTuple):
 
 
 class ScoredProposal(NamedTuple):
-    """One of the live proposals that were scored together."""
+    """Scores of one proposal; the layout is shared by all proposals that were scored together."""
 
     layout: CandidateLayout
     logprobs: NDArray[np.float32]
-    """[P, c] of the candidates."""
+    """[P, c]: log-prob of each candidate, where P is the number of places of all proposals of the
+    layout and c the number of candidates at each place."""
     proposal: int
-    """Its place among them."""
+    """Index of the proposal in the layout."""
 
 
 @dataclass(slots=True, eq=False)
 class LookAheadSession:
-    """Look-ahead state of a session."""
+    """Look-ahead state of one session. Its live proposal is the proposal whose verdict is
+    awaited."""
 
     session: FollowedSession
     tree: DraftTree | None = None
-    """The live proposal; None while there is none."""
+    """Tree of the live proposal; None if there is no live proposal."""
     length: int = 0
-    """Tokens of the prefix that it continues."""
+    """Length in tokens of the prefix that the live proposal continues."""
     sent_at: float = 0.0
-    """When it was sent, or was found to be a hit, seconds."""
+    """Time in seconds when the live proposal was sent or, if it was drafted before its verdict,
+    when that verdict arrived."""
     is_hit: bool = False
-    """Whether it was made ahead."""
+    """Whether the live proposal was drafted before the verdict that it follows."""
     scored: ScoredProposal | None = None
-    """What is known of it, once it was scored."""
+    """Scores of the live proposal; None until it is scored."""
     outcome_drafts: dict[int, DraftTree] = field(default_factory=dict)
-    """What was sent for outcomes of the live proposal, by prefix digest."""
+    """Drafts that were sent for outcomes of the live proposal, by prefix digest."""
     covered_probability: float = 0.0
-    """Probability that the next verdict is one of these."""
+    """Probability that the next verdict is one of the outcomes in `outcome_drafts`."""
     num_pending: int = 0
-    """Outcomes that were chosen and not drafted for yet."""
+    """Number of outcomes that were selected but not drafted for yet."""
 
     def start_proposal(self, tree: DraftTree | None, now: float, *, is_hit: bool = False) -> None:
-        """There is another live proposal, for the session's present prefix."""
+        """Replace the live proposal by one for the session's current prefix, sent at `now` in
+        seconds. `tree` is None if there is no proposal."""
         self.tree, self.length = tree, len(self.session.tokens)
         self.sent_at, self.is_hit = now, is_hit
         self.scored, self.outcome_drafts = None, {}

@@ -1,10 +1,10 @@
 """LookAheadBudget: decides by measured times how much look-ahead fits before the next verdict.
 
-`StepTimes` and `VerdictArrivals` measure draft steps and the times from a draft to its verdict, by
-class. `plan_pass_start` and `next_launch_outcomes` weigh the expected value of launches (pure): a
-pass is cut into launches, and messages are polled after each; a draft that is wanted meanwhile
-waits for the end of one. All times in seconds. S sessions whose verdicts are waited for, K
-outcomes.
+`StepTimes` measures draft steps, and `VerdictArrivals` the times from a draft to its verdict, both
+by class. `plan_pass_start` and `next_launch_outcomes` weigh the expected value of launches (pure).
+A look-ahead pass consists of several launches, and messages are polled after each; a draft that is
+requested meanwhile waits for the end of the current launch. All times are in seconds. Letters in
+shapes: S sessions that await a verdict; K outcomes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,23 @@ from outrider_drafter.look_ahead.session_state import LookAheadSession, Selected
 from outrider_drafter.state.outcomes import OUTCOME_BATCH_SIZES, Floats
 
 SESSION_BUCKETS: Final = (1, 4, 8, 16, 32, 64)
-"""Sessions that one launch drafts for, or scores: a device fills up what is less."""
+"""Numbers of sessions for which one launch can draft or score. A launch for fewer sessions is
+padded to the next size."""
 _STEPS: Final = 9
-"""Newest times of a step that count: the median of so few forgets a stall and follows a change."""
+"""Number of most recent durations of a step that are kept. The median of so few ignores a single
+stall and follows changes."""
 _VERDICTS: Final = 32
 _BLIND: Final = 64
-"""Rounds in a row in which verdicts came unseen, after which one is waited for."""
+"""Number of consecutive verdicts with unknown exact arrival times after which the thread waits for
+a verdict to measure its time."""
 _SHARP: Final = 0.05
-"""Bounds that are so near to each other, as a share of the wait, are as good as the time itself."""
+"""Maximum width of the bounds of an arrival time, as a share of the time, for which the time counts
+as measured."""
 _EARLY: Final = 0.25
-"""Share of verdicts that come before the time that is reckoned with."""
+"""Quantile of the arrival times that is used as the expected time: this share of verdicts comes
+earlier."""
 _SMALLER: Final = 0.8
-"""Assumed cost of a launch over that of a larger one, until it was tried."""
+"""Assumed cost of a launch relative to the next larger launch, until its cost is measured."""
 
 
 StepKind = Literal["draft", "score", "branch"]
@@ -45,22 +50,22 @@ _PASS: Final[tuple[StepKind, ...]] = ("score", "branch")
 
 
 class DraftStep(NamedTuple):
-    """Kind of a draft step. Its number of sessions is recorded apart."""
+    """Kind of a draft step. The number of sessions in the step is not part of it."""
 
     method: DraftMethod
     kind: StepKind
     nodes: int
-    """Most nodes of one of these drafts."""
+    """Maximum number of nodes of a draft in the step."""
 
 
 class StepTimes:
-    """Recent durations of steps, by step and size of the launch."""
+    """Recent durations of draft steps, by step and launch size."""
 
     def __init__(self) -> None:
         self._seen: dict[DraftStep, dict[int, deque[float]]] = defaultdict(dict)
 
     def observe_step(self, step: DraftStep, count: int, seconds: float) -> None:
-        """A step for `count` sessions or outcomes took so long."""
+        """Record the duration in seconds of a step for `count` sessions or outcomes."""
         sizes = self._seen[step]
         size = _size(step, count)
         if size not in sizes:
@@ -68,14 +73,18 @@ class StepTimes:
         sizes[size].append(seconds)
 
     def reset_pass_times(self, step: DraftStep) -> None:
-        """Scores and branches are tried anew; what they took was measured long ago."""
+        """Discard the measured durations of scoring and outcome drafting for this step, because
+        they are old."""
         for kind in _PASS:
             self._seen.pop(step._replace(kind=kind), None)
 
     def expected_s(self, step: DraftStep, count: int) -> float:
-        """How long it will take. A size that was never tried is hoped to be no dearer than the next
-        smaller one, or somewhat cheaper than the next larger: then it is tried, and known. Of a
-        pass nothing is known at first but what a draft takes; 0.0 where that is not known."""
+        """Return the expected duration in seconds of a step for `count` sessions or outcomes.
+
+        A size without measurements is assumed to cost as much as the next smaller size or, without
+        one, somewhat less than the next larger size. If no size of a scoring or outcome step was
+        measured, the duration of a draft is returned, and 0.0 if that is unknown, too.
+        """
         sizes = self._seen.get(step)
         if not sizes:
             return 0.0 if step.kind == "draft" else self.expected_s(step._replace(kind="draft"), 1)
@@ -94,38 +103,38 @@ def _size(step: DraftStep, count: int) -> int:
 
 
 class VerdictWait(NamedTuple):
-    """Whose verdict is waited for, and since when."""
+    """Class of waits for a verdict: the connection, and the event that started the wait."""
 
     connection: int
     follows_hit: bool
-    """Whether since a verdict that was a hit, whose next round had begun; else since a draft
-    left."""
+    """Whether the wait started at the arrival of a verdict that was a hit, when the next round had
+    already begun. Otherwise the wait started when a draft was sent."""
 
 
 @dataclass(slots=True)
 class _Waits:
-    """What was seen of one kind of wait."""
+    """Measurements of one class of waits."""
 
     seen: deque[float] = field(default_factory=lambda: deque(maxlen=_VERDICTS))
     blind: int = 0
-    """Verdicts in a row of whose times only bounds were known."""
+    """Number of consecutive verdicts for whose arrival times only bounds were known."""
 
 
 class VerdictArrivals:
-    """Estimates when the next verdict comes after a draft or a hit: an early quantile.
+    """Estimates when the next verdict comes after a draft or a hit, as an early quantile.
 
-    A message that came while the thread worked was found afterwards, so that only bounds of its
-    time are known: it counts as the time between them that is nearest to the expected one. Counted
-    as it was found, a pass that is too long would seem to end in time. The expected time may be
-    wrong all the same, and nothing would show it as long as the thread works on: so it must stand
-    back once in a while (`is_blind`).
+    If a message arrived while the thread was working, only bounds of its arrival time are known.
+    The estimate then uses the time within the bounds that is nearest to the expected time; using
+    the time of detection instead would make every pass seem to end in time. This estimate can drift
+    while the thread never waits, so the thread must occasionally wait for a verdict (`is_blind`).
     """
 
     def __init__(self) -> None:
         self._waits: dict[VerdictWait, _Waits] = {}
 
     def observe_arrival(self, wait: VerdictWait, least: float, most: float) -> None:
-        """A verdict came so long after the wait began."""
+        """Record that a verdict arrived between `least` and `most` seconds after the start of its
+        wait."""
         waits = self._waits.setdefault(wait, _Waits())
         if most - least > _SHARP * most:
             waits.blind += 1
@@ -137,23 +146,26 @@ class VerdictArrivals:
         waits.seen.append(min(max(expected, least), most))
 
     def expected_s(self, wait: VerdictWait) -> float:
-        """How long it will be, rather too short; inf: nobody knows."""
+        """Return the expected time in seconds from the start of the wait to the verdict, tending to
+        be too short; infinity if it is unknown."""
         waits = self._waits.get(wait) or self._waits.get(wait._replace(follows_hit=False))
         return _early(waits.seen) if waits is not None else math.inf
 
     def exchange_latency_s(self, connection: int) -> float:
-        """What a draft that is there before its verdict saves beside its making."""
+        """Return the time in seconds that a draft made before its verdict saves in addition to the
+        drafting time."""
         sent = self._waits.get(VerdictWait(connection, follows_hit=False))
         hit = self._waits.get(VerdictWait(connection, follows_hit=True))
         return max(_early(sent.seen) - _early(hit.seen), 0.0) if sent and hit else 0.0
 
     def is_blind(self, wait: VerdictWait, sessions: int) -> bool:
-        """Whether a verdict of one of so many sessions should be waited for, to see its time."""
+        """Return whether the thread should wait for the next verdict in order to measure its time,
+        given the number of sessions with look-ahead."""
         waits = self._waits.get(wait)
         return waits is not None and waits.blind >= _BLIND * sessions
 
     def forget_connection(self, connection: int) -> None:
-        """A connection ended."""
+        """Discard the measurements of a connection that has ended."""
         for after_hit in (False, True):
             self._waits.pop(VerdictWait(connection, after_hit), None)
 
@@ -163,53 +175,58 @@ def _early(seen: deque[float]) -> float:
 
 
 DEFAULT_MAX_FAN_OUT: Final = 16
-"""Outcomes of a proposal where its plan leaves them to the drafter, at most: more are foreseen more
-often, but come too late (decision 20)."""
+"""Maximum number of outcomes of a proposal if its plan does not set the number. More outcomes would
+raise the hit rate, but their drafts would come too late (decision 20)."""
 _MAX_OTHERS: Final = 64
-"""Sessions beyond those of a pass whose waits are looked at."""
+"""Maximum number of sessions outside a pass whose waits are taken into account."""
 _ANYWAY: Final = 128
-"""So many passes that were not worth it are followed by one that is made: things may change."""
+"""Number of skipped passes after which one pass is run as a trial, because conditions may have
+changed."""
 _HOPED: Final = 0.8
-"""Probability of a hit of which nothing is known."""
+"""Assumed probability of a hit before any was measured."""
 _FAN_OUTS: Final = (1, 2, 4, 8, 16, 32)
 _SLOWNESS: Final = 16
 
 
 class LookAheadBudget:
-    """Times of draft steps and verdicts, and the decisions on passes. Use it from one thread.
+    """Measures draft steps and verdict times, and decides on look-ahead passes. Use it from one
+    thread.
 
-    Without calls of `record_poll` the arrival times of verdicts are unknown, and no pass is cut
-    short.
+    Without calls of `record_poll` the arrival times of verdicts are unknown, and no pass is
+    shortened.
     """
 
     def __init__(self, now: Callable[[], float], *, in_time: bool) -> None:
-        """in_time: whether passes are cut to the time that there is."""
+        """Create a budget without measurements. `now`: returns the time in seconds. `in_time`:
+        whether passes are limited to the time until the next verdict."""
         self._now, self._in_time = now, in_time
         self.steps = StepTimes()
         self._arrivals = VerdictArrivals()
         self._looked_at: float | None = None
-        """When messages were looked for last."""
+        """Time of the last poll for messages; None before the first."""
         self._heard = (0.0, 0.0)
-        """Between which times what was heard last has come."""
+        """Bounds of the arrival time of the messages that the last poll found."""
         self._foreseen: dict[DraftStep, Floats] = {}
-        """Mean probability that one of so many outcomes comes, by `_FAN_OUTS`."""
+        """Mean probability that the verdict is among the best n outcomes of a proposal, for each n
+        in `_FAN_OUTS`."""
         self._passed_over: dict[DraftStep, int] = defaultdict(int)
         self._is_trial = False
-        """Whether the present pass is made although it was not found to be worth it."""
+        """Whether the current pass is run as a trial, although its expected value was too low."""
 
     def record_poll(self, *, waited: bool) -> None:
-        """Messages were looked for just now; waited: until one came, or for some time."""
+        """Record that messages were polled for just now. `waited`: whether the poll waited for a
+        message."""
         now = self._now()
         before = self._looked_at
         self._heard = (now if waited or before is None else before, now)
         self._looked_at = now
 
     def forget_connection(self, connection: int) -> None:
-        """A connection ended."""
+        """Discard the measurements of a connection that has ended."""
         self._arrivals.forget_connection(connection)
 
     def record_verdict(self, one: LookAheadSession) -> None:
-        """The verdict on a live proposal came with what was heard last."""
+        """Record that the verdict on a session's live proposal came with the last poll."""
         if self._looked_at is not None:
             least, most = self._heard
             least, most = max(least - one.sent_at, 0.0), max(most - one.sent_at, 0.0)
@@ -218,7 +235,7 @@ class LookAheadBudget:
     def record_scores(
         self, step: DraftStep, ones: Sequence[LookAheadSession], found: SelectedOutcomes
     ) -> None:
-        """These outcomes were found for proposals."""
+        """Record the probabilities of the outcomes that were found for the sessions' proposals."""
         for live in range(len(ones)):
             sums = np.cumsum(found.gains[found.lives == live])
             if len(sums):
@@ -234,8 +251,8 @@ class LookAheadBudget:
         *,
         straight: bool,
     ) -> tuple[PassPlan, list[LookAheadSession]]:
-        """How a pass over some of these proposals begins, and over which. straight: whether the
-        last one's scores came to nothing."""
+        """Decide how a pass begins and which of the sessions `ones` it includes. `watched`: all
+        sessions with look-ahead. `straight`: whether the scores of the last pass were not used."""
         whole = PassPlan(len(ones), straight)
         self._is_trial = False
         if not self._is_timed:
@@ -268,7 +285,8 @@ class LookAheadBudget:
     def order_by_value(
         self, step: DraftStep, ones: Sequence[LookAheadSession], found: SelectedOutcomes
     ) -> SelectedOutcomes:
-        """Outcomes, likeliest first, by what a draft for each is expected to save, best first."""
+        """Return outcomes, given most likely first, ordered by the time that a draft for each is
+        expected to save, best first."""
         if not (self._is_timed and len(ones) > 1 and len(found.gains)):
             return found
         ends = self.steps.expected_s(step._replace(kind="branch"), len(found.gains))
@@ -284,7 +302,8 @@ class LookAheadBudget:
         watched: Collection[LookAheadSession],
         left: SelectedOutcomes,
     ) -> int:
-        """How many of the outcomes that are left, in their order, to draft for next; 0: none."""
+        """Return the number of outcomes of `left`, from the first on, that the next launch drafts
+        for; 0 ends the pass."""
         here = left.select(slice(0, OUTCOME_BATCH_SIZES[-1]))
         if not self._is_timed or self._is_trial:
             return len(here.lives)
@@ -302,7 +321,7 @@ class LookAheadBudget:
     def _others(
         self, ones: Sequence[LookAheadSession], watched: Collection[LookAheadSession]
     ) -> Iterable[LookAheadSession]:
-        """Other sessions that wait for a verdict."""
+        """Return sessions outside `ones` that await a verdict, at most `_MAX_OTHERS`."""
         mine = set(map(id, ones))
         waiting = (one for one in watched if one.tree is not None and id(one) not in mine)
         return islice(waiting, _MAX_OTHERS)
@@ -320,7 +339,8 @@ class LookAheadBudget:
         )
 
     def _foresee(self, step: DraftStep, outcomes: float) -> float:
-        """Probability that one of so many outcomes of a session comes."""
+        """Return the probability that the verdict is among the best `outcomes` outcomes of a
+        session."""
         known = self._foreseen.get(step)
         return _HOPED if known is None else float(np.interp(outcomes, _FAN_OUTS, known))
 
@@ -330,27 +350,29 @@ def _wait(one: LookAheadSession) -> VerdictWait:
 
 
 LaunchCost = Callable[[int], float]
-"""Seconds of a launch, by how many it is for."""
+"""Duration of a launch in seconds, by the number of sessions or outcomes."""
 _MIN_GAIN: Final = 1e-7
-"""What a launch must gain, a session: less is rounding."""
+"""Minimum expected gain of a launch in seconds for each session; smaller gains are rounding
+errors."""
 
 
 class LaunchValue(NamedTuple):
-    """Expected gain and loss of a look-ahead launch."""
+    """Inputs for the expected value of a look-ahead launch."""
 
     seconds_to_verdict: Sequence[float]
-    """[S]: until the verdict comes; it may be overdue."""
+    """[S]: expected seconds until the verdict; negative if the verdict is overdue."""
     covered_probability: Sequence[float]
-    """[S]: probability that the outcome was drafted for already."""
+    """[S]: probability that the outcome was already drafted for."""
     draft_s: float
-    """Time that a draft after a verdict takes, s."""
+    """Duration in seconds of a draft that is made after a verdict."""
     exchange_s: float
-    """Time of the exchange that a draft made before its verdict saves, s."""
+    """Time in seconds that a draft made before its verdict saves in the exchange of messages."""
 
     def expected_value(self, hits: Sequence[float], ends: float) -> float:
-        """What is gained by drafts that leave at `ends`, for further outcomes of probability
-        `hits` [S]: the time by which they are there sooner, less that by which drafts for all
-        other outcomes come later."""
+        """Return the expected time in seconds that a launch saves. The launch ends in `ends`
+        seconds and covers further outcomes with probability `hits` [S]. The value is the time by
+        which these drafts come sooner, minus the time by which drafts for uncovered outcomes come
+        later."""
         gained, saved = 0.0, self.seconds_saved(ends)
         for due, covered, hit, saves in zip(
             self.seconds_to_verdict, self.covered_probability, hits, saved, strict=True
@@ -361,19 +383,20 @@ class LaunchValue(NamedTuple):
         return gained
 
     def seconds_saved(self, ends: float) -> list[float]:
-        """[S]: by how much a draft that leaves at `ends` is there sooner than one that is made
-        after its verdict."""
+        """Return for each session [S] how many seconds sooner a draft that is ready in `ends`
+        seconds arrives than a draft made after the verdict."""
         most = self.draft_s + self.exchange_s
         return [min(max(due + self.draft_s - ends, 0.0), most) for due in self.seconds_to_verdict]
 
 
 class PassPlan(NamedTuple):
-    """How a pass begins."""
+    """Start of a look-ahead pass."""
 
     num_proposals: int
-    """Proposals that are scored, of those that may be, in their order; 0: there is no pass."""
+    """Number of proposals to score, from the first on; 0 if no pass is run."""
     skips_poll: bool
-    """Whether it goes on to the first drafts without a look at messages: one is expected."""
+    """Whether the first drafts are made without a poll for messages, because a verdict is expected
+    before the scores are ready."""
 
 
 NO_PASS: Final = PassPlan(0, skips_poll=False)
@@ -388,8 +411,12 @@ def plan_pass_start(
     foreseen: Callable[[float], float],
     fan_out: int,
 ) -> PassPlan:
-    """Decide whether to start a pass and how many sessions of `able` to include (indices into S,
-    best first). `foreseen(n)`: hit probability with n outcomes per session, n at most `fan_out`."""
+    """Decide whether to start a pass and how many sessions to include.
+
+    `able`: indices into S of the sessions that can be included, best first. `score`, `branch`:
+    durations of scoring and outcome launches. `foreseen(n)`: hit probability with n outcomes per
+    session, where n is at most `fan_out`.
+    """
     first = min(stakes.seconds_to_verdict)
     best, found = _MIN_GAIN * len(able), NO_PASS
     for size in SESSION_BUCKETS:
@@ -413,8 +440,9 @@ def plan_pass_start(
 def next_launch_outcomes(
     stakes: LaunchValue, owners: Sequence[int], gains: Sequence[float], *, branch: LaunchCost
 ) -> int:
-    """How many of these outcomes [K], in their order, the next launch is for; 0: none that it can
-    be for is worth the time. owners: indices of S."""
+    """Return the number of outcomes, from the first on, that the next launch should draft for; 0 if
+    no launch is worth its time. `owners` [K]: index into S of each outcome's session; `gains` [K]:
+    probability of each outcome."""
     hits = [0.0] * len(stakes.seconds_to_verdict)
     best, found, first = _MIN_GAIN, 0, 0
     for size in OUTCOME_BATCH_SIZES:

@@ -39,7 +39,8 @@ from outrider_drafter.state.session import FollowedSession, SessionKey
 
 
 class EagleProposer(KVProposer):
-    """A proposer with an EAGLE-3 (or EAGLE-1/2) head; the host decides at every level."""
+    """Proposer with an EAGLE-1, EAGLE-2 or EAGLE-3 head. The host chooses the draft nodes after
+    every level."""
 
     def __init__(
         self,
@@ -50,8 +51,9 @@ class EagleProposer(KVProposer):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`max_rows` bounds the KV rows of all sessions; `max_context` (0: the head's own) the
-        draft positions of one."""
+        """Create a proposer without sessions. `max_rows`: maximum number of KV rows of all sessions
+        together. `max_context`: maximum number of draft positions of a session; 0 uses the head's
+        limit."""
         super().__init__(
             RowInputs.of_head(head),
             max_context=max_context or head.config.max_position_embeddings,
@@ -64,24 +66,25 @@ class EagleProposer(KVProposer):
         self.method = DraftMethod.EAGLE3 if kind == "eagle3" else DraftMethod.EAGLE
         self._budget = EagleKVBudget(max_rows)
         self._kvs: dict[SessionKey, EagleKV | None] = {}
-        """None for a session that is not followed any more."""
+        """KV of each session; None for a session that is not followed any more."""
         self._ahead: ScoredProposals | None = None
-        """The proposals scored last."""
+        """The proposals that were scored last; None if something else was drafted since."""
 
     @property
     def used_rows(self) -> int:
-        """KV rows reserved now."""
+        """Number of reserved KV rows."""
         return self._budget.used_rows
 
     def kv(self, handle: int, connection: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [nkv, S, hd] of a session's stable rows, for inspection."""
+        """Return the keys and values of a session's rows, [KV heads, rows, head_dim] each, for
+        inspection."""
         kv = self._kvs[SessionKey(connection, handle)]
         assert kv is not None
         return kv.as_views()
 
     @torch.inference_mode()
     def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
-        """Catch up, then grow the trees of all sessions in one batch."""
+        """Process new tokens and features, then grow the trees of all sessions in one batch."""
         ready: list[FollowedSession] = []
         jobs: list[GrowthJob] = []
         self._ahead = None
@@ -100,7 +103,7 @@ class EagleProposer(KVProposer):
 
     @torch.inference_mode()
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
-        """Catch up, then run all nodes of all proposals, level by level."""
+        """Process new tokens and features, then run all nodes of all proposals, level by level."""
         ready = [
             index
             for index, live in enumerate(lives)
@@ -116,7 +119,8 @@ class EagleProposer(KVProposer):
 
     @torch.inference_mode()
     def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
-        """Grow all drafts together, below the rows of the proposals scored last."""
+        """Grow the drafts for all outcomes together, below the rows of the proposals that were
+        scored last."""
         if self._ahead is not None:
             yield from draft_outcomes(self._ahead, outcomes)
 
@@ -127,8 +131,9 @@ class EagleProposer(KVProposer):
             kv.release()
 
     def _ready(self, session: FollowedSession, depth: int, rows: int) -> bool:
-        """Whether the session can be drafted, by up to so many levels and draft rows in its KV;
-        all but its live row and what the draft may run itself is written then."""
+        """Prepare a session for a draft of `depth` levels with `rows` draft rows in its KV. Return
+        whether the session can be drafted. Most new rows are written here; the newest ones, with
+        the live row, are left for the draft to run."""
         live = self._live_row(session, depth)
         if live is None or not self._follows(session):
             return False
@@ -141,8 +146,8 @@ class EagleProposer(KVProposer):
     def _forest(
         self, sessions: Sequence[FollowedSession], *, in_own_memory: bool = False
     ) -> EagleForest:
-        """Run what is left of these sessions' real rows, the live ones last; `in_own_memory`: the
-        draft rows below them."""
+        """Return a forest below these sessions' live rows, after running the real rows that are not
+        written yet. `in_own_memory`: whether draft rows are stored apart from the sessions' KV."""
         rows: list[CatchUpRows] = []
         newest: list[NDArray[np.generic]] = []
         for session in sessions:

@@ -1,11 +1,13 @@
 """EagleForest: rows of an EAGLE head, run from the host for several sessions at once.
 
-Draft row i pairs (f_i, t_{i+1}) at draft position i. Rows made from real features are written
-first (catch-up); the last of a session is its live row, the root of its draft rows. With n real
-rows, draft rows of level d sit at position n + d - 1 and take their parent's x as feature.
-`EagleKV` is the KV cache of a session: rows made from real features are stable and kept; draft
-rows are appended behind them and dropped with their trees. N rows, H hidden, L sessions, S stored
-rows, Q query rows, D draft rows, nq/nkv query/key-value heads, hd head dim, Vd draft vocabulary.
+Row i pairs feature f_i with token t_{i+1} at draft position i. Rows made from real features are
+written first (catch-up). The last real row of a session is its live row, the root of its draft
+rows. With n real rows, draft rows of level d are at position n + d - 1 and take the output x of
+their parent row as their feature. `EagleKV` is the KV cache of a session: rows made from real
+features are stable and kept; draft rows are appended behind them and dropped with their trees.
+
+Letters in shapes: N rows; H hidden size; L sessions; S stored rows; Q query rows; D draft rows; nq
+and nkv query and key/value heads; hd head dimension; Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -24,19 +26,19 @@ from outrider.errors import ResourceExhaustedError
 from outrider_drafter.proposers.forest import DraftForest, StepRows
 
 _MAX_ROWS: Final = 8192
-"""Draft rows of one session at a time, where they have memory of their own."""
+"""Maximum number of draft rows of one session if they are stored apart from its KV."""
 _FIRST_CAPACITY = 256
 
 
 class EagleKVBudget:
-    """How many rows all sessions may hold together."""
+    """Number of KV rows that all sessions may hold together."""
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
         self.used_rows = 0
 
     def reserve_rows(self, rows: int) -> None:
-        """Reserve rows; ResourceExhaustedError if they are not there."""
+        """Reserve rows. Raises ResourceExhaustedError if too few rows are left."""
         if self.used_rows + rows > self.max_rows:
             raise ResourceExhaustedError(
                 f"draft KV budget of {self.max_rows} rows is used up", reason="DRAFT_KV_EXHAUSTED"
@@ -49,7 +51,7 @@ class EagleKVBudget:
 
 
 class EagleKV:
-    """One session's keys and values, [nkv, capacity, hd] each, growing by doubling."""
+    """Keys and values of one session, [nkv, capacity, hd] each. The capacity grows by doubling."""
 
     def __init__(
         self,
@@ -64,14 +66,16 @@ class EagleKV:
         self._shape = (2, num_kv_heads, head_dim)
         self._data = torch.empty((2, num_kv_heads, 0, head_dim), dtype=dtype, device=device)
         self.stable = 0
-        """Rows built from real features."""
+        """Number of rows that were made from real features."""
         self.rows = 0
-        """Stable rows and the draft rows behind them."""
+        """Number of stable rows and draft rows together."""
 
     def reserve(self, rows: int, *, ceiling: int) -> None:
-        """Make room for `rows` in all; ResourceExhaustedError if the budget has none.
+        """Ensure capacity for `rows` rows in total. Raises ResourceExhaustedError if the budget has
+        too few rows left.
 
-        Storage doubles, but not beyond `ceiling`, the most rows that could ever be asked for.
+        The capacity doubles, but not beyond `ceiling`, the maximum number of rows that the session
+        can ever need.
         """
         capacity = self._data.shape[2]
         if rows <= capacity:
@@ -84,31 +88,31 @@ class EagleKV:
         self._data = data
 
     def append_rows(self, keys: Tensor, values: Tensor) -> None:
-        """Write rows [N, nkv, hd] behind the present ones; room must have been reserved."""
+        """Append keys and values [N, nkv, hd]. The capacity must have been reserved."""
         end = self.rows + keys.shape[0]
         self._data[0, :, self.rows : end] = keys.transpose(0, 1)
         self._data[1, :, self.rows : end] = values.transpose(0, 1)
         self.rows = end
 
     def mark_stable(self) -> None:
-        """Declare all present rows stable."""
+        """Mark all current rows as stable."""
         self.stable = self.rows
 
     def truncate(self, stable: int) -> None:
-        """Drop all draft rows, and the stable ones from `stable` on."""
+        """Drop all draft rows, and all stable rows with index >= `stable`."""
         self.stable = min(self.stable, stable)
         self.rows = self.stable
 
     def drop_rows(self, rows: int) -> None:
-        """Drop all draft rows behind the first `rows` rows."""
+        """Drop all but the first `rows` rows."""
         self.rows = rows
 
     def as_views(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, [nkv, S, hd] each, without a copy."""
+        """Return views of the keys and values, [nkv, S, hd] each."""
         return self._data[0, :, : self.rows], self._data[1, :, : self.rows]
 
     def release(self) -> None:
-        """Return everything to the budget; idempotent."""
+        """Free all rows and return them to the budget; idempotent."""
         self._budget.return_rows(self._data.shape[2])
         self._data = self._data[:, :, :0]
         self.stable = self.rows = 0
@@ -119,10 +123,12 @@ def attend_parts(
     parts: Sequence[tuple[Tensor, Tensor]],
     hidden_QD: Tensor | None = None,
 ) -> Tensor:
-    """Grouped-head attention of Q rows, [Q, nq, hd]; softmax in fp32 or better.
+    """Return the grouped-query attention output of Q rows, [Q, nq, hd]; the softmax is computed in
+    at least fp32.
 
-    `parts`: keys and values, [nkv, *, hd] each, of the places where the rows lie. Every query sees
-    all rows, but for those of the last D that `hidden_QD` (bool) hides from it.
+    `parts`: pairs of keys and values, [nkv, *, hd] each, that are attended to as if concatenated.
+    Every query attends to all of these rows, except those among the last D for which `hidden_QD`
+    (bool) is True.
     """
     num_rows, num_heads, head_dim = query_QNh.shape
     num_kv = parts[0][0].shape[0]
@@ -150,24 +156,24 @@ def attend_parts(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CatchUpRows:
-    """New rows of one session, made from real features; they follow the stable ones."""
+    """New rows of one session, made from real features; they follow the stable rows."""
 
     kv: EagleKV
     token_ids: Tensor
-    """[m] t_{i+1}, int64."""
+    """int64 [m]: token t_{i+1} of each row."""
     features: Tensor
-    """[m, H] f_i."""
+    """[m, H]: feature f_i of each row."""
 
 
 class _WrittenRows(NamedTuple):
-    """Rows after their KV write: what the rest of the block still needs."""
+    """Rows whose KV was written, with the values that the rest of the block needs."""
 
     inputs: Tensor
     features: Tensor
     positions: Tensor
 
     def select(self, rows: NDArray[np.int64]) -> _WrittenRows:
-        """Some of them, ascending."""
+        """Return some of the rows, whose indices must be ascending."""
         if len(rows) == self.positions.shape[0]:
             return self
         at = torch.from_numpy(rows).to(self.positions.device)
@@ -175,7 +181,8 @@ class _WrittenRows(NamedTuple):
 
 
 def write_catch_up_rows(head: DraftHead, rows: Sequence[CatchUpRows]) -> _WrittenRows:
-    """Write the KV of real rows and declare them stable. Nothing else is computed for them."""
+    """Write the KV of rows made from real features and mark them stable. No logits are computed for
+    them."""
     tokens = _joined([r.token_ids for r in rows])
     features = _joined([r.features for r in rows])
     sizes = [r.token_ids.shape[0] for r in rows]
@@ -193,7 +200,7 @@ def write_catch_up_rows(head: DraftHead, rows: Sequence[CatchUpRows]) -> _Writte
 
 
 class EagleForest(DraftForest):
-    """A `DraftForest` of an EAGLE head below the live rows of some sessions."""
+    """`DraftForest` of an EAGLE head, below the live rows of several sessions."""
 
     def __init__(
         self,
@@ -203,11 +210,11 @@ class EagleForest(DraftForest):
         max_context: int,
         in_own_memory: bool = False,
     ) -> None:
-        """Catch up on `rows`; the last row of each session is its live one.
+        """Run the new rows of each session in `rows`; the last one becomes the session's live row.
 
-        Draft rows follow the session's rows in its KV, where room must have been reserved. Those
-        `in_own_memory` do not: the session's rows, and its share of the KV budget, stay as they
-        are.
+        `in_own_memory`: whether draft rows are stored apart, so that the sessions' KV and budget do
+        not change. Otherwise draft rows are appended to the session's KV, where capacity must have
+        been reserved.
         """
         self._kvs = [r.kv for r in rows]
         written = write_catch_up_rows(head, rows)
@@ -216,25 +223,25 @@ class EagleForest(DraftForest):
         self._head = head
         self._max_context = max_context
         self._drafts = [_empty_like(kv) for kv in self._kvs] if in_own_memory else self._kvs
-        """Where the draft rows of each session go."""
+        """KV to which the draft rows of each session are appended."""
         self._first_drafts = [kv.rows for kv in self._drafts]
-        """How many rows are there before them."""
+        """Number of rows in that KV before the first draft row, for each session."""
         live = written.select(np.cumsum([r.token_ids.shape[0] for r in rows]) - 1)
         spans = [StepRows(owner, owner, 1, None) for owner in range(len(rows))]
         self._x = self._finish(live, spans)
-        """[rows, H]: what each row hands on to those below it."""
+        """[rows, H]: output of each row, which is the feature of its children."""
         self._root_logits = head.logits(self._x)
 
     def root_logits(self) -> Tensor:
-        """Logits [L, Vd] of the live rows."""
+        """Return the logits [L, Vd] of the live rows."""
         return self._root_logits
 
     def rows_left(self, owner: int) -> int:
-        """Far more than a launch has."""
+        """Return the number of rows left in the maximum, which is far more than a launch needs."""
         return _MAX_ROWS - self._drafts[owner].rows
 
     def levels_left(self, owner: int) -> int:
-        """As positions allow."""
+        """Return the number of levels that the head's positions allow."""
         return self._max_context - self._kvs[owner].stable + 1
 
     def _run(
@@ -259,7 +266,8 @@ class EagleForest(DraftForest):
         return head.logits(x)
 
     def _finish(self, written: _WrittenRows, spans: Sequence[StepRows]) -> Tensor:
-        """The block after its KV write: x [N, H]; `spans` say whose rows each one reads."""
+        """Run the block after its KV write and return x [N, H]. `spans` assigns the rows to
+        sessions."""
         query = self._head.query(written.inputs, written.positions)
         outs = []
         for owner, first, size, visible in spans:
@@ -269,7 +277,8 @@ class EagleForest(DraftForest):
         return self._head.finish(residual, _joined(outs))
 
     def _parts(self, owner: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of a session's rows and of its draft rows, where these lie apart."""
+        """Return the keys and values of a session's rows and, if they are stored apart, of its
+        draft rows."""
         kv, drafts = self._kvs[owner], self._drafts[owner]
         apart = drafts is not kv and drafts.rows
         return [kv.as_views(), drafts.as_views()] if apart else [kv.as_views()]
@@ -281,7 +290,7 @@ class EagleForest(DraftForest):
 
 
 def _empty_like(kv: EagleKV) -> EagleKV:
-    """Memory for the draft rows of a session, apart from its own."""
+    """Return empty KV for the draft rows of a session, apart from the session's own KV."""
     keys, _ = kv.as_views()
     return EagleKV(
         EagleKVBudget(_MAX_ROWS),

@@ -1,9 +1,10 @@
 """DraftForest: draft rows of many trees, run through a model on the host level by level.
 
-Under the root of each session hangs a tree of draft rows: a draft for its present prefix, or the
-nodes of its pending proposal and, below them, the drafts for its outcomes. A row attends to its
-session's real rows, its ancestors and itself; no prefix is copied. Rows are numbered in order of
-creation, the roots first. R rows of a step, D draft rows of a session.
+Each session has a root, and below the root a tree of draft rows: either a draft for the session's
+current prefix, or the nodes of its pending proposal with the drafts for the proposal's outcomes
+below them. A row attends to its session's real rows, to its ancestors and to itself; no prefix is
+copied. Rows are numbered in order of creation, the roots first. Letters in shapes: L roots; R rows
+of a step; D draft rows of a session; Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -21,32 +22,34 @@ from outrider_drafter.proposers.tree_growth import StepFrontier
 
 
 class StepRows(NamedTuple):
-    """The rows of one session in a step."""
+    """Rows of one session in a step."""
 
     tree_index: int
-    """Number of its root."""
+    """Index of the session's root."""
     first: int
-    """First row in the step."""
+    """Index of the session's first row in the step."""
     size: int
     visible: NDArray[np.bool_] | None
-    """[size, D], these rows the last: which draft rows they see; None: all, as in a chain."""
+    """bool [size, D]: draft rows of the session that each of these rows attends to; the rows of the
+    step are the last columns. None if each row attends to all draft rows, as in a chain."""
 
 
 class DraftForest(ABC):
-    """Draft rows of some sessions, below their roots; base class for each kind of model."""
+    """Draft rows of several sessions, below their roots; base class for each kind of model."""
 
     target_ids: Tensor | None = None
     """Target id of every draft id, int64 [Vd]; None if the vocabulary is the target's."""
 
     def __init__(self, bases: Sequence[int]) -> None:
-        """`bases` [L]: the position of the first level below each root."""
+        """Create a forest without draft rows. `bases` [L]: position of the first level below each
+        root."""
         self._bases = bases
         self._owners = list(range(len(bases)))
         self._depths = [0] * len(bases)
         self._places = [-1] * len(bases)
-        """Index of each row among the draft rows of its session; -1: a root."""
+        """Index of each row among the draft rows of its session; -1 for a root."""
         self._visible = [np.zeros((0, 0), dtype=np.bool_) for _ in bases]
-        """[D, D] of each session."""
+        """bool [D, D] for each session: draft rows that each draft row attends to."""
         self._marked = 0
 
     def __len__(self) -> int:
@@ -54,18 +57,19 @@ class DraftForest(ABC):
 
     @abstractmethod
     def root_logits(self) -> Tensor:
-        """Logits [L, Vd] below the roots."""
+        """Return the logits [L, Vd] at the roots."""
 
     @abstractmethod
     def rows_left(self, owner: int) -> int:
-        """Draft rows that there is still room for below a root."""
+        """Return the number of draft rows that can still be added below a root."""
 
     @abstractmethod
     def levels_left(self, owner: int) -> int:
-        """Levels below a root that can be drafted."""
+        """Return the maximum number of levels that can be drafted below a root."""
 
     def step(self, tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
-        """Run R rows below others, those of one session together; logits [R, Vd]."""
+        """Run R new rows below existing rows and return their logits [R, Vd]. Rows of one session
+        must be adjacent."""
         owners = [self._owners[parent] for parent in parents]
         depths = [self._depths[parent] for parent in parents]
         positions = [
@@ -82,7 +86,8 @@ class DraftForest(ABC):
         return logits
 
     def _extend(self, owner: int, parents: Sequence[int]) -> NDArray[np.bool_] | None:
-        """What new rows of a session see, and note them; None: all."""
+        """Add rows below `parents` to a session's attention mask. Return the mask of the new rows,
+        or None if they attend to all draft rows."""
         above, size = self._visible[owner], len(parents)
         known = len(above)
         grown = np.zeros((known + size, known + size), dtype=np.bool_)
@@ -97,11 +102,11 @@ class DraftForest(ABC):
         return None if size == 1 and bool(visible.all()) else visible
 
     def save_checkpoint(self) -> None:
-        """The rows so far are what `restore_checkpoint` goes back to."""
+        """Mark the current rows as the state that `restore_checkpoint` returns to."""
         self._marked = len(self)
 
     def restore_checkpoint(self) -> None:
-        """Drop all rows since the mark."""
+        """Drop all rows that were added since `save_checkpoint`."""
         for rows in (self._owners, self._depths, self._places):
             del rows[self._marked :]
         left = np.bincount(self._owners, minlength=len(self._bases)) - 1
@@ -119,43 +124,46 @@ class DraftForest(ABC):
         positions: Sequence[int],
         spans: Sequence[StepRows],
     ) -> Tensor:
-        """Run these rows and keep their KV; logits [R, Vd]."""
+        """Run these rows, keep their KV and return their logits [R, Vd]."""
 
     @abstractmethod
     def _drop(self, kept: Sequence[int]) -> None:
-        """Forget all but the first kept[i] draft rows of each session."""
+        """Drop all but the first kept[i] draft rows of each session i."""
 
 
 class ForestTrees:
-    """Trees that grow together, each below a row of its own in a forest; a `TreeDraftModel`."""
+    """Draft trees that grow together, each below one row of a forest; implements
+    `TreeDraftModel`."""
 
     def __init__(self, forest: DraftForest, first_row: int, logits: Tensor) -> None:
-        """Slot i grows below row first_row + i, whose logits are logits [slots, Vd]."""
+        """Create trees without nodes. Slot i grows below row first_row + i, whose logits are row i
+        of `logits` [slots, Vd]."""
         self.target_ids = forest.target_ids
         self._forest = forest
         self._logits = logits
         self._first_row = {slot: first_row + slot for slot in range(len(logits))}
-        """First row of each slot in the previous step."""
+        """Row number of each slot's first row in the previous step."""
 
     @classmethod
     def below_roots(cls, forest: DraftForest) -> ForestTrees:
-        """Drafts for the present prefixes: slot i is the forest's root i."""
+        """Return trees for the current prefixes: slot i grows below root i of the forest."""
         return cls(forest, 0, forest.root_logits())
 
     @classmethod
     def below_outcomes(
         cls, forest: DraftForest, tokens: Sequence[int], parents: Sequence[int]
     ) -> ForestTrees:
-        """Drafts for outcomes: slot i is tokens[i] after the row parents[i]."""
+        """Return trees for outcomes: slot i grows below a new row with tokens[i] and parent row
+        parents[i]."""
         first_row = len(forest)
         return cls(forest, first_row, forest.step(tokens, parents))
 
     def root_logits(self) -> Tensor:
-        """Logits [slots, Vd] below the slots' rows."""
+        """Return the logits [slots, Vd] at the rows below which the slots grow."""
         return self._logits
 
     def step(self, frontiers: Sequence[tuple[int, StepFrontier]]) -> Tensor:
-        """Run one level; logits [R, Vd]."""
+        """Run one level and return the logits [R, Vd] of its R rows."""
         tokens: list[int] = []
         parents: list[int] = []
         first_row: dict[int, int] = {}

@@ -25,7 +25,8 @@ from outrider_drafter.state.session import FollowedSession
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposedDraft:
-    """The draft of one session, with its distribution where the acceptance rule needs one."""
+    """Draft of one session. `distribution` is set if the acceptance rule needs draft
+    distributions."""
 
     tree: DraftTree
     distribution: DraftDistribution | None = None
@@ -33,7 +34,8 @@ class ProposedDraft:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftTrees:
-    """Drafts that are ready together; columns [B], nodes of all trees flat."""
+    """Draft trees that are ready together. `node_counts` is [B], one entry a draft; the other
+    arrays contain the nodes of all drafts, one draft after another."""
 
     node_counts: NDArray[np.int64]
     tokens: NDArray[np.int32]
@@ -48,8 +50,9 @@ class DraftTrees:
         prefix_lens: NDArray[np.int64],
         seconds: float,
     ) -> Proposals:
-        """What goes out of them: for the sessions of these handles and for these prefixes, all
-        [B]; `seconds`: what they took."""
+        """Return the message with these drafts. `handles`, `digests` and `prefix_lens` [B]: session
+        handle, prefix digest and prefix length of each draft; `seconds`: drafting time of the
+        batch."""
         return Proposals(
             handles=handles,
             digests=digests,
@@ -65,13 +68,13 @@ class DraftTrees:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionDrafts(DraftTrees):
-    """Drafts for the present prefixes of sessions [B]."""
+    """Draft trees for the current prefixes of sessions [B]."""
 
     sessions: Sequence[FollowedSession]
 
     @classmethod
     def of_drafts(cls, drafts: Sequence[tuple[FollowedSession, ProposedDraft]]) -> SessionDrafts:
-        """Drafts that were made one by one."""
+        """Return the batch of drafts that were made one by one."""
         flat = Proposals.of_proposals(
             [
                 Proposal(
@@ -95,7 +98,7 @@ class SessionDrafts(DraftTrees):
 
 
 class PendingProposal(NamedTuple):
-    """The proposal for a session's present prefix: sent, its verdict still to come."""
+    """The proposal for a session's current prefix, which was sent and whose verdict is awaited."""
 
     session: FollowedSession
     tree: DraftTree
@@ -103,19 +106,19 @@ class PendingProposal(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OutcomeScores:
-    """What the target may emit at each place of some live proposals. Row 0 of a proposal is its
-    root, row i + 1 its node i; c candidates a place, the same for all."""
+    """Tokens that the target may emit at each place (root or node) of several pending proposals.
+    Row 0 of a proposal is its root, row i + 1 its node i. Each place has c candidates."""
 
     tokens: Sequence[NDArray[np.int32]]
-    """Of each proposal [1 + n, c]: target ids, best first; under the coupled rule by shared
-    noise."""
+    """For each proposal with n nodes [1 + n, c]: target ids of the candidates, best first. Under
+    the coupled rule their order takes the shared noise into account."""
     logprobs: Sequence[NDArray[np.float32]]
-    """Of each proposal [1 + n, c]: log-prob of each candidate; -inf: there is none, as at places
-    that were not looked at."""
+    """For each proposal with n nodes [1 + n, c]: log-prob of each candidate; -inf if the candidate
+    does not exist, as at places that were not scored."""
     places: NodeIndex
     """Places of all proposals, one proposal after another."""
     digests: NDArray[np.uint64]
-    """[P]: prefix digest at each of `places`."""
+    """[P]: prefix digest at each of the P places in `places`."""
 
     @classmethod
     def of_candidates(
@@ -124,58 +127,60 @@ class OutcomeScores:
         tokens: Sequence[NDArray[np.int32]],
         logprobs: Sequence[NDArray[np.float32]],
     ) -> OutcomeScores:
-        """With these candidates of each proposal."""
+        """Return scores with these candidates of each proposal."""
         places = NodeIndex.of_trees([live.tree for live in lives])
         return cls(
             tokens=tokens, logprobs=logprobs, places=places, digests=node_digests(places, lives)
         )
 
     def layout(self, lives: Sequence[int]) -> CandidateLayout:
-        """Of some proposals, ascending."""
+        """Return the candidate layout of some proposals, whose indices must be ascending."""
         tokens = np.concatenate([self.tokens[live] for live in lives])
         return CandidateLayout.of_candidates(self.places.select(lives), tokens)
 
 
 def node_digests(places: NodeIndex, lives: Sequence[PendingProposal]) -> NDArray[np.uint64]:
-    """[P]: the prefix digest at each of the proposals' places."""
+    """Return the prefix digest at each of the P places of the proposals, [P]."""
     found = [live.session.digest for live in lives]
     return places.prefix_digests(np.array(found, dtype=np.uint64))
 
 
 def empty_scores(lives: Sequence[PendingProposal], width: int = 1) -> OutcomeScores:
-    """Scores of proposals of which nothing is known; `width` columns."""
+    """Return scores without any candidates, with `width` columns."""
     return OutcomeScores.of_candidates(lives, *empty_candidates(lives, width))
 
 
 def empty_candidates(
     lives: Sequence[PendingProposal], width: int
 ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
-    """Tokens and log-probs as in `OutcomeScores` where nothing is known."""
+    """Return tokens and log-probs as in `OutcomeScores`, without any candidates."""
     shapes = [(len(live.tree) + 1, width) for live in lives]
     tokens = [np.full(shape, -1, dtype=np.int32) for shape in shapes]
     return tokens, [np.full(shape, -np.inf, dtype=np.float32) for shape in shapes]
 
 
 class Outcome(NamedTuple):
-    """A verdict that may come: the path to `node` stands and `token`, no child of it, follows."""
+    """Possible verdict on a pending proposal: the path to `node` is accepted, and `token`, which is
+    no child of the node, follows."""
 
     live: int
-    """Index of its proposal."""
+    """Index of the proposal among those that were scored last."""
     node: int
-    """ROOT if nothing stands."""
+    """Index of the last accepted node; ROOT if no node is accepted."""
     token: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OutcomeDrafts(DraftTrees):
-    """Pre-drafts, one an outcome [B]."""
+    """Draft trees for outcomes [B], made before their verdicts."""
 
     outcomes: NDArray[np.int64]
-    """Indices of the outcomes that were asked for; some may be left out."""
+    """[B]: index of each draft's outcome in the request. Outcomes that were not drafted for are
+    missing."""
 
     @classmethod
     def of_drafts(cls, outcomes: NDArray[np.int64], drafted: SessionDrafts) -> OutcomeDrafts:
-        """Drafts for these outcomes."""
+        """Return the drafts with the indices of their outcomes."""
         return cls(
             outcomes=outcomes,
             node_counts=drafted.node_counts,
@@ -187,55 +192,58 @@ class OutcomeDrafts(DraftTrees):
 
 
 class Proposer(Protocol):
-    """A method of drafting, with the state it needs of each session; called from one thread."""
+    """Draft method together with its state of every session. All methods are called from one
+    thread."""
 
     method: DraftMethod
     feature_layout: FeatureLayout
-    """What the source wants to be fed with; PROJECTED sources use up `SessionTable.features`."""
+    """Kind of features that the proposer needs. A proposer with PROJECTED features consumes
+    `SessionTable.features`."""
     feature_size: int
-    """Width H of a feature row; 0 without features."""
+    """Width H of a feature row; 0 if the proposer needs no features."""
     feature_fingerprint: str
-    """Identity of the projection that makes the features; "" without features."""
+    """Identity of the projection that makes the features; empty if the proposer needs no
+    features."""
 
     def convert_features(self, wire: WireTensor) -> NDArray[np.generic]:
-        """Feature rows [F, H] as the source wants to find them in `SessionTable.features`; a view
-        where they are that already. Never asked of a source without features."""
+        """Return received features as rows [F, H] in the proposer's element type; a view if no
+        conversion is needed. Not called if the proposer needs no features."""
         ...
 
     @property
     def is_usable(self) -> bool:
-        """Whether the device still works; asked after a failure only. False is final: nothing
-        can be run in this process any more. Must not raise."""
+        """Whether the proposer's device still works; read only after a failure. Once False, nothing
+        can run on the device in this process any more. Must not raise."""
         ...
 
     def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
-        """Take in what is new of these sessions; no draft is wanted."""
+        """Process the new tokens and features of these sessions without drafting."""
         ...
 
     def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
-        """Catch up and draft; yields what is ready as soon as it is: what one step of a device
-        makes, together.
+        """Process the new tokens and features of these sessions, then draft. Yields drafts as soon
+        as they are ready; drafts of one launch on a device are yielded together.
 
         Sessions that cannot be drafted are left out.
         """
         ...
 
     def release_session(self, session: FollowedSession) -> None:
-        """Free what is kept of a session; idempotent."""
+        """Free the state of a session; idempotent."""
         ...
 
 
 @runtime_checkable
 class LookAheadProposer(Proposer, Protocol):
-    """A proposer that can draft for outcomes before they happen."""
+    """Proposer that can draft for outcomes before their verdicts."""
 
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
-        """Catch up, then score what the target may emit at each place of these proposals, from the
-        newest features. The KV of the draft rows stays until the next call of another method than
-        `draft_outcomes`."""
+        """Process the new tokens and features of the sessions, then return the tokens that the
+        target may emit at each place of these proposals. The KV of the proposals' nodes is kept
+        until a method other than `draft_outcomes` is called."""
         ...
 
     def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
-        """Draft for outcomes of the proposals last scored, from the source's own features; yields
-        what is ready as soon as it is. No session may have moved or ended since."""
+        """Draft for outcomes of the proposals that were scored last. Yields drafts as soon as they
+        are ready. No session may have received tokens or ended since the scoring."""
         ...

@@ -1,8 +1,9 @@
 """KVProposer: base class of proposers with KV rows; catches sessions up with their new tokens.
 
-A head's row i pairs feature f_i with token t_{i+1}, a model's has token t_i alone. Rows are stable
-once they were made from committed tokens and real features; the live row is the newest, from which
-a draft begins. H feature width, 0 without features.
+Row i of an EAGLE head pairs feature f_i with token t_{i+1}; row i of a small model has token t_i
+alone. A row is stable once it was made from committed tokens and real features. The live row is the
+newest row, from which a draft begins. Letters in shapes: B sessions of a batch; F feature rows; m
+rows of a write; H feature width, 0 without features.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from outrider_drafter.state.session_table import Indices, SessionTable
 logger = logging.getLogger(__name__)
 
 MAX_ROWS_PER_WRITE = 1024
-"""Bounds the temporary memory of a long prompt's catch-up."""
+"""Maximum number of rows that are written at once, which bounds the temporary memory for long
+prompts."""
 _WIRE_DTYPES: Final = {
     torch.float32: TensorDtype.FLOAT32,
     torch.float16: TensorDtype.FLOAT16,
@@ -37,26 +39,27 @@ _WIRE_DTYPES: Final = {
 
 
 class RowInputs(NamedTuple):
-    """What the rows of a source are made of."""
+    """Inputs of a draft model's rows besides tokens."""
 
     feature_size: int = 0
-    """H."""
+    """H, width of a feature row; 0 if the rows have no features."""
     fingerprint: str = ""
     """Identity of the projection that makes the features."""
 
     @classmethod
     def of_head(cls, head: DraftHead) -> RowInputs:
-        """Features of the target, projected for this head."""
+        """Return the inputs of an EAGLE head: the target's features, projected for this head."""
         return cls(head.config.hidden_size, head.fingerprint)
 
     @property
     def first_token(self) -> int:
-        """Index of the token of row 0; see `DraftForward`."""
+        """Index in the session of the token of row 0; see `DraftForward`."""
         return 1 if self.feature_size else 0
 
 
 class KVProposer(ABC):
-    """Follows sessions with KV rows, and stops following one that finds no room."""
+    """Base class of proposers that keep KV rows of each session. Stops following a session when
+    there is no KV memory for it."""
 
     def __init__(
         self,
@@ -67,8 +70,9 @@ class KVProposer(ABC):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """`max_context` bounds the draft positions of a session; up to `rows_with_draft` new rows
-        are left to the draft that follows them."""
+        """Create a proposer without sessions. `max_context`: maximum number of draft positions of a
+        session. `rows_with_draft`: maximum number of new rows that are run as part of the next
+        draft instead of before it."""
         self.feature_size, self.feature_fingerprint = feed.feature_size, feed.fingerprint
         self.feature_layout = FeatureLayout.PROJECTED if feed.feature_size else FeatureLayout.NONE
         self._first_token = feed.first_token
@@ -78,11 +82,12 @@ class KVProposer(ABC):
 
     @property
     def is_usable(self) -> bool:
-        """Whether the device still works; waits for all that was launched."""
+        """Whether the device still works. Waits for all launched work."""
         return is_device_usable(self._device)
 
     def convert_features(self, wire: WireTensor) -> NDArray[np.generic]:
-        """Rows [F, H] as `to_raw_array` of this source's element type."""
+        """Return feature rows [F, H] in this proposer's element type, in the format of
+        `to_raw_array`."""
         if wire.dtype is _WIRE_DTYPES.get(self._dtype):
             return wire.data.view(np.int16) if self._dtype is torch.bfloat16 else wire.data
         data = np.require(wire.data, requirements=("C", "W"))
@@ -94,13 +99,13 @@ class KVProposer(ABC):
 
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
-        """Write the KV of all rows that the sessions' features allow."""
+        """Write the KV of all rows for which tokens and, if needed, features are known."""
         for session in sessions:
             if self._follows(session):
                 self._write_ahead(session, keep=0)
 
     def _write_ahead(self, session: FollowedSession, *, keep: int) -> None:
-        """Write rows whose prediction nobody wants, but for the newest `keep`."""
+        """Write rows that need no prediction, except the newest `keep` rows."""
         while True:
             start = self._stable(session)
             known = self._writable_rows(session) - start
@@ -124,32 +129,35 @@ class KVProposer(ABC):
             held.mark_consumed(session.slot, stop, rows[-1])
 
     def _writable_rows(self, session: FollowedSession) -> int:
-        """Rows that could be written by now."""
+        """Return the number of rows for which tokens and, if needed, features are known."""
         known = len(session.tokens) - self._first_token
         return min(session.feature_end, known) if self.feature_size else known
 
     def _live_row(self, session: FollowedSession, depth: int) -> int | None:
-        """The row that a draft of `depth` levels begins with; None if there can be none."""
+        """Return the row from which a draft of `depth` levels begins, or None if the session cannot
+        be drafted."""
         slots = np.array([session.slot])
         live = self._live_rows(session.table, slots)
         fits = self._can_draft(session.table, slots, live, np.array([depth]))
         return int(live[0]) if fits[0] else None
 
     def _live_rows(self, table: SessionTable, slots: Indices) -> Indices:
-        """The row that the next draft of each session begins with; below 0: there is none."""
+        """Return the row from which the next draft of each session begins; negative if there is
+        none."""
         found: Indices = table.lengths[slots] - 1 - self._first_token
         return found
 
     def _can_draft(
         self, table: SessionTable, slots: Indices, live: Indices, depths: Indices
     ) -> NDArray[np.bool_]:
-        """Whether all that the rows up to the live ones are made of is there, and drafts of these
-        depths stay within the context; all [B]."""
+        """Return whether the inputs of all rows up to the live one are known and drafts of these
+        depths fit into the context. All arrays are [B]."""
         fits: NDArray[np.bool_] = (live >= 0) & (live + depths <= self._max_context)
         return fits & (table.feature_ends[slots] > live) if self.feature_size else fits
 
     def _reserve(self, session: FollowedSession, rows: int) -> bool:
-        """Make room for `rows` of a session in all; where there is none, it is shut."""
+        """Reserve KV for `rows` rows of a session in total. Without memory, stop following the
+        session and return False."""
         try:
             self._reserve_blocks(session, rows, session.max_len + MAX_DRAFT_TOKENS)
         except ResourceExhaustedError as error:
@@ -158,13 +166,13 @@ class KVProposer(ABC):
         return True
 
     def _shut(self, session: FollowedSession, why: str) -> None:
-        """The session is not followed any more."""
+        """Stop following a session."""
         logger.info("session not drafted", extra={"session_id": session.session_id, "why": why})
         session.table.features.drop_slot(session.slot)
         self._give_up(session)
 
     def _tensor(self, rows: NDArray[np.generic]) -> Tensor:
-        """`to_raw_array` rows on the device."""
+        """Return rows in the format of `to_raw_array` as a tensor on the device."""
         owned = rows if rows.flags.writeable else rows.copy()
         tensor = torch.from_numpy(owned)
         if self._dtype is torch.bfloat16:
@@ -173,15 +181,16 @@ class KVProposer(ABC):
 
     @abstractmethod
     def _follows(self, session: FollowedSession) -> bool:
-        """Whether the session has KV here; begins it if it is new."""
+        """Return whether the session is followed; a new session is added first."""
 
     @abstractmethod
     def _stable(self, session: FollowedSession) -> int:
-        """Stable rows of a session."""
+        """Return the number of stable rows of a session."""
 
     @abstractmethod
     def _reserve_blocks(self, session: FollowedSession, rows: int, ceiling: int) -> None:
-        """Room for `rows`, of at most `ceiling` ever. Raises ResourceExhaustedError."""
+        """Reserve KV for `rows` rows in total; the session never needs more than `ceiling`. Raises
+        ResourceExhaustedError."""
 
     @abstractmethod
     def _write(
@@ -191,15 +200,16 @@ class KVProposer(ABC):
         tokens: NDArray[np.int32],
         features: NDArray[np.generic],
     ) -> None:
-        """Write rows from `start` on and declare them stable; tokens [m], features [m, H]."""
+        """Write rows from `start` on and mark them stable; tokens [m], features [m, H]."""
 
     @abstractmethod
     def _give_up(self, session: FollowedSession) -> None:
-        """Free a session's KV; it has none from here on."""
+        """Free a session's KV for good."""
 
 
 def to_raw_array(tensor: Tensor) -> NDArray[np.generic]:
-    """A view of a tensor on the host; numpy holds bfloat16 as its bits."""
+    """Return a numpy view of a tensor on the host. bfloat16 values are represented by their bits as
+    int16."""
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.view(torch.int16)
     return np.asarray(tensor.numpy())

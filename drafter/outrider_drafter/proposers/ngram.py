@@ -26,17 +26,18 @@ from outrider_drafter.state.session import FollowedSession
 from outrider_drafter.state.session_grammars import constraint_of
 
 _LOGPROB: Final = math.log(0.5)
-"""Of what a lookup says, until it is known how often that is so."""
+"""Log-prob of every looked-up token; the real probability is learned from verdicts."""
 
 
 def find_continuation(
     tokens: NDArray[np.int32], count: int, *, max_match: int, min_match: int
 ) -> NDArray[np.int32]:
-    """Up to `count` tokens that continue `tokens` as an earlier occurrence of its end did.
+    """Return up to `count` tokens that followed an earlier occurrence of the end of `tokens`.
 
-    The longest suffix (of max_match .. min_match tokens) that occurred before decides, at its most
-    recent occurrence. If the copy reaches the end of `tokens`, it goes on with the tokens that it
-    has just copied, so that repeating text keeps repeating. Empty if nothing matches.
+    The longest suffix of `tokens` (max_match to min_match tokens long) that occurred before is
+    used, at its most recent occurrence. If the copy reaches the end of `tokens`, it continues with
+    the tokens that it has just copied, so that repeating text continues to repeat. Returns an empty
+    array if nothing matches.
     """
     last = len(tokens) - 1
     if last < 1 or count <= 0:
@@ -57,7 +58,7 @@ def find_continuation(
 
 
 class NgramProposer:
-    """A prompt-lookup proposer; it keeps nothing beside the session's own tokens."""
+    """Prompt-lookup proposer. It keeps no state except the proposals that were scored last."""
 
     method = DraftMethod.NGRAM
     feature_layout = FeatureLayout.NONE
@@ -71,17 +72,17 @@ class NgramProposer:
         self._max_match = max_match
         self._min_match = min_match
         self._lives: Sequence[PendingProposal] = ()
-        """The proposals scored last."""
+        """The proposals that were scored last."""
 
     def convert_features(self, wire: WireTensor) -> NDArray[np.generic]:
-        """Not asked for: the source takes no features."""
+        """Return the data unchanged. Not called, because this proposer needs no features."""
         return wire.data
 
     def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
-        """Nothing to do."""
+        """Do nothing, because there is no state to update."""
 
     def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
-        """A chain for each session whose end occurred before."""
+        """Draft a chain for each session whose last tokens occurred before."""
         drafted: list[tuple[FollowedSession, ProposedDraft]] = []
         for session in sessions:
             count = min(session.plan.draft_tokens, session.draft_levels_left)
@@ -91,7 +92,8 @@ class NgramProposer:
         yield SessionDrafts.of_drafts(drafted)
 
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
-        """One candidate a place: how the text went on then."""
+        """Score proposals with one candidate at each place: the token that followed at the earlier
+        occurrence."""
         self._lives, scored = lives, empty_scores(lives)
         for live, tokens, logprobs in zip(lives, scored.tokens, scored.logprobs, strict=True):
             found = self._continued(live.session.tokens.view, len(live.tree) + 1)
@@ -100,7 +102,7 @@ class NgramProposer:
         return scored
 
     def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
-        """The chains that continue these outcomes."""
+        """Draft a chain for each outcome whose last tokens occurred before."""
         made: list[int] = []
         drafted: list[tuple[FollowedSession, ProposedDraft]] = []
         for index, outcome in enumerate(outcomes):
@@ -123,13 +125,14 @@ class NgramProposer:
         )
 
     def release_session(self, session: FollowedSession) -> None:
-        """Nothing is held."""
+        """Do nothing, because sessions have no state here."""
 
 
 def _allowed(
     session: FollowedSession, found: NDArray[np.int32], suffix: Sequence[int] = ()
 ) -> NDArray[np.int32]:
-    """The part of a continuation behind the session's tokens and `suffix` that its form allows."""
+    """Return the longest prefix of `found` that the session's constraint allows after its tokens
+    and `suffix`."""
     constraint = constraint_of(session)
     if constraint is None or not len(found):
         return found

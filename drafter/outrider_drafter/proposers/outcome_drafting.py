@@ -1,6 +1,7 @@
 """Scores pending proposals and drafts for their outcomes in a forest, for all host proposers.
 
-Vd draft vocabulary, c candidates a place (root or node of a proposal).
+Letters in shapes: R rows of a step; Vd draft vocabulary. A place is the root or a node of a
+proposal.
 """
 
 from __future__ import annotations
@@ -35,26 +36,29 @@ from outrider_drafter.proposers.tree_growth import (
 from outrider_drafter.state.session_grammars import masks_of
 
 MAX_CANDIDATES: Final = 32
-"""Candidates a place, if there are so many ids."""
+"""Maximum number of candidates at each place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredProposals:
-    """Pending proposals whose nodes were run: the base of drafts for their outcomes."""
+    """Pending proposals whose nodes were run through the model; drafts for their outcomes continue
+    from these rows."""
 
     proposals: Sequence[PendingProposal]
-    """All that were asked for."""
+    """All proposals of the request."""
     owners: dict[int, int]
-    """Number of the root of each live proposal that could be run."""
+    """Index of the forest's root for each proposal that could be run."""
     rows: dict[int, NDArray[np.int64]]
-    """Row of each place [1 + n] of these."""
+    """Forest row of each place, int64 [1 + n] for a proposal of n nodes, for each proposal that
+    could be run."""
     forest: DraftForest
 
 
 def score_proposals(
     forest: DraftForest, lives: Sequence[PendingProposal], ready: Sequence[int]
 ) -> tuple[ScoredProposals, OutcomeScores]:
-    """Run all nodes of the live proposals `ready`, whose roots the forest has in this order."""
+    """Run all nodes of the proposals whose indices are in `ready`. The forest must have the roots
+    of these proposals, in this order."""
     owners = {live: owner for owner, live in enumerate(ready)}
     rows = {live: np.full(len(lives[live].tree) + 1, owners[live]) for live in ready}
     logits = forest.root_logits()
@@ -84,15 +88,15 @@ def score_proposals(
 
 
 def draft_outcomes(ahead: ScoredProposals, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
-    """Draft for outcomes in as few batches as fit. Outcomes that can never be drafted are left
-    out."""
+    """Draft for outcomes in as few batches as the forest has rows for. Outcomes that cannot be
+    drafted for are left out."""
     forest = ahead.forest
     waiting: list[tuple[int, GrowthJob]] = []
     for index, outcome in enumerate(outcomes):
         job = _job(ahead, outcome) if outcome.live in ahead.owners else None
         if job is not None:
             waiting.append((index, job))
-    # Rows of one session lie together.
+    # Rows of one session must be adjacent.
     waiting.sort(key=lambda entry: ahead.owners[outcomes[entry[0]].live])
     while waiting:
         forest.restore_checkpoint()
@@ -151,8 +155,8 @@ def _candidates(
     *,
     level: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Ids and log-probs [R, width] of what may follow at these (proposal, node), all at one depth;
-    logits [R, Vd]."""
+    """Return the ids and log-probs [R, width] of the candidates at these (proposal, node) places,
+    all at depth `level`. `logits` [R, Vd]: logits at the places."""
     sampling: list[SamplingParams] = []
     positions: list[int] = []
     histories: list[TokenHistory] = []
@@ -179,8 +183,8 @@ def _candidates(
 
 
 def _scored_with(sampling: SamplingParams) -> SamplingParams:
-    """Under the rejection rule the distribution itself is wanted, best first, and nothing that is
-    drawn."""
+    """Return the sampling parameters for scoring. Under the rejection rule candidates are ranked by
+    the draft distribution instead of being drawn from it."""
     if sampling.effective_rule is Rule.REJECTION:
         return replace(sampling, rule=Rule.TARGET_ONLY)
     return sampling
@@ -191,7 +195,7 @@ def _tokens_to(tree: DraftTree, node: int) -> tuple[int, ...]:
 
 
 def _levels(tree: DraftTree) -> list[list[int]]:
-    """Nodes by level."""
+    """Return the nodes of a tree by level."""
     of_node = depths(tree.parents).tolist()
     levels: list[list[int]] = [[] for _ in range(max(of_node, default=0))]
     for node, depth in enumerate(of_node):

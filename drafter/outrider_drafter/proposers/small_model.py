@@ -35,23 +35,26 @@ from outrider_drafter.state.session import FollowedSession, SessionKey
 
 MAX_ROWS_PER_FORWARD = 512
 MIN_ROWS_AHEAD = 32
-"""Fewer rows are left to the next draft, whose batch runs them at hardly any extra cost."""
+"""Minimum number of rows that are run before a draft. Fewer new rows are run as part of the next
+draft, at hardly any extra cost."""
 DRAFT_KV_SLOTS = 128
-"""KV slots kept for draft rows beside a session's own tokens; larger trees are not drafted."""
+"""Number of KV slots for draft rows in addition to a session's own tokens. Larger trees are not
+drafted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Prefix:
-    """A slot's KV and its tokens that have none yet, the root last."""
+    """A session's KV and its tokens without KV, the root last."""
 
     sequence: KVSequence
     token_ids: Tensor
 
 
 class _SmallForest(DraftForest):
-    """Draft rows committed behind the real tokens of their sequences, until they are forgotten.
+    """`DraftForest` of a small model. Draft rows are committed after the real tokens of their
+    sequences until they are dropped.
 
-    A mask over the draft rows keeps the branches apart.
+    A mask over the draft rows separates the branches.
     """
 
     def __init__(self, model: TargetModel, vocab_size: int, prefixes: Sequence[_Prefix]) -> None:
@@ -68,15 +71,16 @@ class _SmallForest(DraftForest):
         )
 
     def root_logits(self) -> Tensor:
-        """Logits [L, V] below the roots."""
+        """Return the logits [L, V] at the roots, where V is the target's vocabulary size."""
         return self._root_logits[:, : self._vocab_size]
 
     def rows_left(self, owner: int) -> int:
-        """Slots that the sequence has left."""
+        """Return the number of free KV slots of the session's sequence."""
         return self._sequences[owner].capacity - self._sequences[owner].len
 
     def levels_left(self, owner: int) -> int:
-        """No bound but those of slots and of the session's length."""
+        """Return the capacity of the session's sequence; KV slots and the session's maximum length
+        are the only real limits."""
         return self._sequences[owner].capacity
 
     def _run(
@@ -104,18 +108,19 @@ class _SmallForest(DraftForest):
             sequence.truncate(base + rows)
 
     def forget_tree(self, owner: int) -> None:
-        """Forget the draft rows of a session, which may have ended; it can draft no more here."""
+        """Drop the draft rows of a session, which may have ended. The session cannot be drafted in
+        this forest any more."""
         if not self._sequences[owner].is_released:
             self._sequences[owner].truncate(self._bases[owner])
 
     def forget(self) -> None:
-        """Forget the draft rows of all sessions."""
+        """Drop the draft rows of all sessions."""
         for owner in range(len(self._sequences)):
             self.forget_tree(owner)
 
 
 class SmallModelProposer:
-    """A small language model as a proposer; its KV can be rebuilt from tokens at any time."""
+    """Proposer with a small language model. Its KV can be rebuilt from the tokens at any time."""
 
     method = DraftMethod.MODEL
     feature_layout = FeatureLayout.NONE
@@ -123,27 +128,28 @@ class SmallModelProposer:
     feature_fingerprint = ""
 
     def __init__(self, model: TargetModel, *, vocab_size: int) -> None:
-        """`vocab_size` is the target's; ids beyond it (padding of the model's own) are cut off."""
+        """Create a proposer without sessions. `vocab_size`: size of the target's vocabulary; larger
+        ids, which are padding of the draft model's vocabulary, are cut off."""
         self._model = model
         self._vocab_size = vocab_size
         self._sequences: dict[SessionKey, KVSequence] = {}
         self._ahead: ScoredProposals | None = None
-        """The proposals scored last, if nothing was drafted since."""
+        """The proposals that were scored last; None if something else was drafted since."""
         self._forest: _SmallForest | None = None
-        """Rows of the proposals scored last."""
+        """Forest with the rows of the proposals that were scored last."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether the device still works; waits for all that was launched."""
+        """Whether the device still works. Waits for all launched work."""
         return is_device_usable(self._model.device)
 
     def convert_features(self, wire: WireTensor) -> NDArray[np.generic]:
-        """Not asked for: the source takes no features."""
+        """Return the data unchanged. Not called, because this proposer needs no features."""
         return wire.data
 
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
-        """Run the tokens of sessions that draft by this model, but for the newest of each."""
+        """Run the new tokens, except the newest, of the sessions that draft with this model."""
         self._forget()
         for session in sessions:
             if session.plan.method is self.method:
@@ -151,7 +157,7 @@ class SmallModelProposer:
 
     @torch.inference_mode()
     def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
-        """Catch up, then grow the trees of all sessions in one batch."""
+        """Run the new tokens, then grow the trees of all sessions in one batch."""
         ready: list[FollowedSession] = []
         jobs: list[GrowthJob] = []
         prefixes: list[_Prefix] = []
@@ -172,7 +178,7 @@ class SmallModelProposer:
 
     @torch.inference_mode()
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
-        """Catch up, then run all nodes of all proposals, level by level."""
+        """Run the new tokens, then all nodes of all proposals, level by level."""
         self._forget()
         ready: list[int] = []
         prefixes: list[_Prefix] = []
@@ -189,8 +195,8 @@ class SmallModelProposer:
 
     @torch.inference_mode()
     def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
-        """Grow drafts together, below the rows of the proposals scored last: as many at a time as
-        the sessions have slots for."""
+        """Grow drafts for outcomes below the rows of the proposals that were scored last, in as few
+        batches as the sessions have KV slots for."""
         if self._ahead is not None:
             yield from draft_outcomes(self._ahead, outcomes)
 
@@ -201,13 +207,14 @@ class SmallModelProposer:
             sequence.release()
 
     def _forget(self) -> None:
-        """Let go of what was scored: sequences hold real tokens only from here on."""
+        """Drop the scored proposals, so that sequences contain real tokens only."""
         if self._forest is not None:
             self._forest.forget()
         self._forest = self._ahead = None
 
     def _prefix(self, session: FollowedSession, *, slots: int) -> _Prefix | None:
-        """What is left to run, the root last, with room for `slots` draft rows; None if none."""
+        """Return the tokens that are still to be run, the root last, or None if the session or its
+        `slots` draft rows do not fit."""
         sequence = self._run_ahead(session)
         if sequence is None or len(session.tokens) + slots > sequence.capacity:
             return None
@@ -215,7 +222,8 @@ class SmallModelProposer:
         return _Prefix(sequence=sequence, token_ids=_ids(session.tokens.view[sequence.len :]))
 
     def _run_ahead(self, session: FollowedSession) -> KVSequence | None:
-        """Run whole passes of tokens short of the newest; None if the session does not fit."""
+        """Run new tokens, except the newest, if there are at least `MIN_ROWS_AHEAD`. Return the
+        session's KV, or None if the session does not fit."""
         ids = session.tokens.view
         sequence = self._sequences.get(session.key)
         if sequence is None:
@@ -255,7 +263,8 @@ def _causal(prefix: _Prefix) -> Segment:
 def _run(
     model: TargetModel, token_ids: Tensor, segments: Sequence[Segment], logit_rows: Tensor | None
 ) -> Tensor:
-    """Forward, and commit every row; tensors of `segments` too may be the host's."""
+    """Run a forward pass, commit the KV of every row and return the logits. Tensors in `segments`
+    are moved to the device."""
     device = model.device
     for segment in segments:
         segment.positions = segment.positions.to(device)

@@ -1,10 +1,11 @@
 """Grows draft trees: chain, beam and static trees as state machines, and the passes that feed them.
 
-`grow_trees` grows the trees of many sessions with one batched model pass per level. A growth takes
-levels and gives frontiers; it never sees a model. R rows of a step, k candidates a row. Candidates
-come best first within a row; scores are summed fp32 log-probs, ties go to the lower candidate
-index, so a child (never scored above its parent, always indexed after it) cannot be chosen without
-it.
+`grow_trees` grows the trees of many sessions with one batched model pass per level. A `TreeGrowth`
+receives the candidates of one level after another and returns the rows to run next (the frontier);
+it never calls a model. Candidates come best first within a row. Scores are sums of fp32 log-probs,
+and ties go to the lower candidate index; a child never scores above its parent and always has a
+higher index, so it cannot be chosen without its parent. Letters in shapes: R rows of a step; k
+candidates of a row; Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -40,24 +41,26 @@ from outrider_drafter.state.session import FollowedSession
 from outrider_drafter.state.session_grammars import masks_of
 
 _RANK_PRIOR = 0.62
-"""Assumed acceptance of a node's first draft; later ones get what is left, in the same ratio."""
+"""Assumed probability that a node's first child is accepted. Each later child gets the same share
+of the remaining probability."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CandidateRows:
-    """Candidates below R rows; those with log-prob -inf do not exist."""
+    """Candidate tokens after each of R rows. Candidates with log-prob -inf do not exist."""
 
     tokens: NDArray[np.int64]
-    """[R, k] target ids, best first."""
+    """[R, k]: target ids, best first."""
     logprobs: NDArray[np.float32]
-    """[R, k]"""
+    """[R, k]: log-probs of the candidates."""
     distributions: Sequence[DistributionEntries | None] = ()
-    """The distribution each row's candidates were drawn from; empty unless the rule needs
-    distributions."""
+    """Distribution that each row's candidates were drawn from; empty unless the acceptance rule
+    needs distributions."""
 
 
 class StepFrontier(NamedTuple):
-    """The rows to run next: their tokens, and their parents as rows of the previous step."""
+    """Rows to run next: their tokens, and the indices of their parents among the rows of the
+    previous step."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -70,27 +73,29 @@ class TreeGrowth(Protocol):
     """State machine that grows one tree."""
 
     top_k: int
-    """Candidates wanted per row."""
+    """Number of candidates that are needed for each row."""
     max_rows: int
-    """Most rows that all steps together will run."""
+    """Maximum number of rows that all steps together run."""
     depth: int
-    """Most levels."""
+    """Maximum number of levels."""
 
     def add_level(self, children: CandidateRows) -> StepFrontier:
-        """Take the candidates of the current frontier (first: of the root); name the next."""
+        """Add the candidates of the current frontier, which is the root at first. Return the next
+        frontier; it is empty when the tree is complete."""
         ...
 
     def path_to(self, row: int) -> tuple[int, ...]:
-        """Tokens from the first level to the given row of the current frontier."""
+        """Return the tokens from the first level to the given row of the current frontier."""
         ...
 
     def finish_draft(self) -> ProposedDraft:
-        """The finished tree."""
+        """Return the finished tree."""
         ...
 
 
 def make_growth(plan: SpeculationPlan, *, room: int, has_distribution: bool) -> TreeGrowth | None:
-    """The growth of a session's next tree, within `room` levels; None if nothing can be drafted."""
+    """Return the growth of a session's next tree with at most `room` levels, or None if nothing can
+    be drafted."""
     num_nodes = plan.draft_tokens
     if num_nodes <= 0 or room <= 0:
         return None
@@ -108,7 +113,7 @@ def make_growth(plan: SpeculationPlan, *, room: int, has_distribution: bool) -> 
 
 
 class ChainGrowth:
-    """One candidate a level: no score is compared."""
+    """Growth of a chain, with one candidate a level."""
 
     def __init__(self, length: int) -> None:
         self.top_k = 1
@@ -118,7 +123,7 @@ class ChainGrowth:
         self._logprobs: list[float] = []
 
     def add_level(self, children: CandidateRows) -> StepFrontier:
-        """Append the only candidate; a candidate that does not exist ends the chain."""
+        """Append the only candidate. A candidate that does not exist ends the chain."""
         logprob = float(children.logprobs[0, 0])
         if logprob == -math.inf:
             return NO_FRONTIER
@@ -131,11 +136,11 @@ class ChainGrowth:
         )
 
     def path_to(self, row: int) -> tuple[int, ...]:
-        """All tokens so far."""
+        """Return all tokens so far."""
         return tuple(self._tokens)
 
     def finish_draft(self) -> ProposedDraft:
-        """The chain."""
+        """Return the chain."""
         tree = DraftTree(
             tokens=np.asarray(self._tokens, dtype=np.int32),
             parents=np.arange(-1, len(self._tokens) - 1, dtype=np.int32),
@@ -145,10 +150,11 @@ class ChainGrowth:
 
 
 class BeamGrowth:
-    """EAGLE's tree: expand the best `top_k` of each level, keep the best `num_nodes` of all.
+    """Growth of EAGLE-2's dynamic tree: expand the best `top_k` nodes of each level, and keep the
+    best `num_nodes` of all.
 
-    A node outside the best `num_nodes` seen so far can never return to them, nor can anything below
-    it: such nodes are not expanded, which changes no tree and saves rows.
+    A node outside the best `num_nodes` so far can never be among them later, and neither can its
+    descendants. Such nodes are not expanded, which changes no tree and saves rows.
     """
 
     def __init__(self, *, num_nodes: int, top_k: int, depth: int) -> None:
@@ -164,7 +170,7 @@ class BeamGrowth:
         """Candidate index of each row of the current step."""
 
     def add_level(self, children: CandidateRows) -> StepFrontier:
-        """Join the candidates to the list and choose the next frontier."""
+        """Add the candidates and choose the next frontier."""
         k = children.tokens.shape[1]
         above = self._scores[self._frontier] if self._level else np.zeros(1, dtype=np.float32)
         scores = above[:, None] + np.minimum(children.logprobs, np.float32(0.0))
@@ -183,12 +189,12 @@ class BeamGrowth:
         )
 
     def _best(self) -> list[int]:
-        """Candidate indices of the best `num_nodes`, best first."""
+        """Return the candidate indices of the best `num_nodes`, best first."""
         order = np.argsort(-self._scores, kind="stable")[: self._num_nodes]
         return [int(i) for i in order if self._scores[i] > -np.inf]
 
     def path_to(self, row: int) -> tuple[int, ...]:
-        """Tokens down to a frontier row."""
+        """Return the tokens from the first level to a row of the frontier."""
         tokens: list[int] = []
         node = int(self._frontier[row])
         while node != ROOT:
@@ -197,7 +203,7 @@ class BeamGrowth:
         return tuple(reversed(tokens))
 
     def finish_draft(self) -> ProposedDraft:
-        """The chosen nodes in candidate order: parents first, siblings best first."""
+        """Return the chosen nodes in candidate order: parents first, siblings best first."""
         chosen = sorted(self._best())
         place = {candidate: i for i, candidate in enumerate(chosen)} | {ROOT: ROOT}
         tree = DraftTree(
@@ -209,17 +215,18 @@ class BeamGrowth:
 
 
 class StaticTreeShape(NamedTuple):
-    """A tree's shape, fixed before any token is drawn; nodes in level order."""
+    """Shape of a tree, fixed before any token is drawn; nodes in level order."""
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
-    """Which of its parent's candidates a node is."""
+    """Index of each node among the candidates of its parent."""
     depth: int
 
 
 @lru_cache(maxsize=256)
 def static_shape(num_nodes: int, top_k: int, depth: int) -> StaticTreeShape:
-    """The `num_nodes` most promising places under a fixed prior of acceptance by rank."""
+    """Return the shape with the `num_nodes` nodes that are most likely accepted under a fixed prior
+    of acceptance by rank."""
     weights = [math.log(_RANK_PRIOR) + r * math.log(1.0 - _RANK_PRIOR) for r in range(top_k)]
     heap: list[tuple[float, tuple[int, ...]]] = [(-weights[0], (0,))]
     chosen: list[tuple[int, ...]] = []
@@ -241,11 +248,12 @@ def static_shape(num_nodes: int, top_k: int, depth: int) -> StaticTreeShape:
 
 
 class StaticGrowth:
-    """A tree for the rejection rule: its shape never depends on the tokens that were drawn.
+    """Growth of a tree for the rejection rule: the shape never depends on the tokens that were
+    drawn.
 
-    Choosing nodes by the sampled tokens' scores would change the distribution that the verifier
-    divides by. Only a distribution with fewer ids than the shape has places leaves some of them
-    empty.
+    Choosing nodes by the scores of the sampled tokens would change the distribution that the
+    verifier divides by. A node of the shape stays empty only if its parent's distribution has too
+    few ids.
     """
 
     def __init__(self, shape: StaticTreeShape) -> None:
@@ -260,7 +268,8 @@ class StaticGrowth:
         self._frontier: tuple[int, ...] = (ROOT,)
 
     def add_level(self, children: CandidateRows) -> StepFrontier:
-        """Fill the places below the frontier; the next one holds the places with places below."""
+        """Fill the nodes below the frontier. The next frontier contains those of the filled nodes
+        that have children in the shape."""
         for row, parent in enumerate(self._frontier):
             distribution = children.distributions[row] if children.distributions else None
             if distribution is not None:
@@ -288,7 +297,7 @@ class StaticGrowth:
             self._scores[place] = self._scores.get(parent, 0.0) + min(logprob, 0.0)
 
     def path_to(self, row: int) -> tuple[int, ...]:
-        """Tokens down to a frontier row."""
+        """Return the tokens from the first level to a row of the frontier."""
         tokens: list[int] = []
         node = self._frontier[row]
         while node != ROOT:
@@ -297,7 +306,7 @@ class StaticGrowth:
         return tuple(reversed(tokens))
 
     def finish_draft(self) -> ProposedDraft:
-        """The filled places in level order, with the distribution of every expanded node."""
+        """Return the filled nodes in level order, with the distribution of every expanded node."""
         filled = sorted(self._tokens)
         place = {node: i for i, node in enumerate(filled)} | {ROOT: ROOT}
         parents = [place[self._shape.parents[n]] for n in filled]
@@ -326,9 +335,9 @@ def _children_of(shape: StaticTreeShape) -> dict[int, list[int]]:
 
 
 class TreeDraftModel(Protocol):
-    """A draft model during tree growth: it has seen the prefix of every slot of the batch.
+    """Draft model that has processed the prefix of every slot of a batch and can run tree levels.
 
-    R rows, Vd draft vocabulary. Slots are numbered as the jobs of `grow_trees`.
+    Slots are numbered like the jobs of `grow_trees`.
     """
 
     @property
@@ -337,38 +346,39 @@ class TreeDraftModel(Protocol):
         ...
 
     def root_logits(self) -> Tensor:
-        """Logits [slots, Vd] below each slot's root."""
+        """Return the logits [slots, Vd] at each slot's root."""
         ...
 
     def step(self, frontiers: Sequence[tuple[int, StepFrontier]]) -> Tensor:
-        """Run one level: rows of (slot, frontier) in order; logits [R, Vd].
+        """Run one level, given as (slot, frontier) pairs, and return the logits [R, Vd] of its rows
+        in this order.
 
-        A frontier's parents index the rows that its slot had in the step before.
+        A frontier's parents are indices into the rows of its slot in the previous step.
         """
         ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GrowthJob:
-    """One session's tree in the making."""
+    """A session's tree while it grows."""
 
     slot: int
     growth: TreeGrowth
     sampling: SamplingParams
     prefix_len: int
     history: TokenHistory | None
-    """Prompt and output so far; None unless a penalty is set."""
+    """Prompt and output so far, for penalties; None unless a penalty is set."""
     session: FollowedSession | None = None
-    """Whose form masks the draft, if it has one."""
+    """Session whose constraint masks the draft; None for an unmasked draft."""
     suffix: tuple[int, ...] = ()
-    """Tokens between the session's and the draft."""
+    """Tokens between the session's tokens and the draft."""
 
 
 def make_growth_job(
     slot: int, session: FollowedSession, suffix: Sequence[int] = ()
 ) -> GrowthJob | None:
-    """The job of a session that wants a draft for its prefix with `suffix` appended; None if there
-    is nothing to draft."""
+    """Return the job of drafting for a session's prefix with `suffix` appended, or None if there is
+    nothing to draft."""
     room = session.draft_levels_left - len(suffix)
     growth = make_growth(session.plan, room=room, has_distribution=session.ships_distributions)
     if growth is None:
@@ -385,7 +395,8 @@ def make_growth_job(
 
 
 def penalty_history(session: FollowedSession, suffix: Sequence[int] = ()) -> TokenHistory | None:
-    """What penalties look at, `suffix` counted as output; None if none is set."""
+    """Return the tokens that penalties count, with `suffix` as output, or None if no penalty is
+    set."""
     if not has_penalties(session.sampling):
         return None
     tokens = session.tokens.view
@@ -396,7 +407,7 @@ def penalty_history(session: FollowedSession, suffix: Sequence[int] = ()) -> Tok
 
 
 def _draft_sampling(session: FollowedSession, suffix: Sequence[int]) -> SamplingParams:
-    """What a draft is drawn with; see `FollowedSession.uses_prefix_noise`."""
+    """Return the sampling parameters for a draft; see `FollowedSession.uses_prefix_noise`."""
     sampling = session.sampling
     if not session.uses_prefix_noise:
         return sampling
@@ -408,7 +419,7 @@ def _draft_sampling(session: FollowedSession, suffix: Sequence[int]) -> Sampling
 def grow_trees(
     model: TreeDraftModel, jobs: Sequence[GrowthJob]
 ) -> Iterator[tuple[int, ProposedDraft]]:
-    """Grow all trees; yields (slot, draft) as soon as each is complete."""
+    """Grow all trees. Yields (slot, draft) as soon as each tree is complete."""
     active = [(job, StepFrontier((0,), (0,))) for job in jobs]
     logits = model.root_logits()
     level = 0
@@ -431,7 +442,8 @@ def _children(
     active: Sequence[tuple[GrowthJob, StepFrontier]],
     level: int,
 ) -> list[CandidateRows]:
-    """Candidates of each active job's rows: one call per distinct top_k."""
+    """Return the candidates of each active job's rows, with one call of the sampler for each
+    distinct top_k."""
     starts = np.cumsum([0] + [len(frontier.tokens) for _, frontier in active]).tolist()
     found: dict[int, CandidateRows] = {}
     for top_k in {job.growth.top_k for job, _ in active}:

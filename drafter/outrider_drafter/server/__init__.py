@@ -1,7 +1,7 @@
-"""The process around it: verifier connections, the drafting thread, RPCs, start-up. It may import
-everything.
+"""Server of the drafter: verifier connections, the drafting thread, RPCs and start-up. It may
+import all other packages of the drafter.
 
-build.py                   From a configuration to loaded draft sources and a service (torch is
+build.py                   Builds the service from a configuration: loads all draft models (torch is
                            imported here).
 draft_engine.py            DraftEngine: turns messages into proposals, without threads, I/O or a
                            clock of its own.

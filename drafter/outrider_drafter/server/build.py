@@ -1,4 +1,4 @@
-"""From a configuration to loaded draft sources and a service (torch is imported here)."""
+"""Builds the service from a configuration: loads all draft models (torch is imported here)."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ if TYPE_CHECKING:
 
 _HOST_KV_TOKENS: Final = 16384
 _MAX_KV_TOKENS: Final = 131072
-"""Defaults of `draft_model_kv_tokens`: on a CPU, and the maximum on a GPU."""
+"""Maximum of `draft_model_kv_tokens` on a GPU when it is chosen automatically. On a CPU the
+automatic value is `_HOST_KV_TOKENS`."""
 _KV_SHARE: Final = 0.5
-"""Largest share of a GPU's free memory that the KV pool of a small model takes by default."""
+"""Maximum share of a GPU's free memory that the KV pool of a small model takes by default."""
 
 
 def build_service(
@@ -58,16 +59,18 @@ def build_service(
     busy_cores: BusyCores | None = None,
     hooks: DrafterHooks | None = None,
 ) -> DrafterService:
-    """Load everything that `config` names; the service reaches verifiers by `access` and keeps
-    `busy_cores` while it serves. `hooks`: what `config.hooks` has installed; None: nothing.
+    """Load all models that `config` names and return the service.
 
-    Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
-    together.
+    `access`: the means to connect to verifiers. `busy_cores`: CPU cores that poll while there are
+    sessions. `hooks`: the hook points that `config.hooks` has filled, or None for no hooks.
+
+    Raises InvalidRequestError, NotFoundError or FailedPreconditionError if the configured parts do
+    not fit together.
     """
     times = StartTimes()
     if config.exchanges_on_device:
-        # Read when CUDA starts. Replicas wait on streams of their own, and streams that share one
-        # of these connections wait for each other; by default there are 8.
+        # CUDA reads this when it starts. Each replica waits on a stream of its own, and streams
+        # that share a hardware connection wait for each other. The default is 8 connections.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     check_device(config.device)
     set_compute_threads(config.threads, config.device)
@@ -104,7 +107,8 @@ def _make_replicas(
     identity: TargetIdentity,
     times: StartTimes,
 ) -> ReplicaTable | None:
-    """What exchanges between devices; None without an EAGLE-3 head, or where that is off."""
+    """Return the replicas for exchange between devices, or None without an EAGLE-3 head or if that
+    exchange is off."""
     heads = [p.head for p in proposers if isinstance(p, EagleProposer)]
     if torch.device(config.device).type == "cuda":
         from outrider_drafter.gpu.eagle import GpuEagleProposer
@@ -130,7 +134,8 @@ def _make_replicas(
 
 
 def resolve_model_paths(config: DrafterConfig) -> DrafterConfig:
-    """The configuration with names of pulled models replaced by their directories."""
+    """Return the configuration with names of pulled models replaced by their directories. Raises
+    InvalidRequestError if `model` is missing."""
     if not config.model:
         raise InvalidRequestError("`model`, the target, must be given", reason="INVALID_CONFIG")
     draft_model = str(resolve_model(config.draft_model)) if config.draft_model else ""
@@ -138,7 +143,7 @@ def resolve_model_paths(config: DrafterConfig) -> DrafterConfig:
 
 
 def load_identity(config: DrafterConfig) -> TargetIdentity:
-    """Vocabulary size and tokenizer hash of the target."""
+    """Return the vocabulary size and the tokenizer hash of the target."""
     return TargetIdentity(
         vocab_size=load_model_config(config.model).vocab_size,
         tokenizer_hash=tokenizer_hash(config.model),
@@ -159,7 +164,7 @@ def _load_source(
 def _load_head(method: DraftMethod, config: DrafterConfig, times: StartTimes) -> Proposer:
     dtype = getattr(torch, config.dtype)
     target = load_model_config(config.model)
-    # Before anything is loaded: every mismatch that files can tell.
+    # Detect every mismatch that the files show before loading anything.
     read_head(Path(config.head), target, kind=method)
     with times.measure(StartStage.WEIGHTS):
         head = _load_weights(config, target, dtype)
@@ -169,8 +174,9 @@ def _load_head(method: DraftMethod, config: DrafterConfig, times: StartTimes) ->
 def build_head_proposer(
     head: DraftHead, config: DrafterConfig, dtype: torch.dtype, times: StartTimes | None = None
 ) -> Proposer:
-    """What drafts with a loaded head: on a GPU captured graphs, elsewhere and for heads that these
-    do not cover the host. `times`: where the stages are added."""
+    """Return the proposer of a loaded head. It runs captured graphs on a GPU if they support the
+    head, and otherwise runs the head from the host. `times`: receives the durations of the start-up
+    stages."""
     if torch.device(config.device).type != "cuda" or not can_extract(head):
         return EagleProposer(
             head,
@@ -183,8 +189,8 @@ def build_head_proposer(
     from outrider_drafter.gpu.eagle import GpuEagleProposer
     from outrider_drafter.gpu.shapes import EXCHANGE_BUCKETS
 
-    # Verifiers that exchange between devices ask by messages for little, and wait for a drafter
-    # that was killed until it has captured all of its graphs.
+    # Verifiers that exchange between devices request few drafts by messages. Fewer graphs let a
+    # restarted drafter serve them sooner.
     exchanges = config.exchanges_on_device
     source = GpuEagleProposer(
         head,
@@ -221,7 +227,7 @@ def _load_weights(config: DrafterConfig, target: ModelConfig, dtype: torch.dtype
         num_target_layers=target.num_layers,
         dtype=dtype,
         device=config.device,
-        # The programs of a device read weights as they are.
+        # Replicas read the weights directly, so the layers must not repack them.
         make_linear=PlainLinear if config.exchanges_on_device else make_linear,
     )
 
@@ -246,19 +252,22 @@ def _load_small_model(
 
 
 def pool_tokens(config: DrafterConfig, vocab_size: int, model: ModelConfig) -> int:
-    """Tokens of KV for the sessions of a small model that are drafted from the host."""
+    """Return the number of KV tokens for sessions of a small model that are drafted from the
+    host."""
     asked = config.draft_model_kv_tokens or _HOST_KV_TOKENS
     beside = torch.device(config.device).type == "cuda" and _is_covered(model, vocab_size)
     return min(asked, _HOST_KV_TOKENS) if beside else asked
 
 
 def device_tokens(free_bytes: int, bytes_per_token: int) -> int:
-    """The same for those that are drafted on the device, of which so much is free."""
+    """Return the number of KV tokens for sessions of a small model that are drafted on the GPU,
+    given its free memory in bytes."""
     return min(_MAX_KV_TOKENS, int(free_bytes * _KV_SHARE) // bytes_per_token)
 
 
 def _is_covered(model: ModelConfig, vocab_size: int) -> bool:
-    # A device masks trees, which a window does not allow, and knows no token that a model does not.
+    # Tree masks on the device do not support a sliding window, and the draft model must know every
+    # token of the target.
     return model.vocab_size >= vocab_size and model.sliding_window is None
 
 

@@ -44,7 +44,7 @@ _MAX_UNBOOKED = 1024
 
 @dataclass(frozen=True, slots=True)
 class ConnectionClosed:
-    """A connection ended: its sessions are gone."""
+    """Message that a connection has ended, and with it all of its sessions."""
 
 
 SessionMessage = SessionStart | Verdicts | PlanChange | SessionEnd | ConnectionClosed
@@ -52,18 +52,18 @@ Sessions = tuple[FollowedSession, ...]
 
 
 class _ReplyAddresses(NamedTuple):
-    """Where the answers for some sessions go."""
+    """Slots, handles and connections of sessions whose proposals are sent together; arrays [B]."""
 
     slots: NDArray[np.int64]
     handles: NDArray[np.int64]
     owners: NDArray[np.int64]
     """Connection of each session."""
     connections: list[int]
-    """All of these."""
+    """All connections of the sessions, each once."""
 
     @classmethod
     def of_sessions(cls, sessions: Sequence[FollowedSession]) -> _ReplyAddresses:
-        """The addresses of these sessions."""
+        """Return the addresses of these sessions."""
         owners = [session.key.connection for session in sessions]
         return cls(
             slots=np.array([session.slot for session in sessions], dtype=np.int64),
@@ -74,7 +74,7 @@ class _ReplyAddresses(NamedTuple):
 
 
 class DraftEngine:
-    """Follows sessions and drafts for them. Every method is called from one thread."""
+    """Follows sessions and drafts for them. All methods must be called from one thread."""
 
     def __init__(
         self,
@@ -90,9 +90,11 @@ class DraftEngine:
     ) -> None:
         """Create an engine without sessions.
 
-        `proposers`: one proposer for each draft method. `on_sessions` is called with the number of
-        followed sessions whenever that number may have changed. `grammars`: see
-        `SessionConstraints`. `in_time`: see `LookAheadBudget`.
+        `proposers`: one proposer for each draft method. `now`: returns the time in seconds.
+        `on_sessions` is called with the number of followed sessions whenever that number may have
+        changed. `grammars`: compiled grammars of structured outputs, or None to draft without
+        grammar masks. `in_time`: whether look-ahead passes are limited to the time until the next
+        verdict.
         """
         self._forms = SessionConstraints(grammars, limits)
         self._proposers: Mapping[DraftMethod, Proposer] = {p.method: p for p in proposers}
@@ -105,15 +107,17 @@ class DraftEngine:
         self._now = now
         self._on_sessions = on_sessions
         self._lost: list[SessionKey] = []
-        """Lost sessions whose verifiers are to hear of it."""
+        """Lost sessions whose verifiers have not been notified yet."""
         self._verdicts = 0
-        """Verdicts that are not in the metrics yet."""
+        """Number of received verdicts that are not yet counted in the metrics."""
         self._unbooked: list[Callable[[], None]] = []
         self._batched: tuple[int, bytes] = (-1, b"")
-        """Version of the table and slots of the sessions that `_batches` is about."""
+        """Version of the session table and slots of the sessions for which `_batches` was
+        computed."""
         self._batches: list[tuple[DraftMethod, Sessions]] = []
         self._addresses: dict[int, tuple[Sequence[FollowedSession], _ReplyAddresses]] = {}
-        """Of those of `_batches` that were answered together, by identity."""
+        """Addresses of the batches in `_batches` that were answered as a whole, by object identity
+        of the batch."""
         self._ahead = LookAheadScheduler(
             proposers,
             self._table,
@@ -125,48 +129,51 @@ class DraftEngine:
         )
         self._spans = DrafterSpans()
         self.device_lost = False
-        """Whether a device was found not to work after a failure; no draft can follow."""
+        """Whether a device was found unusable after a failure. No draft can be made any more."""
 
     @property
     def num_sessions(self) -> int:
-        """Sessions followed now."""
+        """Number of followed sessions."""
         return len(self._table)
 
     def sessions_of_connection(self, connection: int) -> list[FollowedSession]:
-        """The sessions that a verifier announced on this connection and has not ended."""
+        """Return the sessions that a verifier has announced on this connection and has not
+        ended."""
         return self._table.sessions_of_connection(connection)
 
     @property
     def is_compiling(self) -> bool:
-        """Whether grammars of sessions are being compiled."""
+        """Whether any grammar of a session is still being compiled."""
         return self._forms.is_compiling
 
     @property
     def has_wanted_drafts(self) -> bool:
-        """Whether a draft is wanted, or a verifier is to hear of a lost session."""
+        """Whether a session wants a draft, or a verifier must be notified of a lost session."""
         return bool(self._lost) or bool(self._table.wanting.any())
 
     @property
     def has_look_ahead_work(self) -> bool:
-        """Whether outcomes of live proposals may be drafted for."""
+        """Whether there are pending proposals whose outcomes may still be drafted for."""
         return self._ahead.has_work
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is catch-up work that nobody waits for."""
+        """Whether a session has new tokens or features that no proposer has processed. This work is
+        not urgent."""
         return bool(self._table.behind.any())
 
     @property
     def has_pending_metrics(self) -> bool:
-        """Whether `update_metrics` has something to do."""
+        """Whether `update_metrics` has anything to write."""
         return bool(self._unbooked or self._verdicts)
 
     def record_poll(self, *, waited: bool) -> None:
-        """Messages were looked for just now, and are handled next; waited: whether for them."""
+        """Record that the thread has just polled for messages, which it handles next. `waited`:
+        whether the poll had to wait."""
         self._ahead.pace.record_poll(waited=waited)
 
     def handle_message(self, connection: int, message: SessionMessage) -> None:
-        """Take in one message. Never raises for anything that a peer may have sent."""
+        """Process one message. Invalid messages of a peer never raise."""
         match message:
             case Verdicts():
                 self._take_in(connection, message)
@@ -189,9 +196,10 @@ class DraftEngine:
             self._on_sessions(len(self._table))
 
     def draft_wanted(self) -> Iterator[OutgoingProposals]:
-        """Draft for every session that wants it; yields the proposals that are ready together.
+        """Draft for every session that wants a draft. Yields proposals in batches, as soon as they
+        are ready.
 
-        The metrics wait for `update_metrics`: each proposal leaves first.
+        Metrics are written later, by `update_metrics`, so that proposals are sent first.
         """
         if len(self._unbooked) >= _MAX_UNBOOKED:
             self.update_metrics()
@@ -206,22 +214,24 @@ class DraftEngine:
             self._unbooked.append(partial(self.metrics.batch_sessions.observe, len(sessions)))
 
     def run_look_ahead(self) -> Generator[OutgoingProposals]:
-        """Draft for possible outcomes of running rounds; to be called when no draft is wanted.
+        """Draft for possible outcomes of pending proposals; call this when no draft is wanted.
 
-        Yields proposals in batches, which may be empty. Close the iterator before a message is
-        processed, because a message may move sessions. The next call drafts the rest.
+        Yields proposals in batches, which may be empty. Close the iterator before processing a
+        message, because a message may change the sessions. The next call drafts the remaining
+        outcomes.
         """
         if len(self._unbooked) >= _MAX_UNBOOKED:
             self.update_metrics()
         yield from self._ahead.run_look_ahead_pass()
 
     def _wanting(self) -> Iterable[tuple[DraftMethod, Sessions]]:
-        """The sessions that want a draft, by method; the same objects as long as they are the same
-        sessions with the same plans, so that what follows from them need not be worked out anew."""
+        """Return the sessions that want a draft, by method. As long as the sessions and their plans
+        do not change, the same tuples are returned, so that values computed from them can be
+        reused."""
         table = self._table
         slots = np.flatnonzero(table.wanting)
         if len(slots) > MAX_BATCH_SESSIONS:
-            # The rest goes on wanting, beside what is wished for meanwhile.
+            # The remaining sessions keep their request for the next batch.
             owners = [table.session_in(slot).key.connection for slot in slots.tolist()]
             slots = slots[choose_fairly(np.array(owners), table.used_at[slots], MAX_BATCH_SESSIONS)]
         table.wanting[slots] = False
@@ -237,7 +247,7 @@ class DraftEngine:
         return self._batches
 
     def update_metrics(self) -> None:
-        """Write into the metrics what was received and drafted since the last time."""
+        """Write everything that was received and drafted since the last call into the metrics."""
         self.metrics.verdicts.inc(self._verdicts)
         self._verdicts = 0
         unbooked, self._unbooked = self._unbooked, []
@@ -245,7 +255,7 @@ class DraftEngine:
             write()
 
     def catch_up_session(self) -> None:
-        """Let the proposers run the new tokens and features of one session."""
+        """Let the proposers process the new tokens and features of one session."""
         slot = int(self._table.behind.argmax())
         self._table.behind[slot] = False
         session = self._table.session_in(slot)
@@ -260,7 +270,7 @@ class DraftEngine:
                 return
 
     def check_devices(self) -> None:
-        """After a failure: note whether a device is the reason."""
+        """After a failure, check whether a device has become unusable and set `device_lost`."""
         if self.device_lost or all(proposer.is_usable for proposer in self._proposers.values()):
             return
         self.device_lost = True
@@ -282,7 +292,7 @@ class DraftEngine:
                     self._table.behind[self._address(drafted.sessions).slots] = False
                 yield answers
         except Exception:
-            # State half-way through a batch cannot be trusted: these sessions decode plainly.
+            # State half-way through a batch cannot be trusted: these sessions get no more drafts.
             logger.exception("drafting failed", extra={"sessions": len(sessions)})
             self.check_devices()
             for session in sessions:
@@ -293,8 +303,8 @@ class DraftEngine:
             yield self._none_of(waiting)
 
     def _none_of(self, sessions: Sequence[FollowedSession]) -> OutgoingProposals:
-        """Say at once that nothing comes, so that the rows decode plainly without any proposal
-        timeout."""
+        """Return empty proposals for these sessions, so that their verifier decodes at once without
+        waiting for the proposal timeout."""
         no_nodes = np.empty(0, dtype=np.int32)
         nothing = SessionDrafts(
             sessions=sessions,
@@ -330,7 +340,7 @@ class DraftEngine:
         ]
 
     def _address(self, sessions: Sequence[FollowedSession]) -> _ReplyAddresses:
-        """Whose they are; found again for the same object."""
+        """Return the addresses of these sessions, cached by object identity."""
         known = self._addresses.get(id(sessions))
         if known is not None and known[0] is sessions:
             return known[1]
@@ -382,7 +392,8 @@ class DraftEngine:
         self.metrics.ignored_messages.labels(reason).inc(count)
 
     def _lose(self, session: FollowedSession, reason: str) -> None:
-        """Stop drafting a session that cannot be followed; it decodes plainly from here on."""
+        """Stop drafting for a session that cannot be followed. Its verifier decodes the session
+        without drafts from now on."""
         logger.warning("session lost", extra={"session_id": session.session_id, "reason": reason})
         self.metrics.lost_sessions.labels(reason).inc()
         session.lost_reason = reason
@@ -405,7 +416,7 @@ class DraftEngine:
 def _without(
     waiting: Sequence[FollowedSession], drafted: Sequence[FollowedSession]
 ) -> Sequence[FollowedSession]:
-    """Sessions that still wait for a draft."""
+    """Return the sessions of `waiting` that are not in `drafted`."""
     if drafted is waiting:
         return ()
     done = {session.slot for session in drafted}

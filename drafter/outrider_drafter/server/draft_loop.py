@@ -28,24 +28,25 @@ from outrider_drafter.state.fair_share import MAX_POLLS, FairQueue
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[OutgoingProposals], None]
-"""Takes the proposals that are ready together and go by no shared-memory channel, on the drafting
-thread; must not block."""
+"""Sends proposals that are ready together to verifiers without a shared-memory channel. Called on
+the drafting thread; must not block."""
 
 READY_WAIT_S = 0.00003
-"""A wait that ends sooner has found what was there."""
+"""Seconds. A wait that ends sooner than this counts as having found messages that were already
+there."""
 YIELD_INTERVAL_S = 0.0001
-"""How long the thread stands back when proposals have left: the thread that sends them needs the
-interpreter lock. A message ends it."""
+"""Maximum seconds that the drafting thread sleeps after handing proposals to the sending thread,
+which needs the interpreter lock. A message ends the sleep."""
 
 
 class DraftLoop:
     """Runs a `DraftEngine` on a thread of its own.
 
-    It takes in all waiting messages, then does a step of a replica that is to be built, then makes
-    all wanted drafts, then drafts for outcomes that have not happened as long as no message comes,
-    then does a little catch-up. Verdicts that arrive
-    together are drafted together, and so are those that arrive while a batch runs. Metrics wait
-    until no draft is wanted. The thread ends when it is stopped, or when a device is lost.
+    Each turn of the loop takes in all waiting messages, does one step of building a replica if one
+    is requested, and makes all wanted drafts. If no draft is wanted, it drafts for possible
+    outcomes until a message arrives, or writes metrics, or processes new tokens and features of one
+    session. Verdicts that arrive together, or while a batch runs, are drafted together. The thread
+    ends when it is stopped or when a device is lost.
     """
 
     def __init__(
@@ -59,10 +60,14 @@ class DraftLoop:
         device: str = "cpu",
         replicas: ReplicaTable | None = None,
     ) -> None:
-        """`device` is where the models are. `replicas`: see `VerifierShmChannels`. `on_lost` is
-        called on the drafting thread, as the last thing it does, if a device is lost;
-        `on_shm_channel_lost` with the connection whose shared-memory channel is. They must not
-        block. `max_unsent`: answers that wait for a verifier that does not read."""
+        """Create the loop; call `start` to run it.
+
+        `device`: torch device of the draft models. `replicas`: see `VerifierShmChannels`. `on_lost`
+        is called on the drafting thread, as its last action, if a device is lost.
+        `on_shm_channel_lost` is called with the connection whose shared-memory channel is lost.
+        Neither callback may block. `max_unsent`: maximum number of messages that wait for a
+        verifier that does not read.
+        """
         self._engine = engine
         self._deliver = deliver
         on_device = torch.device(device)
@@ -78,36 +83,40 @@ class DraftLoop:
         self._inbox: PollableQueue[tuple[int, Sequence[SessionMessage] | ShmChannel] | None] = (
             PollableQueue()
         )
-        """(connection, what came together, or its shared-memory channel); None wakes the thread to
-        end it."""
+        """(connection, messages or shared-memory channel) pairs for the thread. None wakes the
+        thread so that it ends."""
         self._submitted: Counter[int] = Counter()
-        """Messages of each connection so far; written by the submitting thread alone."""
+        """Number of messages submitted so far for each connection. Written by the submitting thread
+        only."""
         self._taken: Counter[int] = Counter()
-        """Of these, those that the drafting thread has taken in; written by it alone."""
+        """Number of submitted messages of each connection that the drafting thread has processed.
+        Written by the drafting thread only."""
         self._untaken: FairQueue[SessionMessage] = FairQueue()
-        """Out of the inbox; an error leaves those behind it for later."""
+        """Messages taken out of the inbox but not processed yet. They stay here if processing an
+        earlier message fails."""
         self._gives_way = False
         self.progress = Progress()
-        """Steps of the thread: turns of its loop, batches, and layers of a forward."""
+        """Progress counter of the thread, for the watchdog: turns of the loop, sent batches and
+        layers of a forward pass."""
         self._is_idle = False
-        """Whether the thread waits for a message because there is nothing else to do."""
+        """Whether the thread waits for a message because it has nothing else to do."""
         self._is_over = False
-        """Whether the thread has ended as it was told, or with its device."""
+        """Whether the thread has ended because it was stopped or a device was lost."""
         self._stopping = False
         self._worker = threading.Thread(target=self._run, name="drafting", daemon=True)
 
     def backlog(self, connection: int) -> int:
-        """Messages of a connection that wait for the thread."""
+        """Return the number of messages of a connection that the thread has not processed yet."""
         return self._submitted[connection] - self._taken[connection]
 
     @property
     def num_sessions(self) -> int:
-        """Sessions followed now."""
+        """Number of followed sessions."""
         return self._engine.num_sessions
 
     @property
     def has_work(self) -> bool:
-        """Whether the thread is to do something, or has died; any thread."""
+        """Whether the thread has work to do or has died. May be read from any thread."""
         return not self._is_over and not (self._is_idle and len(self._inbox) == 0)
 
     @property
@@ -120,18 +129,19 @@ class DraftLoop:
         self._worker.start()
 
     def submit_messages(self, connection: int, *messages: SessionMessage) -> None:
-        """Hand messages to the thread, which takes all of them in before it drafts. To be called
-        from one thread."""
+        """Hand messages to the thread, which processes all of them before it drafts. Call this from
+        one thread only."""
         self._submitted[connection] += len(messages)
         self._inbox.put_item((connection, messages))
 
     def submit_shm_channel(self, connection: int, shm_channel: ShmChannel) -> None:
-        """Hand the thread a shared-memory channel: the connection's answers go by it, and its
-        messages come by it. It is closed with the connection."""
+        """Hand the thread a shared-memory channel, which then carries all messages from and to the
+        connection's verifier. The thread closes the channel when the connection ends."""
         self._inbox.put_item((connection, shm_channel))
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End the thread after its current batch; idempotent."""
+        """End the thread after its current batch and wait up to `timeout_s` seconds for it;
+        idempotent."""
         self._stopping = True
         self._inbox.put_item(None)
         if self._worker.is_alive():
@@ -139,11 +149,11 @@ class DraftLoop:
 
     def _run(self) -> None:
         self.progress.bind()
-        # OpenMP keeps the number of threads by thread; being asked, torch sets it for this one.
+        # OpenMP has a number of threads for each calling thread; this call makes torch set it.
         torch.get_num_threads()
         init_launching_thread(self._device)
-        # Entered once for all: a decorator of a generator that is compiled would leave it as soon
-        # as it was called (decision 48).
+        # Entered here once: as a decorator of a compiled generator it would be left as soon as
+        # the generator was created (decision 48).
         with torch.inference_mode():
             self._serve()
 
@@ -153,7 +163,7 @@ class DraftLoop:
             try:
                 self._work()
             except Exception:
-                # Whatever it was, the other sessions must go on.
+                # The other sessions must continue, whatever the error was.
                 logger.exception("drafting thread: unexpected error")
                 self._engine.check_devices()
             if self._engine.device_lost:
@@ -163,7 +173,7 @@ class DraftLoop:
         self._shm_channels.close()
 
     def _work(self) -> None:
-        """Take in all messages, waiting for one if there is nothing else to do, then do it."""
+        """Run one turn of the loop. Waits for a message if there is nothing else to do."""
         engine = self._engine
         self._take_in()
         for _ in range(MAX_POLLS):
@@ -190,7 +200,8 @@ class DraftLoop:
             engine.catch_up_session()
 
     def _look_ahead(self) -> None:
-        """Until it is done, or a message waits: sessions may move by it."""
+        """Draft for outcomes until all are drafted or a message waits, because a message may change
+        the sessions."""
         ahead = self._engine.run_look_ahead()
         with contextlib.closing(ahead):
             for answers in ahead:
@@ -200,7 +211,8 @@ class DraftLoop:
                     return
 
     def _receive(self, wait_s: float | None) -> bool:
-        """Whether messages came within this time."""
+        """Wait up to `wait_s` seconds for messages, or without limit if None. Return whether any
+        have arrived."""
         shm_channels = self._shm_channels
         began = timeline.now()
         self._is_idle = wait_s is None
@@ -208,8 +220,8 @@ class DraftLoop:
             shm_channels.poll_timeout(wait_s), shm_channels.readers, shm_channels.writers
         )
         self._is_idle = False
-        # What was there already came while something else was done; a look that waits for nothing
-        # may be kept long by the interpreter lock.
+        # Messages that were there already arrived during other work. A poll without a wait does not
+        # count as waiting, however long the interpreter lock delays it.
         self._engine.record_poll(waited=wait_s != 0.0 and timeline.now() - began > READY_WAIT_S)
         if wait_s != 0.0:
             timeline.mark_span("wait", began)
@@ -231,7 +243,7 @@ class DraftLoop:
         return came
 
     def _send(self, answers: OutgoingProposals) -> None:
-        """By shared-memory channels; what goes by none is another thread's to send."""
+        """Send messages by shared-memory channels and hand the remaining ones to `Deliver`."""
         self.progress.record_step()
         began = timeline.now()
         rest = self._shm_channels.send_answers(answers)
@@ -252,7 +264,8 @@ class DraftLoop:
             timeline.mark_span("take in", began, count)
 
     def _wait_s(self) -> float | None:
-        """How long to wait for a message; None if there is nothing else to do."""
+        """Return how many seconds to wait for a message, or None to wait without limit because
+        there is no other work."""
         engine = self._engine
         if engine.has_wanted_drafts or self._untaken:
             return 0.0

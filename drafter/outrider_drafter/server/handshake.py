@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 async def connect_to_verifier(
     connection: DrafterConnection, hello: Hello, *, timeout_s: float, join: ShmChannelJoiner
 ) -> ShmChannel | None:
-    """Greet the verifier; the shared-memory channel, if it is on this host and has one. `join` is
-    called on a thread of its own.
+    """Send Hello to the verifier and check its answer. Return the shared-memory channel, or None if
+    the verifier offers none or joining fails. `join` runs on a thread of its own.
 
-    Raises UnavailableError if the verifier does not answer as it should within `timeout_s`,
-    FailedPreconditionError if the two do not fit.
+    Raises UnavailableError if the verifier does not answer with Welcome within `timeout_s` seconds,
+    and FailedPreconditionError if the protocol versions differ.
     """
     await connection.send(hello)
     try:

@@ -56,13 +56,14 @@ from outrider_drafter.state.session import VerdictLimits
 logger = logging.getLogger(__name__)
 
 DRAIN_NOTICE_S = 1.5
-"""How long a drafter that ends waits for a router to hear of it; they ask every half second."""
+"""Maximum time in seconds that a stopping drafter without sessions waits until a router has read
+its draining state. Routers poll every half second."""
 _BACKLOG_POLL_S, _DRAIN_POLL_S = 0.002, 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetIdentity:
-    """What must agree with a verifier."""
+    """Properties of the target model that must be the same in the verifier and the drafter."""
 
     vocab_size: int
     tokenizer_hash: str = ""
@@ -70,11 +71,12 @@ class TargetIdentity:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _VerifierLink:
-    """One attached verifier."""
+    """State of one attached verifier."""
 
     address: str
     first_outcome: asyncio.Future[None]
-    """Done when the first attempt succeeded or failed; carries a misfit as its exception."""
+    """Done when the first connection attempt has succeeded or failed. If the verifier refused this
+    drafter as incompatible, it holds that exception."""
     connected: bool = False
     task: asyncio.Task[None] | None = None
 
@@ -82,9 +84,9 @@ class _VerifierLink:
 class DrafterService:
     """Implements `DrafterControl` over any transport's dialer.
 
-    When a device is lost, it leaves every verifier and refuses every call with DEVICE_LOST; when
-    the drafting thread hangs, with ENGINE_STALLED. The owner is notified through `lost` and must
-    end the process, so that its supervisor starts a new one.
+    When a device is lost, the service closes all connections and refuses every call with
+    DEVICE_LOST. When the drafting thread hangs, it does the same with ENGINE_STALLED. The owner is
+    notified through `lost` and must end the process, so that its supervisor starts a new one.
     """
 
     def __init__(
@@ -101,8 +103,12 @@ class DrafterService:
         handicap: str = "",
         replicas: ReplicaTable | None = None,
     ) -> None:
-        """`busy_cores` is kept while there are sessions; `join` is called on a thread of its own.
-        `handicap`: what slows the drafter down, in words. `replicas`: see `VerifierShmChannels`."""
+        """Create a service without connections.
+
+        `busy_cores`: CPU cores that poll while there are sessions. `join`: joins an offered
+        shared-memory channel; called on a thread of its own. `handicap`: description of what slows
+        the drafter down, shown to operators. `replicas`: see `VerifierShmChannels`.
+        """
         kept = busy_cores or BusyCores.claim(0)
         self.metrics = metrics or DrafterMetrics()
         self._config, self._dialer, self._join_shm_channel = config, dialer, join
@@ -145,9 +151,9 @@ class DrafterService:
             replicas=replicas,
         )
         self.lost = asyncio.Event()
-        """Set when a device does not work any more, or the drafting thread hangs."""
+        """Set when a device is lost or the drafting thread hangs."""
         self.is_stalled = False
-        """Whether the drafting thread hangs: nothing may wait for it."""
+        """Whether the drafting thread hangs. Nothing may wait for the thread then."""
         self._watchdog = Watchdog(
             self._worker.progress,
             has_work=lambda: self._worker.has_work,
@@ -155,23 +161,23 @@ class DrafterService:
             timeout_s=config.stall_s,
         )
         self._draining = False
-        """Whether a router's operator has removed it."""
+        """Whether a router has asked this drafter to drain."""
         self._ending = False
         """Whether the process is about to end."""
         self._heard = False
-        """Whether anybody asked since it is ending."""
+        """Whether a router has called `info` since the process began to end."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._links: dict[str, _VerifierLink] = {}
         self._outboxes: dict[int, SendQueue[DrafterMessage]] = {}
         self._readers: dict[int, asyncio.Task[None]] = {}
-        """By connection: what ends it when it ends."""
+        """Reading task of each connection. Cancelling the task ends the connection."""
         self._lost_shm_channels: set[int] = set()
-        """Connections that end because their shared-memory channels are lost."""
+        """Connections that are being ended because their shared-memory channels are lost."""
         self._numbers = itertools.count(1)
 
     @property
     def num_sessions(self) -> int:
-        """Sessions followed now."""
+        """Number of followed sessions."""
         return self._worker.num_sessions
 
     @property
@@ -181,16 +187,17 @@ class DrafterService:
 
     @property
     def unsent_batches(self) -> list[int]:
-        """Batches of proposals that wait for each connected verifier to read them."""
+        """Number of batches of proposals that wait to be sent, for each connected verifier."""
         return [len(outbox) for outbox in self._outboxes.values()]
 
     def connected_to(self, verifier_address: str) -> bool:
-        """Whether an attached verifier has answered and is still there."""
+        """Return whether the verifier at this address is attached and connected now."""
         link = self._links.get(verifier_address)
         return link is not None and link.connected
 
     async def info(self) -> DrafterInfo:
-        """Identity and load."""
+        """Return the identity and load of this drafter. Raises UnavailableError if a device is lost
+        or the drafting thread hangs."""
         self._check_device()
         self._heard = self._ending
         return DrafterInfo(
@@ -211,10 +218,11 @@ class DrafterService:
         )
 
     async def attach(self, verifier_address: str) -> None:
-        """Connect to a verifier and keep connecting until detached; idempotent.
+        """Connect to a verifier and reconnect until it is detached; idempotent.
 
-        Waits a moment for the first attempt: a verifier that does not fit raises
-        FailedPreconditionError and is not tried again; one that is not there is.
+        Waits up to `attach_wait_s` for the result of the first attempt. Raises
+        FailedPreconditionError if the verifier is incompatible; such a verifier is not tried again,
+        while an unreachable verifier is. Raises InvalidRequestError for an empty address.
         """
         if not verifier_address:
             raise InvalidRequestError("verifier_address must not be empty")
@@ -242,17 +250,19 @@ class DrafterService:
 
     @property
     def draining(self) -> bool:
-        """Whether its sessions are to be given to others."""
+        """Whether routers should move this drafter's sessions to other drafters."""
         return self._draining or self._ending
 
     async def set_draining(self, draining: bool) -> None:
-        """Say in `info` that it leaves, or that it stays after all; it drafts on in any case."""
+        """Set whether `info` reports this drafter as draining. It continues to draft in either
+        case."""
         self._draining = draining
 
     async def hand_over(self, timeout_s: float) -> bool:
-        """Say that it leaves, for good, and draft on until all sessions were given to others and,
-        within HEARD_S, somebody has heard of it: between two sessions it would be taken for lost.
-        False if time ran out."""
+        """Report this drafter as draining for good, and wait until routers have moved all sessions
+        to other drafters. Also waits up to `DRAIN_NOTICE_S` until a router has read this state,
+        because otherwise routers would treat the drafter as lost. Return False if sessions remain
+        after `timeout_s` seconds."""
         self._ending = True
         began = time.monotonic()
         while (passed := time.monotonic() - began) < timeout_s:
@@ -279,7 +289,7 @@ class DrafterService:
             self._watchdog.start()
 
     async def _follow(self, link: _VerifierLink) -> None:
-        """Serve a verifier, connection after connection, until detached or refused at first."""
+        """Keep connecting to a verifier until it is detached, or refuses the first attempt."""
         reconnect = self._config.reconnect
         pause = reconnect.min_backoff_s
         while True:
@@ -314,7 +324,7 @@ class DrafterService:
         )
 
     async def _serve(self, link: _VerifierLink) -> None:
-        """One connection, from the handshake to its end (always by an exception)."""
+        """Serve one connection, from the handshake to its end, which is always an exception."""
         connection = await self._dialer.exchange(link.address)
         number = next(self._numbers)
         sender: asyncio.Task[None] | None = None
@@ -345,8 +355,8 @@ class DrafterService:
                 await connection.close()
 
     async def _read_until_lost(self, connection: DrafterConnection, number: int) -> None:
-        """Read what comes; a connection whose shared-memory channel is lost ends like one that is
-        lost itself."""
+        """Read messages until the connection is lost. The loss of its shared-memory channel ends
+        the connection, too."""
         reader = asyncio.create_task(self._read(connection, number), name="verdicts")
         self._readers[number] = reader
         try:
@@ -376,7 +386,7 @@ class DrafterService:
             told: list[SessionMessage] = []
             for each in together:
                 if isinstance(each, ReplicaCommand):
-                    # They come by shared-memory channels, from verifiers of this host.
+                    # Commands for replicas are valid only through shared-memory channels.
                     self.metrics.ignored_messages.labels("replica").inc()
                 elif not isinstance(each, Heartbeat | Welcome | EncodedMessage):
                     told.append(each)
@@ -386,8 +396,8 @@ class DrafterService:
                 await asyncio.sleep(_BACKLOG_POLL_S)
 
     def _deliver(self, answers: OutgoingProposals) -> None:
-        """Called on the drafting thread, which also encodes: it has nothing else to do, and the
-        event loop may be on its way to other messages."""
+        """Encode proposals and hand them to the event loop. Called on the drafting thread, which
+        encodes because the event loop may be busy with incoming messages."""
         assert self._loop is not None
         encoded = [
             (number, EncodedMessage((encode_drafter_message(message),)))
@@ -397,13 +407,13 @@ class DrafterService:
             self._loop.call_soon_threadsafe(self._enqueue, encoded)
 
     def _on_lost(self) -> None:
-        """Called on the drafting thread."""
+        """Leave all verifiers after the loss of a device. Called on the drafting thread."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             self._loop.call_soon_threadsafe(self._leave)
 
     def _on_shm_channel_lost(self, connection: int) -> None:
-        """Called on the drafting thread."""
+        """End the connection whose shared-memory channel is lost. Called on the drafting thread."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the connection
             self._loop.call_soon_threadsafe(self._lose_shm, connection)
@@ -419,7 +429,7 @@ class DrafterService:
         self._leave()
 
     def _leave(self) -> None:
-        """Drop all connections: their verifiers go on without this drafter."""
+        """Drop all connections. Their verifiers continue without this drafter."""
         self.lost.set()
         for link in self._links.values():
             link.connected = False
@@ -451,6 +461,6 @@ class DrafterService:
 
 
 async def _send_all(outbox: SendQueue[DrafterMessage]) -> None:
-    """Send what finds no room at once; the reader notices when the connection is lost."""
+    """Send the queued messages until the connection is lost; the reading task handles the loss."""
     with contextlib.suppress(OutriderError):
         await outbox.run_sender()

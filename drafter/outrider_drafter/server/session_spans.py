@@ -1,7 +1,7 @@
 """OpenTelemetry spans of traced sessions, with a sample of their drafts.
 
-Drafts made ahead of their verdicts have no span: they belong to no round yet. Spans are made when
-the metrics are written, after the proposals have left.
+Drafts made before their verdicts have no span, because they belong to no round yet. Spans are
+created when the metrics are written, after the proposals have been sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider_drafter.state.session import FollowedSession, SessionKey
 
 @dataclass(slots=True, eq=False)
 class _TracedDrafterSession:
-    """A session that is traced."""
+    """Span and draft counts of a traced session."""
 
     span: RequestSpan
     sampling: RoundTraceSampler = field(default_factory=spans.round_sampling)
@@ -29,14 +29,15 @@ class _TracedDrafterSession:
 
 
 class DrafterSpans:
-    """Traced sessions of a drafter; drafting thread only."""
+    """Spans of the traced sessions of a drafter. Used by the drafting thread only."""
 
     def __init__(self) -> None:
         self.traced: dict[SessionKey, _TracedDrafterSession] = {}
-        """Sessions that are traced."""
+        """Traced sessions by key."""
 
     def start_span(self, key: SessionKey, start: SessionStart) -> None:
-        """A verifier announces a session."""
+        """Start the span of a newly announced session, if its announcement carries a sampled
+        trace."""
         if not start.traceparent:
             return
         about: Attributes = {
@@ -55,7 +56,8 @@ class DrafterSpans:
         seconds: float,
         now: float,
     ) -> None:
-        """Proposals that took so long have left at the wall time `now`, in seconds."""
+        """Record the proposals of a batch that took `seconds` and was sent at the wall-clock time
+        `now`, in seconds. `node_counts` [n]: draft tokens of each session's proposal."""
         for session, nodes in zip(sessions, node_counts.tolist(), strict=True):
             traced = self.traced.get(session.key)
             if traced is None:
@@ -68,7 +70,8 @@ class DrafterSpans:
                 draft.end(at=now)
 
     def end_span(self, key: SessionKey, lost: str = "") -> None:
-        """A session is over, or no longer drafted (then `lost` says why); idempotent."""
+        """End the span of a session; idempotent. `lost`: reason why the session is no longer
+        drafted, empty if it ended normally."""
         traced = self.traced.pop(key, None)
         if traced is None:
             return

@@ -29,12 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 _REPLICA_POLL_S: Final = 0.0001
-"""Time between two looks at what replicas have to do."""
+"""Seconds between two checks whether replicas have work to do."""
 
 
 class ReplicaTable(Protocol):
-    """Replicas by connection: `outrider_drafter.gpu.replicas.Replicas`, which imports Triton.
-    Nothing waits."""
+    """Draft replicas for verifiers that exchange directly between GPUs, by connection.
+    `outrider_drafter.gpu.replicas.Replicas` implements this protocol; it is not imported here
+    because it needs Triton. No method blocks."""
 
     @property
     def has_work(self) -> bool:
@@ -44,29 +45,32 @@ class ReplicaTable(Protocol):
     def take_offer(
         self, connection: int, offer: ReplicaOffer, descriptor: int | None
     ) -> ReplicaRefused | None:
-        """Take an offer up; None: the answer comes by `build_step`."""
+        """Accept a verifier's offer. Return a refusal, or None if `build_step` returns the answer
+        later."""
         ...
 
     def build_step(self) -> tuple[int, ReplicaAnswer, int | None] | None:
-        """Do a step of building a replica; a connection's answer and the descriptor that goes with
-        it, which is the caller's to close."""
+        """Do one step of building a replica. Return (connection, answer, descriptor of the
+        replica's shared memory or None) when the replica is built or has failed, else None. The
+        caller closes the descriptor."""
         ...
 
     def handle_command(self, connection: int, command: ReplicaCommand) -> None:
-        """Do what a verifier says of its replica. Raises InvalidMessageError."""
+        """Execute a verifier's command for its replica, now or in `run_waiting`. Raises
+        InvalidMessageError."""
         ...
 
     def run_waiting(self) -> list[tuple[int, str]]:
-        """Do what could not be done before; the connections whose replicas do not go on, and
-        why."""
+        """Execute waiting commands as far as possible. Return (connection, reason) for each replica
+        that has failed."""
         ...
 
     def close(self, connection: int) -> None:
-        """A connection is gone."""
+        """Free the replica of a connection that has ended."""
 
 
 class VerifierShmChannels(ShmChannelSet):
-    """Shared-memory channels by connection; drafting thread only."""
+    """Shared-memory channels to verifiers, by connection. Used by the drafting thread only."""
 
     def __init__(
         self,
@@ -77,10 +81,14 @@ class VerifierShmChannels(ShmChannelSet):
         pin: Callable[[NDArray[np.uint8]], bool],
         replicas: ReplicaTable | None = None,
     ) -> None:
-        """`max_unsent` bounds the answers that wait for a verifier that does not read; `pin` pins
-        memory for the device that copies features from it. `replicas`: of verifiers that exchange
-        between devices; None: there can be none."""
-        # Features go from there to where the device reads them.
+        """Create a set without channels.
+
+        `max_unsent`: maximum number of messages that wait for a verifier that does not read; beyond
+        it the oldest are dropped. `pin`: pins host memory so that the device can copy features from
+        it. `replicas`: replicas for verifiers that exchange between devices, or None if this
+        drafter offers none.
+        """
+        # Messages are read in place, so that the device can copy features from the ring.
         super().__init__(on_lost, borrows=True)
         self._metrics = metrics
         self._max_unsent = max_unsent
@@ -88,12 +96,13 @@ class VerifierShmChannels(ShmChannelSet):
         self._replicas = replicas
 
     def attach_channel(self, number: int, shm_channel: ShmChannel) -> None:
-        """See `ShmChannelSet`."""
+        """Add the channel of a connection and pin its memory; see `ShmChannelSet`."""
         shm_channel.pin_for_reader(self._pin)
         super().attach_channel(number, shm_channel)
 
     def send_answers(self, answers: OutgoingProposals) -> OutgoingProposals:
-        """Send what goes by shared-memory channels; returns the rest."""
+        """Send the messages of connections that have a shared-memory channel. Return the remaining
+        messages."""
         rest: OutgoingProposals = []
         for connection, message in answers:
             if not self.has_channel(connection):
@@ -109,8 +118,8 @@ class VerifierShmChannels(ShmChannelSet):
         return rest
 
     def receive_messages(self, ready: Iterable[int]) -> list[tuple[int, SessionMessage]]:
-        """(connection, message) of what verifiers say, by the shared-memory channels with these
-        descriptors."""
+        """Return the received (connection, message) pairs of the shared-memory channels whose
+        descriptors are in `ready`. Commands for replicas are executed here and not returned."""
         found: list[tuple[int, SessionMessage]] = []
         for connection, frame in self.receive(ready):
             for message in decode_verifier_messages(frame):
@@ -124,26 +133,29 @@ class VerifierShmChannels(ShmChannelSet):
         return found
 
     def detach_channel(self, number: int) -> None:
-        """See `ShmChannelSet`."""
+        """Remove the channel of a connection and close its replica; see `ShmChannelSet`."""
         if self._replicas is not None:
             self._replicas.close(number)
         super().detach_channel(number)
 
     def poll_timeout(self, timeout_s: float | None) -> float | None:
-        """See `ShmChannelSet`; nobody says when a replica can go on."""
+        """Return the time in seconds to wait for messages, or None to wait without limit; see
+        `ShmChannelSet`. While a replica has work the wait is short, because nothing signals when a
+        replica can continue."""
         timeout_s = super().poll_timeout(timeout_s)
         if self._replicas is None or not self._replicas.has_work:
             return timeout_s
         return _REPLICA_POLL_S if timeout_s is None else min(timeout_s, _REPLICA_POLL_S)
 
     def run_replicas(self) -> None:
-        """Have replicas do what they could not do before."""
+        """Execute the waiting commands of all replicas. The connection of a replica that fails is
+        ended."""
         if self._replicas is not None:
             for connection, why in self._replicas.run_waiting():
                 self._lose_replica(connection, why)
 
     def build_replica(self) -> None:
-        """Do a step of building a replica, if a verifier waits for one."""
+        """Do one step of building a replica if a verifier waits for one."""
         if self._replicas is None:
             return
         built = self._replicas.build_step()
@@ -151,7 +163,7 @@ class VerifierShmChannels(ShmChannelSet):
             self._answer(*built)
 
     def _handle_replica(self, connection: int, command: ReplicaCommand) -> None:
-        """Do what a verifier says of its replica."""
+        """Execute a verifier's command for its replica, or take up its offer of one."""
         if not isinstance(command, ReplicaOffer):
             if self._replicas is not None:
                 try:
@@ -176,8 +188,8 @@ class VerifierShmChannels(ShmChannelSet):
         self.send_frames(connection, encode_drafter_message(answer))
 
     def _lose_replica(self, connection: int, why: str) -> None:
-        """End the connection of a replica that cannot go on: the verifier is dialled anew, and
-        makes a new offer."""
+        """End the connection of a replica that has failed. The drafter then reconnects to the
+        verifier, which makes a new offer."""
         assert self._replicas is not None
         self._replicas.close(connection)
         self.drop_channel(connection, why)

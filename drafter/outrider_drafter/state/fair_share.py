@@ -1,6 +1,6 @@
 """Shares a drafter fairly between its verifiers: message intake and drafting take turns.
 
-The rules matter when there is more to do than can be done at once.
+The limits and orders below matter when the drafter is overloaded.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ MessageT = TypeVar("MessageT")
 Indices = NDArray[np.int64]
 
 MAX_BATCH_SESSIONS: Final = 64
-"""Sessions that are drafted for before messages are looked at again: one launch on a device."""
+"""Maximum number of sessions that are drafted for before messages are polled again. They fit into
+one launch on a device."""
 MAX_MESSAGES_PER_TURN: Final = 64
-"""Messages of a connection that are taken in before those of the others are looked at again."""
+"""Maximum number of messages of one connection that are taken in per turn."""
 MAX_POLLS: Final = 8
-"""Looks for messages before drafts that are wanted are made, whoever has still more to say."""
+"""Maximum number of polls for messages before the wanted drafts are made, even if verifiers keep
+sending."""
 
 
 def choose_fairly(connections: Indices, wished_at: Indices, at_most: int) -> Indices:
-    """Which of n wishes for a draft are served now: of every connection in turn the oldest.
+    """Choose which of n draft requests are served now: the oldest request of each connection, then
+    the second oldest of each, and so on.
 
-    `connections` [n] are those of the sessions, `wished_at` [n] grows with time. Returns at most
-    `at_most` places, ascending.
+    `connections` [n]: connection of each request; `wished_at` [n]: number that increases with the
+    time of the request. Returns the indices of at most `at_most` requests, ascending.
     """
     oldest_first = np.lexsort((wished_at, connections))
     owners = connections[oldest_first]
     begins = np.flatnonzero(np.r_[True, owners[1:] != owners[:-1]])
-    # How many of the same connection are older.
+    # Number of older requests of the same connection.
     turns = np.arange(len(owners)) - np.repeat(begins, np.diff(np.r_[begins, len(owners)]))
     in_turn = oldest_first[np.lexsort((wished_at[oldest_first], turns))]
     found: Indices = np.sort(in_turn[:at_most])
@@ -40,7 +43,8 @@ def choose_fairly(connections: Indices, wished_at: Indices, at_most: int) -> Ind
 
 
 class FairQueue(Generic[MessageT]):
-    """Messages by connection, in order; connections take turns."""
+    """Queue of messages by connection. Connections take turns; the order within a connection is
+    kept."""
 
     def __init__(self) -> None:
         self._queues: dict[int, deque[MessageT]] = {}
@@ -49,15 +53,16 @@ class FairQueue(Generic[MessageT]):
         return bool(self._queues)
 
     def add_messages(self, messages: Iterable[tuple[int, MessageT]]) -> None:
-        """Add (connection, message) behind what waits of the connection."""
+        """Append (connection, message) pairs to the queues of their connections."""
         for connection, message in messages:
             self._queues.setdefault(connection, deque()).append(message)
 
     def take_messages(
         self, at_most: int = MAX_MESSAGES_PER_TURN
     ) -> Generator[tuple[int, MessageT]]:
-        """Remove and return one (connection, message) of every connection in turn, at most so many
-        of each. Those that are not asked for stay."""
+        """Remove and yield (connection, message) pairs, one of every connection in turn, at most
+        `at_most` of each connection. Messages remain in the queue if the iterator is closed
+        early."""
         for _ in range(at_most):
             if not self._queues:
                 return

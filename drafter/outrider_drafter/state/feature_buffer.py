@@ -1,10 +1,12 @@
 """Buffer of received features until a proposer consumes them; rows stay in their messages.
 
-Features are the target's hidden states, projected by the verifier for the EAGLE head. X session
-slots; B sessions of a batch; H feature width. A draft batch reads its rows directly from the
-messages. A message is freed once all of its rows are consumed. A message in the ring of a
-shared-memory channel that is not fully consumed when the next message arrives is copied, because
-the sender needs the space.
+Features are the target's hidden states, projected by the verifier for the EAGLE head. A draft batch
+reads its rows directly from the messages. A message is freed once all of its rows are consumed. A
+message in the ring of a shared-memory channel that is not fully consumed when the next message
+arrives is copied, because the sender needs the space.
+
+Letters in shapes: X session slots; B sessions of a batch; E entries of a message, each for one
+session; F feature rows of a message; H feature width.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _CLOSED: Final = 1 << 62
 
 
 class FeatureView(NamedTuple):
-    """Feature rows of one message, and the position of each session's rows among them."""
+    """Feature rows of one message, and the index of each session's first row among them."""
 
     rows: NDArray[np.generic]
     """[F, H]: all rows of the message, including those of other sessions."""
@@ -59,7 +61,7 @@ class _FeatureMessage:
             self.offsets = self.counts.cumsum() - self.counts
 
     def entries(self, chosen: Indices) -> _FeatureMessage:
-        """A message with the entries at `chosen`, in that order, over the same rows."""
+        """Return a message with the chosen entries, in that order, over the same rows."""
         return _FeatureMessage(
             self.rows,
             self.slots[chosen],
@@ -92,7 +94,8 @@ class FeatureBuffer:
         """H, width of a feature."""
         self._convert = convert
         self._consumed = np.full(max_sessions, _CLOSED, dtype=np.int64)
-        """[X]: end of the consumed positions of each session; `_CLOSED` without one."""
+        """[X]: number of consumed positions of each session; `_CLOSED` for slots whose session
+        needs no features."""
         self._last_consumed: NDArray[np.generic] | None = None
         """[X, H]: the newest consumed feature of each session, needed when a draft is repeated."""
         self._messages: list[_FeatureMessage] = []
@@ -101,11 +104,11 @@ class FeatureBuffer:
         return len(self._messages)
 
     def open_slot(self, slot: int) -> None:
-        """Expect features of a new session."""
+        """Start to collect the features of a new session."""
         self._consumed[slot] = 0
 
     def drop_slot(self, slot: int) -> None:
-        """Drop the features of a session that needs none any more."""
+        """Drop the features of a session that needs no features any more."""
         self._consumed[slot] = _CLOSED
         for message in self._messages:
             message.counts[message.slots == slot] = 0
@@ -139,7 +142,7 @@ class FeatureBuffer:
         self._messages.append(message)
 
     def read_rows(self, slot: int, start: int, stop: int) -> NDArray[np.generic]:
-        """Rows [stop - start, H] of a session.
+        """Return the feature rows [stop - start, H] of a session.
 
         The rows must be in the buffer; `start` may be the newest consumed position.
         """
@@ -163,7 +166,7 @@ class FeatureBuffer:
     def mark_consumed(self, slot: int, stop: int, last: NDArray[np.generic]) -> None:
         """Mark the positions below `stop` of a session as consumed.
 
-        `last` [H] is the newest feature of them.
+        `last` [H]: feature of position `stop` - 1.
         """
         assert self._last_consumed is not None
         self._last_consumed[slot] = last
@@ -171,7 +174,8 @@ class FeatureBuffer:
         self._free_consumed()
 
     def find_view(self, slots: Indices, starts: Indices, counts: Indices) -> FeatureView | None:
-        """View counts[i] rows of the session in slots[i], from position starts[i] on, for all i.
+        """Return a view of counts[i] rows of the session in slots[i], from position starts[i] on,
+        for all i.
 
         Returns None unless one message in the ring of a shared-memory channel has exactly these
         rows of the sessions. A device can read the rows there. The sender does not overwrite them
@@ -223,7 +227,7 @@ class FeatureBuffer:
     ) -> None:
         """Mark the positions below stops[i] of the session in slots[i] as consumed, for all i.
 
-        slots and stops are [B]; `last` [B, H] are the newest features of them.
+        slots and stops are [B]. `last` [B, H]: feature of position stops[i] - 1 of each session.
         """
         assert self._last_consumed is not None
         self._last_consumed[slots] = last

@@ -1,8 +1,8 @@
 """Outcomes (accepted path, next token) of proposals, ranked by expected gain. Pure.
 
-A proposal of n nodes has 1 + n places: its root, then its nodes. A verdict ends at a place, with a
-token that is none of its children; c candidates for it are known at each place. P places of some
-proposals, one proposal after another.
+A proposal of n nodes has 1 + n places: the root, then the nodes. A verdict accepts the path to one
+place and appends a token that is none of the place's children. Letters in shapes: L proposals; P
+places of all proposals, one proposal after another; c candidate tokens at each place; K outcomes.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ from outrider.spec.digest import extend_digests
 from outrider.spec.tree import DraftTree
 
 OUTCOME_BATCH_SIZES: Final = (4, 16, 32, 64)
-"""Outcomes that one launch drafts for: a device fills up what is less."""
+"""Numbers of outcomes for which one launch can draft. A launch for fewer outcomes is padded to the
+next size."""
 _WORTH: Final = 0.004
-"""Gain of an outcome that pays for its row of a launch: a hit saves some 2 ms of a GPU's time, a
-row of a larger launch costs 10 to 30 us, of which some is hidden behind the verify round."""
+"""Minimum mean gain (probability of a hit) of the outcomes that a larger launch adds. A hit saves
+about 2 ms of GPU time; each row of a larger launch costs 10 to 30 us, partly hidden behind the
+verify round."""
 
 Indices = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
 class NodeIndex(NamedTuple):
-    """How the nodes of some proposals lie, whatever may follow them."""
+    """Places (roots and nodes) of several proposals in flat arrays."""
 
     roots: Indices
-    """[L]: the first place of each proposal."""
+    """[L]: index of each proposal's root."""
     parent_indices: Indices
-    """[P]: the place above each; of a root, itself."""
+    """[P]: index of the parent of each place; a root is its own parent."""
     node_tokens: NDArray[np.int32]
-    """[P]: the token of each node; of a root, -1."""
+    """[P]: token of each node; -1 at roots."""
     depths: Indices
-    """[P]: tokens between the root and each place."""
+    """[P]: number of tokens from the root to each place, 0 at roots."""
 
     @classmethod
     def of_trees(cls, trees: Sequence[DraftTree]) -> NodeIndex:
-        """The places of proposals."""
+        """Return the places of these proposals."""
         sizes = np.array([len(tree) + 1 for tree in trees], dtype=np.int64)
         roots = sizes.cumsum() - sizes
         above = roots.repeat(sizes)
@@ -51,13 +53,13 @@ class NodeIndex(NamedTuple):
             above[nodes] += np.concatenate([tree.parents for tree in trees]) + 1
             drafted[nodes] = np.concatenate([tree.tokens for tree in trees])
         depths, at = nodes.astype(np.int64), above
-        # Each pass doubles how far up a place has counted.
+        # Each pass doubles the number of levels that a place has counted.
         while bool(nodes[at].any()):
             depths, at = depths + depths[at], at[at]
         return cls(roots, above, drafted, depths)
 
     def select(self, proposals: Sequence[int]) -> NodeIndex:
-        """Of some of the proposals, ascending."""
+        """Return the places of some of the proposals, whose indices must be ascending."""
         if len(proposals) == len(self.roots):
             return self
         ends = np.append(self.roots[1:], len(self.parent_indices))
@@ -68,7 +70,7 @@ class NodeIndex(NamedTuple):
         return NodeIndex(roots, above, self.node_tokens[kept], self.depths[kept])
 
     def prefix_digests(self, prefixes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """[P]: the prefix digest at each place; `prefixes` [L]: at the roots."""
+        """Return the prefix digest at each place [P]. `prefixes` [L]: digests at the roots."""
         result = np.empty(len(self.parent_indices), dtype=np.uint64)
         result[self.roots] = prefixes
         for depth in range(1, int(self.depths.max(initial=0)) + 1):
@@ -78,23 +80,24 @@ class NodeIndex(NamedTuple):
 
 
 class CandidateLayout(NamedTuple):
-    """How the nodes of some proposals lie among the candidates; for the first four see
-    `ConnectionSlots`."""
+    """Places of several proposals together with the candidate tokens at each place. The first four
+    fields are those of `NodeIndex`."""
 
     roots: Indices
     parent_indices: Indices
     node_tokens: NDArray[np.int32]
     depths: Indices
     tokens: NDArray[np.int32]
-    """[P, c]: candidates of each place, best first."""
+    """[P, c]: candidate tokens of each place, best first."""
     ranks: Indices
-    """[P]: which of its parent's candidates a node is; c where it is none, and at roots."""
+    """[P]: index of each node among the candidates of its parent; c at roots and for nodes that are
+    not among the candidates."""
     is_child: NDArray[np.bool_]
-    """[P, c]: candidates that are nodes of the proposal."""
+    """[P, c]: whether a candidate is a node of the proposal."""
 
     @classmethod
     def of_candidates(cls, places: NodeIndex, tokens: NDArray[np.int32]) -> CandidateLayout:
-        """The layout of proposals with these candidates [P, c]."""
+        """Return the layout of proposals with these candidate tokens [P, c]."""
         same = tokens[places.parent_indices] == places.node_tokens[:, None]
         same[places.roots] = False
         found = same.any(axis=1)
@@ -104,8 +107,9 @@ class CandidateLayout(NamedTuple):
         return cls(*places, tokens, ranks, is_child)
 
     def reach_probability(self, stands: Floats) -> Floats:
-        """[P]: probability that a verdict's path comes to each place; `stands` [P]: that a node
-        stands once its parent was reached; what it says of roots does not matter."""
+        """Return the probability that a verdict's path reaches each place, float64 [P]. `stands`
+        [P]: probability that a node is accepted once its parent is reached; the entries of roots
+        are ignored."""
         result, at = stands.copy(), self.parent_indices
         result[self.roots] = 1.0
         while bool(self.depths[at].any()):
@@ -115,21 +119,25 @@ class CandidateLayout(NamedTuple):
 
 
 class ChosenOutcomes(NamedTuple):
-    """Outcomes of one proposal, best first; [K] each."""
+    """Outcomes of one proposal, best first; arrays [K]. Each outcome is a place, the last of the
+    accepted path, and the next token."""
 
     places: Indices
     tokens: NDArray[np.int32]
     gains: Floats
-    """Expected: the probability of each outcome, as far as it is known."""
+    """Expected gain of each outcome, that is its estimated probability."""
 
 
 def best_outcomes(
     layout: CandidateLayout, gains: Floats, proposal: int, *, room: int, count: int
 ) -> ChosenOutcomes:
-    """Choose up to `count` outcomes of a proposal by expected gain [P, c]. Impossible outcomes are
-    left out: tokens that are already children of the node, and nodes too deep for another draft
-    level. `room`: levels that the proposal may have. Ties go to the lower place, then to the lower
-    candidate."""
+    """Return up to `count` outcomes of one proposal with the highest expected gains, given gains
+    [P, c].
+
+    Impossible outcomes are left out: tokens that are already children of the place, and places too
+    deep for another draft level. `room`: number of levels that the proposal may have. Ties go to
+    the lower place, then to the lower candidate.
+    """
     first = int(layout.roots[proposal])
     last = proposal + 1 == len(layout.roots)
     mine = slice(first, len(gains) if last else int(layout.roots[proposal + 1]))
@@ -137,7 +145,7 @@ def best_outcomes(
     possible[layout.depths[mine] > room - 2] = 0.0
     flat = possible.ravel()
     if 0 < count < len(flat):
-        # Not argpartition: which of equal ones it takes is not defined.
+        # Not argpartition, because its choice among equal values is not defined.
         least = np.partition(flat, -count)[-count]
         found = np.flatnonzero((flat >= least) & (flat > 0.0))
     else:
@@ -149,8 +157,9 @@ def best_outcomes(
 
 
 def num_worthwhile(gains: Floats) -> int:
-    """Return how many of these outcomes [K], sorted best first over all sessions, are worth
-    drafting: the largest launch size whose expected gain justifies its rows."""
+    """Return how many of the outcomes are worth drafting for: the largest launch size whose
+    expected gain justifies its rows. `gains` [K]: gains of the outcomes of all sessions, best
+    first."""
     count = 0
     for size in OUTCOME_BATCH_SIZES:
         added = gains[count:size]
@@ -161,18 +170,20 @@ def num_worthwhile(gains: Floats) -> int:
 
 
 class VerdictPath(NamedTuple):
-    """What a verdict showed of a proposal: the places that its path reached, and what followed."""
+    """Path of a verdict through a proposal. Place i is followed by the verdict's token i."""
 
     places: Indices
-    """[m], the root first."""
+    """[m]: places that the path reached, the root first."""
     columns: Indices
-    """[m]: which candidate of the place was emitted; -1: none of them."""
+    """[m]: index of the emitted token among the candidates of each place; -1 if it is not a
+    candidate."""
     accepted: NDArray[np.bool_]
-    """[m]: whether that is a child, on whose side the path went on."""
+    """[m]: whether the emitted token is a child of the place, so that the path continues there."""
 
 
 def follow_verdict(layout: CandidateLayout, proposal: int, emitted: Sequence[int]) -> VerdictPath:
-    """Follow the emitted tokens through a proposal, as far as they lead."""
+    """Return the path of the emitted tokens through a proposal, up to the first token that is no
+    node of the proposal."""
     places: list[int] = []
     columns: list[int] = []
     stood: list[bool] = []

@@ -1,9 +1,9 @@
 """FollowedSession: a drafter's state of one session; and the checks of its announcement.
 
-Tokens t_0 .. t_n (t_n is the root) and features f_0 .. f_{n-1}. During a chunked prefill the
-features may cover every known token; once a draft is wanted they end one before the root. Values
-that change with every round are in the columns of a `SessionTable`; a `FollowedSession` is one row
-of it.
+A session has tokens t_0 .. t_n, where t_n is the root, and features f_0 .. f_{n-1}. During a
+chunked prefill there may be a feature for every known token. Once a draft is wanted, the newest
+feature is f_{n-1}, one position before the root. Values that change with every round are in the
+columns of a `SessionTable`; a `FollowedSession` is one row of that table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class SessionKey(NamedTuple):
-    """A session is known under the connection that announced it; a reconnect starts it afresh."""
+    """Key of a session: the connection that announced it, and its handle there. After a reconnect
+    the session is announced again under a new key."""
 
     connection: int
     handle: int
@@ -35,17 +36,17 @@ class SessionKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictLimits:
-    """What a verdict may contain."""
+    """Bounds that the contents of verdicts and announcements must respect."""
 
     vocab_size: int
     feature_size: int
-    """Width H of a feature row; 0 if this drafter takes none."""
+    """Width H of a feature row; 0 if this drafter uses no features."""
     max_context: int
-    """Longest session in tokens that is followed at all."""
+    """Maximum length in tokens of a session that is followed."""
 
 
 class TokenRow:
-    """A session's tokens, read as a view."""
+    """Tokens of one session, read from the session table without a copy."""
 
     __slots__ = ("_slot", "_table")
 
@@ -57,36 +58,36 @@ class TokenRow:
 
     @property
     def view(self) -> NDArray[np.int32]:
-        """All tokens."""
+        """All tokens of the session, int32; a view of the table."""
         return self._table.tokens[self._slot, : self._table.lengths[self._slot]]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FollowedSession:
-    """One followed session."""
+    """State of one followed session."""
 
     key: SessionKey
     session_id: SessionId
-    """For logs."""
+    """Id of the session in logs."""
     table: SessionTable
     slot: int
-    """Its row of the table."""
+    """Row of the session in `table`."""
     plan: SpeculationPlan
     sampling: SamplingParams
     max_len: int
     prompt_len: int
     tokens: TokenRow
     structured_output: StructuredOutput | None = None
-    """The form that its output must have; None: any."""
+    """Grammar that the session's output must follow; None if there is none."""
     stop_token_ids: tuple[int, ...] = ()
-    """What ends such an output."""
+    """Token ids that end a structured output."""
     token_limits: TokenLimits | None = None
-    """Which ids its output may be made of; None: all."""
+    """Limits on the token ids of the output; None if all ids are allowed."""
     constraint: Constraint | None = None
-    """What it may emit, by its form and the limits of its ids; None: anything, or its form is not
-    known yet and drafts are not masked."""
+    """Constraint made from the grammar and the token limits. None if there is no constraint, or the
+    grammar is not compiled yet, in which case drafts are not masked."""
     lost_reason: str = ""
-    """Why the session is no longer drafted; empty while it is."""
+    """Reason why the session is no longer drafted; empty while it is drafted."""
 
     @property
     def digest(self) -> int:
@@ -100,29 +101,32 @@ class FollowedSession:
 
     @property
     def has_constraint(self) -> bool:
-        """Whether not all ids may follow everywhere."""
+        """Whether the session has a grammar or token limits."""
         return self.structured_output is not None or self.token_limits is not None
 
     @property
     def ships_distributions(self) -> bool:
-        """Whether the draft distributions that tokens are drawn from go out with the drafts."""
+        """Whether drafts are sent together with the draft distributions that their tokens are drawn
+        from."""
         return self.sampling.effective_rule is Rule.REJECTION
 
     @property
     def uses_prefix_noise(self) -> bool:
         """Whether each prefix draws from DRAFT noise of its own (`spec.noise.prefix_keys`). Under
-        the rejection rule drafts that are thrown away must not condition those that are used; where
-        drafts are made ahead, it is not known yet which these are."""
+        the rejection rule, drafts that are never used must not share noise with drafts that are.
+        With look-ahead, it is not known at drafting time which drafts will be used."""
         return self.plan.look_ahead > 0 and self.ships_distributions
 
     @property
     def draft_levels_left(self) -> int:
-        """Draft levels that can still become tokens: each round also emits one of its own."""
+        """Maximum number of draft levels within the session's maximum length. One token is
+        reserved, because each round emits a token of the target as well."""
         return self.max_len - len(self.tokens) - 1
 
 
 def check_announcement(start: SessionStart, limits: VerdictLimits) -> str:
-    """Why an announcement makes no sense; empty if it does."""
+    """Return the name of the invalid field of an announcement, or an empty string if the
+    announcement is valid."""
     if not 0 < start.max_len <= limits.max_context:
         return "max_len"
     if not 0 < start.prompt_len <= start.max_len:

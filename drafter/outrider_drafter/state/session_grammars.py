@@ -1,8 +1,8 @@
 """Token constraints of sessions on a drafter; grammars are compiled in the background.
 
-Limits of token ids are constraints, too. A grammar is ready a moment after its session is
-announced; until then, and where it cannot be compiled, drafts are not masked: some of their tokens
-cannot be accepted then, without further effect.
+Limits of token ids are constraints, too. A grammar is ready some time after its session is
+announced. Until then, and if the grammar cannot be compiled, drafts are not masked: the verifier
+then rejects some of their tokens, without further effect.
 """
 
 from __future__ import annotations
@@ -26,37 +26,39 @@ from outrider_drafter.state.session import FollowedSession, VerdictLimits
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_GRAMMARS: Final = 64
-"""Forms that may wait to be compiled; sessions beyond that are drafted for without masks."""
+"""Maximum number of grammars that wait to be compiled. Sessions with further grammars are drafted
+for without masks."""
 
 
 class SessionConstraints:
-    """Gives sessions their constraints; drafting thread only."""
+    """Assigns token constraints to sessions. Used by the drafting thread only."""
 
     def __init__(self, grammars: GrammarCache | None, limits: VerdictLimits) -> None:
-        """`grammars`: None where there can be none."""
+        """Create an instance without sessions. `grammars`: cache of compiled grammars, or None to
+        mask no drafts by grammars."""
         self._grammars, self._limits = grammars, limits
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forms")
         self._waiting: dict[StructuredOutput, Future[CompiledGrammar | None]] = {}
 
     @property
     def is_compiling(self) -> bool:
-        """Whether any form that was asked for is not compiled yet."""
+        """Whether any requested grammar is not compiled yet."""
         return not all(future.done() for future in self._waiting.values())
 
     def request_grammar(self, session: FollowedSession) -> None:
-        """A session was announced: have its form compiled, if it has one."""
+        """Start to compile the grammar of a newly announced session, if the session has one."""
         structured = session.structured_output
         if structured is None or structured in self._waiting or self._cached(structured):
             return
         if len(self._waiting) >= MAX_WAITING_GRAMMARS:
-            # Those of sessions that have left meanwhile.
+            # Drop compiled grammars whose sessions may have ended before using them.
             self._waiting = {form: it for form, it in self._waiting.items() if not it.done()}
         if len(self._waiting) < MAX_WAITING_GRAMMARS:
             self._waiting[structured] = self._threads.submit(self._compile, structured)
 
     def assign_grammars(self, sessions: Sequence[FollowedSession]) -> None:
-        """Sessions are about to be drafted for: those without a form, and those whose forms have
-        been compiled meanwhile, get their constraints."""
+        """Assign constraints to those of the sessions that have none yet and whose grammars, if
+        any, are compiled. Call this before drafting for the sessions."""
         for session in sessions:
             if session.has_constraint and session.constraint is None:
                 session.constraint = self._constraint(session)
@@ -87,7 +89,7 @@ class SessionConstraints:
         return grammar.start_constraint(ids)
 
     def _compile(self, structured: StructuredOutput) -> CompiledGrammar | None:
-        """On the thread."""
+        """Compile a grammar; runs on the background thread. Return None if that fails."""
         try:
             return None if self._grammars is None else self._grammars.compile_grammar(structured)
         except OutriderError as error:
@@ -98,7 +100,8 @@ class SessionConstraints:
 
 
 def constraint_of(session: FollowedSession) -> Constraint | None:
-    """What may follow a session's tokens; None if anything may, as far as is known."""
+    """Return a session's constraint, advanced to the end of its tokens, or None if the session is
+    not constrained."""
     constraint = session.constraint
     if constraint is None:
         return None
@@ -107,6 +110,7 @@ def constraint_of(session: FollowedSession) -> Constraint | None:
 
 
 def masks_of(session: FollowedSession, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32] | None:
-    """uint32 [P, W]: what may follow the tokens of a session and each path; None: anything."""
+    """Return the allowed-token mask after the session's tokens and each of the P paths, uint32 [P,
+    words of a mask], or None if the session is not constrained."""
     constraint = constraint_of(session)
     return None if constraint is None else masks_of_paths(constraint, paths)

@@ -1,7 +1,7 @@
 """SessionTable: all followed sessions in columns; checks and applies messages of verdicts.
 
-It also records which sessions each connection announced, and their handles. X session slots, S
-entries of a message, T tokens.
+It also records which sessions each connection announced, and their handles. Letters in shapes: X
+session slots; S entries of a message, each for one session; T tokens.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Indices = NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class ConnectionSessions:
-    """The sessions that one connection announced."""
+    """Sessions that one connection announced."""
 
     slots: Indices = field(default_factory=lambda: np.full(64, -1, dtype=np.int64))
-    """By handle; -1: none."""
+    """Session slot by handle; -1 if the handle has no session."""
     count: int = 0
 
     def find_slots(self, handles: Indices) -> Indices:
-        """The slots of these handles, any numbers >= 0; -1 for those without."""
+        """Return the slots of these handles, any numbers >= 0; -1 for handles without a session."""
         known = handles < len(self.slots)
         return np.where(known, self.slots[np.where(known, handles, 0)], -1)
 
     def set_slot(self, handle: int, slot: int) -> None:
-        """Note the session of a handle."""
+        """Record the slot of a new session by its handle."""
         if handle >= len(self.slots):
             grown = np.full(max(handle + 1, 2 * len(self.slots)), -1, dtype=np.int64)
             grown[: len(self.slots)] = self.slots
@@ -56,74 +56,78 @@ LOSS_REASONS: Final = (
     "feature_gap",
     "feature_range",
 )
-"""Why a session cannot be followed any more, by number; the first one that holds is it."""
+"""Reasons why a session cannot be followed any more; a reason's number is its index. If several
+apply, the first one that was detected is reported."""
 
 
 class AppliedVerdicts(NamedTuple):
-    """What became of a message."""
+    """Result of applying a message of verdicts."""
 
     slots: Indices
-    """Sessions that were moved on."""
+    """Slots of the sessions to which the message was applied."""
     lost: list[tuple[FollowedSession, str]]
-    """Sessions whose entry cannot be followed, and why."""
+    """Sessions whose entry was invalid, each with the reason from `LOSS_REASONS`."""
     unknown: int
-    """Entries for nobody."""
+    """Number of entries for unknown sessions."""
 
 
 class SessionTable:
     """At most `max_sessions` followed sessions, in columns.
 
-    When all slots are taken, the connection that holds most of them gives up its least recently
-    used session: no verifier takes another's.
+    When all slots are taken, the connection with the most sessions loses its least recently used
+    session. A verifier therefore cannot displace sessions of verifiers with fewer sessions.
     """
 
     def __init__(self, max_sessions: int, limits: VerdictLimits, convert: FeatureConverter) -> None:
-        """`convert` is how the reader of features holds them."""
+        """Create a table without sessions. `convert`: converts received features to the proposer's
+        element type."""
         self._limits = limits
         self._sessions: list[FollowedSession | None] = [None] * max_sessions
         self._free = list(range(max_sessions - 1, -1, -1))
         self._connections: dict[int, ConnectionSessions] = {}
         self._ticks = 0
         self.used_at = np.zeros(max_sessions, dtype=np.int64)
-        """[X]: counts messages; when each session was heard of last."""
+        """[X]: number of the message in which each session was mentioned last; messages are counted
+        from 1."""
         self.features = FeatureBuffer(
             max_sessions=max_sessions, width=limits.feature_size, convert=convert
         )
-        # Address space only: the system backs what is written.
+        # This only reserves address space: the system allocates pages when they are written.
         self.tokens = np.empty((max_sessions, limits.max_context), dtype=np.int32)
-        """[X, max_context]"""
+        """int32 [X, max_context]: tokens of each session, valid up to `lengths`."""
         self.lengths = np.zeros(max_sessions, dtype=np.int64)
-        """[X]: known tokens."""
+        """[X]: number of known tokens."""
         self.digests = np.zeros(max_sessions, dtype=np.uint64)
         self.feature_ends = np.zeros(max_sessions, dtype=np.int64)
-        """[X]: positions whose feature was received."""
+        """[X]: number of positions whose feature was received."""
         self.max_lens = np.zeros(max_sessions, dtype=np.int64)
         self.followed = np.zeros(max_sessions, dtype=np.bool_)
-        """[X]: False for free slots and lost sessions."""
+        """[X]: whether the slot holds a session that is followed; False for free slots and lost
+        sessions."""
         self.wanting = np.zeros(max_sessions, dtype=np.bool_)
         """[X]: whether a draft is wanted."""
         self.behind = np.zeros(max_sessions, dtype=np.bool_)
-        """[X]: whether there is news that no source has taken in."""
+        """[X]: whether there are new tokens or features that no proposer has processed."""
         self.version = 0
-        """Counts what changes which sessions there are, or what is drafted for one."""
+        """Number that increases whenever a session or its plan is added, changed or removed."""
 
     def __len__(self) -> int:
         return len(self._sessions) - len(self._free)
 
     def draft_levels_left(self, slots: Indices) -> Indices:
-        """Draft levels that these sessions have room for: see
+        """Return the maximum number of draft levels of these sessions; see
         `FollowedSession.draft_levels_left`."""
         found: Indices = self.max_lens[slots] - self.lengths[slots] - 1
         return found
 
     def session_in(self, slot: int) -> FollowedSession:
-        """The session in a taken slot."""
+        """Return the session in a taken slot."""
         session = self._sessions[slot]
         assert session is not None, slot
         return session
 
     def get(self, key: SessionKey) -> FollowedSession | None:
-        """A session by its name."""
+        """Return the session with this key, or None if it is unknown."""
         connection = self._connections.get(key.connection)
         if connection is None or key.handle >= len(connection.slots):
             return None
@@ -131,7 +135,8 @@ class SessionTable:
         return None if slot < 0 else self._sessions[slot]
 
     def session_to_evict(self, connection: int) -> FollowedSession | None:
-        """Who must go before a connection can have another session; None if there is room."""
+        """Return the session that must be removed before a connection can have another session, or
+        None if a slot is free."""
         if self._free:
             return None
         mine = self._connections.get(connection)
@@ -144,7 +149,7 @@ class SessionTable:
         return self.session_in(int(held[self.used_at[held].argmin()]))
 
     def add_session(self, connection: int, start: SessionStart) -> FollowedSession:
-        """Begin a session; there must be room, and none with its handle."""
+        """Add an announced session. A slot must be free, and the handle must not be in use."""
         self.version += 1
         slot = self._free.pop()
         session = FollowedSession(
@@ -173,14 +178,15 @@ class SessionTable:
         return session
 
     def forget_session(self, session: FollowedSession) -> None:
-        """Stop following a session: its slot stays taken, and nothing is taken in any more."""
+        """Stop following a session. Its slot stays taken, and its verdicts are ignored from now
+        on."""
         self.version += 1
         slot = session.slot
         self.followed[slot] = self.wanting[slot] = self.behind[slot] = False
         self.features.drop_slot(slot)
 
     def remove_session(self, session: FollowedSession) -> None:
-        """Give a session's slot back; it must be the one that is there."""
+        """Remove a session and free its slot. The session must be the one in that slot."""
         assert self._sessions[session.slot] is session
         self.forget_session(session)
         connection = self._connections[session.key.connection]
@@ -192,16 +198,17 @@ class SessionTable:
         self._free.append(session.slot)
 
     def sessions_of_connection(self, connection: int) -> list[FollowedSession]:
-        """The sessions that one connection announced."""
+        """Return the sessions that a connection announced."""
         found = self._connections.get(connection)
         if found is None:
             return []
         return [self.session_in(slot) for slot in found.slots[found.slots >= 0].tolist()]
 
     def apply_verdicts(self, connection: int, verdicts: Verdicts) -> AppliedVerdicts:
-        """Move sessions on by a message, as far as its entries make sense.
+        """Apply a message of verdicts. Invalid entries are not applied and make their sessions
+        lost.
 
-        A repeated verdict is no error as long as it says the same; a gap or a contradiction is.
+        A repeated verdict with the same contents is valid; a gap or a contradiction is invalid.
         """
         found = self._connections.get(connection)
         if found is None:
@@ -227,9 +234,9 @@ class SessionTable:
         )
 
     def take_in_whole(self, verdicts: Verdicts, slots: Indices) -> bool:
-        """Move sessions on by a message that says of each of them exactly what comes next, as
-        nearly all do. False, and nothing has changed, where any entry does not: then entries are
-        looked at one by one."""
+        """Apply a message in one step if every entry is valid and repeats nothing, as in nearly all
+        messages. Otherwise change nothing and return False; the entries are then checked one by
+        one."""
         starts, counts, tokens = verdicts.starts, verdicts.token_counts, verdicts.tokens
         if int(slots.min()) < 0 or not bool(self.followed[slots].all()):
             return False
@@ -260,7 +267,8 @@ class SessionTable:
         return True
 
     def _features_follow(self, verdicts: Verdicts, slots: Indices, ends: Indices) -> bool:
-        """Whether a message's features, if it has any, go on where those before them ended."""
+        """Return whether the message has no features, or the features of every entry start where
+        the received features of the session end."""
         if verdicts.features is None or not self._limits.feature_size:
             return True
         firsts = verdicts.feature_starts
@@ -271,7 +279,8 @@ class SessionTable:
     def _put_tokens(
         self, slots: Indices, starts: Indices, counts: Indices, tokens: NDArray[np.int32]
     ) -> None:
-        """Write counts[i] tokens of the session in slots[i] from starts[i] on."""
+        """Write the next counts[i] of `tokens` to the session in slots[i], from position starts[i]
+        on, for all i."""
         flat = self.tokens.reshape(-1)
         firsts = slots * self.tokens.shape[1] + starts - (counts.cumsum() - counts)
         flat[firsts.repeat(counts) + np.arange(len(tokens))] = tokens
@@ -301,27 +310,28 @@ class SessionTable:
 
 @dataclass(slots=True, eq=False)
 class _CheckedVerdicts:
-    """The news in a message, checked; columns over the entries that are for followed sessions."""
+    """Checked contents of a message: the new tokens and features of each entry, and the reasons for
+    invalid entries. Columns have one element per entry for a followed session."""
 
     slots: Indices
     reasons: Indices
     fresh: Indices
-    """Tokens that are new."""
+    """Number of new tokens."""
     digests: NDArray[np.uint64]
-    """After them."""
+    """Prefix digest after the new tokens."""
     draft_wanted: NDArray[np.bool_]
     tokens: NDArray[np.int32]
-    """[T] of these entries."""
+    """[T]: tokens of these entries."""
     token_owners: Indices
-    """[T]: entry."""
+    """[T]: index of the entry that each token belongs to."""
     token_places: Indices
-    """[T]: index in the session's prefix."""
+    """[T]: position of each token in the session."""
     token_fresh: NDArray[np.bool_]
     takes_features: bool
     feature_rows: Indices
-    """Rows that are new."""
+    """Number of new feature rows."""
     feature_offsets: Indices
-    """Where they begin in the message."""
+    """Index of the first new feature row in the message."""
 
     @classmethod
     def check_message(
@@ -332,7 +342,7 @@ class _CheckedVerdicts:
         entries: Indices,
         limits: VerdictLimits,
     ) -> _CheckedVerdicts:
-        """Check a message against what is known; see `LOSS_REASONS`."""
+        """Check a message against the table; see `LOSS_REASONS`."""
         slots = all_slots[entries]
         starts, counts = verdicts.starts[entries], verdicts.token_counts[entries]
         owners, within = owner_and_offset(counts)
@@ -362,7 +372,7 @@ class _CheckedVerdicts:
         self.reasons[bad & (self.reasons == 0)] = LOSS_REASONS.index(reason)
 
     def _owned_by(self, tokens: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Entries that own one of these tokens at least."""
+        """Return which entries own at least one of the marked tokens."""
         found = np.zeros(len(self.slots), dtype=np.bool_)
         found[self.token_owners[tokens]] = True
         return found
@@ -370,7 +380,7 @@ class _CheckedVerdicts:
     def _bound(
         self, table: SessionTable, starts: Indices, counts: Indices, limits: VerdictLimits
     ) -> None:
-        """What needs no token of before."""
+        """Check the ranges of lengths and token ids, and that no session has two entries."""
         if not bool(is_last_occurrence(self.slots).all()):
             again = self.slots[~is_last_occurrence(self.slots)]
             self._refuse(np.isin(self.slots, again), "repeated")
@@ -386,7 +396,8 @@ class _CheckedVerdicts:
         counts: Indices,
         digests: NDArray[np.uint64],
     ) -> None:
-        """Tell what is new from what is repeated; entries that were refused count as empty."""
+        """Separate new tokens from repeated ones, and check the repeated tokens and the digests.
+        Entries that were found invalid before count as empty."""
         good = self.reasons == 0
         overlap = np.where(good, table.lengths[self.slots] - starts, 0)
         self.fresh = np.where(good, np.maximum(counts - overlap, 0), 0)

@@ -20,7 +20,8 @@ from outrider.wire.pool_codec import (
 from outrider.wire.v1 import pool_pb2 as pb
 
 REMOVE_TIMEOUT_S = 30.0
-"""Longest time of a removal, which waits until other drafters have taken over the sessions."""
+"""Maximum duration of a removal, in seconds; the removal waits until other drafters have taken over
+the sessions."""
 _SERVICE = "/outrider.wire.v1.PoolService/"
 
 
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status. Raises OutriderError."""
+    """Run the command and return the exit status. Raises OutriderError."""
     if args.action == "add":
         add_drafter(args.pool, args.address, tls_of(args))
         sys.stdout.write(
@@ -56,13 +57,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_drafter(pool: str, address: str, tls: TlsConfig | None = None) -> None:
-    """Have the router whose PoolService is at `pool` connect to a drafter. Raises OutriderError."""
+    """Let the router with its PoolService at `pool` connect to a drafter. Raises OutriderError."""
     request = add_drafter_to_pb(address).SerializeToString()
     _call(pool, "AddDrafter", request, INFO_TIMEOUT_S, tls)
 
 
 def remove_drafter(pool: str, address: str, tls: TlsConfig | None = None) -> RemovedDrafter:
-    """Have the router give a drafter's sessions to others and forget it. Raises OutriderError."""
+    """Let the router move a drafter's sessions to other drafters and remove it.
+
+    Raises OutriderError.
+    """
     request = remove_drafter_to_pb(address).SerializeToString()
     answer = _call(pool, "RemoveDrafter", request, REMOVE_TIMEOUT_S, tls)
     return removed_from_pb(pb.RemoveDrafterResponse.FromString(answer))

@@ -32,18 +32,18 @@ def read_flags(path: Path, add_arguments: Callable[[argparse.ArgumentParser], No
 
 
 class _FileParser(argparse.ArgumentParser):
-    """A parser whose errors name the file that the flags come from."""
+    """A parser whose errors name the flags file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(allow_abbrev=False)
         self._path = path
 
     def action_of(self, name: str) -> argparse.Action | None:
-        """What the flag of this name means; None if there is no such flag."""
+        """Return the action of a flag, or None if there is no such flag."""
         return self._option_string_actions.get(f"--{name}")
 
     def names(self) -> list[str]:
-        """The keys that a file may have."""
+        """Return the keys that a file may have."""
         names = (option[2:] for option in self._option_string_actions if option.startswith("--"))
         return sorted(set(names) - _NOT_IN_FILES)
 
@@ -53,7 +53,7 @@ class _FileParser(argparse.ArgumentParser):
 
 
 def _flag(parser: _FileParser, path: Path, key: object, value: object) -> list[str]:
-    """The command line of one key."""
+    """Return the command-line arguments of one key."""
     name = str(key).replace("_", "-")
     action = parser.action_of(name)
     if action is None or name in _NOT_IN_FILES:
@@ -80,7 +80,7 @@ def _is_scalar(value: object) -> bool:
 
 
 def _read(path: Path) -> Mapping[Any, object]:
-    """What the file holds. Raises like `read_flags`."""
+    """Return the content of a file. Raises like `read_flags`."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -125,6 +125,6 @@ def _parse_yaml(path: Path, text: str) -> object:
 
 
 def _invalid(path: Path, message: str, *, line: int | None = None) -> InvalidRequestError:
-    """The error of a file, or of one of its lines, counted from 1."""
+    """Return the error of a file, or of a line of it, counted from 1."""
     where = f"{path}" if line is None else f"{path} line {line}"
     return InvalidRequestError(f"{where}: {message}", reason="INVALID_CONFIG")

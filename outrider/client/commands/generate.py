@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def local_config(args: argparse.Namespace, files: ModelFiles, concurrency: int) -> LocalFleetConfig:
-    """Configuration of the processes that the flags ask for."""
+    """Return the configuration of the local processes that the flags ask for."""
     method = DraftMethod(args.drafter or DraftMethod.EAGLE3)
     draft_model = None
     if method is DraftMethod.MODEL:
@@ -194,7 +194,8 @@ def _describe_one(answer: GenerateResult) -> dict[str, object]:
 
 
 def mean_emitted_tokens(emitted: int, rounds: int) -> float:
-    """Tokens a round; 0 without rounds (a single token comes from prefill)."""
+    """Return the mean number of tokens per round; 0 without rounds (prefill emits a single
+    token)."""
     return round(emitted / rounds, 4) if rounds else 0.0
 
 
@@ -274,7 +275,7 @@ def _summarize(done: Sequence[Answers], seconds: float) -> None:
 
 
 def _hits(answers: Answers) -> str:
-    """What look-ahead gave, if it was on."""
+    """Return the look-ahead statistics of the answers, if look-ahead was on."""
     rounds = sum(answer.finish.stats.look_ahead_rounds for answer in answers)
     hits = sum(answer.finish.stats.hit_rounds for answer in answers)
     return f", {hits / rounds:.0%} of the drafts were made ahead" if rounds else ""

@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status. Raises OutriderError."""
+    """Run the command and return the exit status. Raises OutriderError."""
     if not _NAME.fullmatch(args.name):
         raise InvalidRequestError(
             f"NAME must consist of 1 to 64 letters, digits, - or _, got {args.name!r}",
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def format_key_table(name: str, key: str, limits: dict[str, object]) -> str:
-    """The TOML table of a key. Limits that are None are left out.
+    """Return the TOML table of a key, without limits that are None.
 
     Raises InvalidRequestError for a text that TOML cannot represent.
     """
@@ -133,7 +133,8 @@ def append_table(path: Path, name: str, table: str) -> None:
 
 
 def _read(path: Path) -> tuple[str, Collection[str]]:
-    """The text of a file of keys, "" where there is none, and the names in it."""
+    """Return the text of a key file and the key names in it; the text is "" if the file is
+    missing."""
     try:
         text = path.read_text(encoding="utf-8")
         keys = tomllib.loads(text).get("keys", {})

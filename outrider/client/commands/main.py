@@ -31,7 +31,7 @@ TRAINING_MODULE = "outrider.engine.training"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status."""
+    """Run a command and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
@@ -106,7 +106,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """Return the parser of the whole command line."""
     from outrider.client.commands import drafters, generate, keys, models, serve, status
     from outrider.client.local import certificates
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status. Raises OutriderError."""
+    """Run the command and return the exit status. Raises OutriderError."""
     if args.models_command == "pull":
         sys.stdout.write(f"{resolve_model(args.model)}\n")
         return 0

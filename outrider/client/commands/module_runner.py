@@ -24,10 +24,11 @@ _FOLDERS = {
 
 
 def run_module(module: str, args: Sequence[str]) -> NoReturn:
-    """Become `python -m MODULE ARGS`: signals, and the exit status, are those of that module.
+    """Replace this process by `python -m MODULE ARGS`, so that signals and the exit status are
+    those of the module.
 
-    A process of its own beside this one would go on when this one is killed. Raises NotFoundError
-    if this installation does not have the module.
+    A child process could outlive this process when this one is killed. Raises NotFoundError if this
+    installation does not have the module.
     """
     env = dict(os.environ)
     top_level = module.partition(".")[0]

@@ -83,7 +83,7 @@ def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def placement_of(args: argparse.Namespace) -> PlacementOptions:
-    """The options that the flags set."""
+    """Return the options that the flags set."""
     return {
         "device": args.device or CPU,
         "drafter_device": args.drafter_device or "",

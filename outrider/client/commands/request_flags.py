@@ -273,7 +273,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def request_options(args: argparse.Namespace) -> GenerateOptions:
-    """Options of every request. Raises InvalidRequestError if a file cannot be read."""
+    """Return the options of every request. Raises InvalidRequestError if a file cannot be read."""
     options = {flag.option: getattr(args, flag.name) for flag in (*FLAGS, *STRUCTURED_FLAGS)}
     options |= {"look_ahead": args.look_ahead, "fan_out": args.fan_out}
     said: dict[str, Any] = {

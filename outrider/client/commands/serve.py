@@ -297,9 +297,10 @@ def _give_up(number: int) -> NoReturn:
 
 
 def make_config(args: argparse.Namespace) -> LocalFleetConfig:
-    """Configuration of the processes that the flags ask for; downloads the model if it is missing.
+    """Return the configuration of the processes that the flags ask for.
 
-    Raises InvalidRequestError (INVALID_FLAG) for flags that would have no effect.
+    Downloads the model if it is missing. Raises InvalidRequestError (INVALID_FLAG) for flags that
+    would have no effect.
     """
     _check_names(args)
     files = find_model(
@@ -348,7 +349,8 @@ def make_config(args: argparse.Namespace) -> LocalFleetConfig:
 
 
 def _check_names(args: argparse.Namespace) -> None:
-    """Refuse an empty served name, and revisions of what is not given, which nothing would use."""
+    """Refuse an empty served name, and a revision without the model or head to which it would
+    apply."""
     if args.served_model_name is not None and not args.served_model_name.strip():
         raise InvalidRequestError(
             "--served-model-name must not be empty; without the flag it is the name or hub id of "
@@ -368,7 +370,7 @@ def _check_names(args: argparse.Namespace) -> None:
 
 
 def parse_methods(text: str | None, *, has_head: bool) -> tuple[DraftMethod, ...]:
-    """Draft methods of --drafter-methods; without the flag, those that the files allow."""
+    """Parse --drafter-methods; without the flag, return the methods that the given files allow."""
     if text is None:
         own = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
         return own if has_head else (DraftMethod.NGRAM,)
@@ -384,7 +386,10 @@ def parse_methods(text: str | None, *, has_head: bool) -> tuple[DraftMethod, ...
 
 
 def ray_args(config: LocalFleetConfig) -> list[str]:
-    """Flags of the Ray launcher. Raises InvalidRequestError for flags that it does not support."""
+    """Return the flags of the Ray launcher.
+
+    Raises InvalidRequestError for flags that it does not support.
+    """
     if config.verifier_hooks or config.drafter_hooks:
         raise InvalidRequestError(
             "--verifier-hook and --drafter-hook need --runtime processes; with Ray, set `hooks` in "

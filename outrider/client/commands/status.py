@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status. Raises OutriderError."""
+    """Run the command and return the exit status. Raises OutriderError."""
     retry = RetryPolicy(max_attempts=1)
     with Client(args.router, retry=retry, tls=tls_of(args)) as client:
         info = client.server_info()
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe_server(info: ServerInfo) -> Iterator[str]:
-    """A line for the router and one for each peer."""
+    """Return one line for the router and one for each peer."""
     yield (
         f"router {info.version}: {info.running} running, "
         f"{info.queued} of at most {info.queue_bound} waiting"
@@ -53,7 +53,7 @@ def describe_server(info: ServerInfo) -> Iterator[str]:
 
 
 def simulation_note(info: ServerInfo) -> str:
-    """How results obtained from these verifiers must be labelled; "" if all is real."""
+    """Return the note that must label results from these verifiers; "" if nothing is simulated."""
     rates = sorted({v.simulated_acceptance for v in info.verifiers if v.simulated_acceptance})
     return f"SIMULATED ACCEPTANCE {'; '.join(rates)}" if rates else ""
 

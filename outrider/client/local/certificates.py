@@ -56,14 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status. Raises OutriderError."""
+    """Run the command and return the exit status. Raises OutriderError."""
     make_certificates(args.directory, hosts=args.host, days=args.days)
     sys.stdout.write(f"{args.directory}: {', '.join((CA, *CertificateRole))}\n")
     return 0
 
 
 def tls_from(directory: Path, role: CertificateRole) -> TlsConfig:
-    """The TLS files of a role in a directory that `outrider certs` created."""
+    """Return the TLS files of a role in a directory that `outrider certs` created."""
     return TlsConfig(
         cert=directory / f"{role}.pem",
         key=directory / f"{role}-key.pem",
@@ -110,7 +110,7 @@ class _Authority:
         self.certificate = builder.sign(self.key, _digest())
 
     def issue(self, names: list[str]) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-        """A certificate with these names, and its key."""
+        """Issue a certificate with these names; return the certificate and its key."""
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID

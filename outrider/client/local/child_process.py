@@ -17,19 +17,19 @@ from typing import IO
 from outrider.errors import UnavailableError
 
 STOP_TIMEOUT_S = 5.0
-"""Time that a process with nothing left to do gets to stop before it is killed."""
+"""Seconds that a process without work gets to stop before it is killed."""
 NOT_READY = "CHILD_NOT_READY"
-"""Reason of the error of a process that takes longer than was waited."""
+"""Error reason of a process that is not ready within the timeout."""
 _TAIL_LINES = 12
 _LAST_WORDS_S = 1.0
-"""Time to read what a process that has ended wrote before."""
+"""Seconds for reading the remaining output of a process that has ended."""
 _STARTER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outrider-starter")
-"""The thread that starts all children. Linux kills a child with the thread that started it, so that
-this thread has to live as long as the process."""
+"""Thread that starts all children. Linux kills a child together with the thread that started it, so
+this thread must live as long as the process."""
 
 
 class ChildProcess:
-    """One `python -m MODULE ARGS`; it cannot outlive this process."""
+    """One `python -m MODULE ARGS` process, which cannot outlive this process."""
 
     def __init__(
         self,
@@ -40,10 +40,11 @@ class ChildProcess:
         listen: str = "127.0.0.1:0",
         log_dir: Path | None = None,
     ) -> None:
-        """Its stderr goes to `log_dir`/`name`.log, or to our own stderr without a `log_dir`.
+        """Create a process without starting it.
 
-        `listen` is where it shall serve; once it has taken a free port it keeps it when it is
-        started again.
+        The process logs to `log_dir`/`name`.log, or to the stderr of this process without a
+        `log_dir`. `listen` is its address to serve on. A free port that the process has taken is
+        used again when it restarts.
         """
         self.name = name
         self._command = [sys.executable, "-m", "outrider.client.local.parent_watch", module, *args]
@@ -52,23 +53,23 @@ class ChildProcess:
         self._process: subprocess.Popen[str] | None = None
         self._said = threading.Event()
         self.ready: dict[str, str] = {}
-        """What it said when it began to serve."""
+        """Fields of the process's ready event; empty until then."""
         self.failure = ""
-        """The reason that it gave when it failed."""
+        """Reason in the process's failure event; empty without one."""
 
     @property
     def address(self) -> str:
-        """Where it serves; known once it is ready."""
+        """Address on which the process serves. Raises KeyError before the process is ready."""
         return self.ready["address"]
 
     @property
     def pid(self) -> int | None:
-        """Process id while there is a process."""
+        """Process id; None before the first start."""
         return None if self._process is None else self._process.pid
 
     @property
     def exit_status(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Exit status; None while the process runs."""
         return None if self._process is None else self._process.poll()
 
     def start(self) -> None:
@@ -91,7 +92,8 @@ class ChildProcess:
                 raise
 
     def _spawn(self, log: IO[str] | None) -> None:
-        """Make the process and its reader; on the starter's thread, which no signal interrupts."""
+        """Create the process and its reader, on the starter's thread, which no signal
+        interrupts."""
         process = self._process = subprocess.Popen(
             [*self._command, "--listen", self._listen],
             stdin=subprocess.PIPE,
@@ -108,7 +110,10 @@ class ChildProcess:
             raise
 
     def wait_ready(self, timeout_s: float) -> str:
-        """Wait until it serves; its address. UnavailableError, with its last words, if not."""
+        """Wait until the process serves and return its address.
+
+        Raises UnavailableError, with the end of its log, if it does not.
+        """
         if not self._said.wait(timeout_s):
             raise UnavailableError(
                 f"{self.name} was not ready after {timeout_s:g} s{self.log_tail()}",
@@ -119,33 +124,33 @@ class ChildProcess:
         return self.address
 
     def exit_error(self) -> UnavailableError:
-        """The error of a process that ended by itself, with the reason that it gave."""
+        """Return the error of a process that ended by itself, with the reason that it gave."""
         status = None if self._process is None else self._process.wait()
         self._said.wait(_LAST_WORDS_S)
         why = f": {self.failure}" if self.failure else self.log_tail()
         return UnavailableError(f"{self.name} ended {_describe(status)}{why}", reason="CHILD_DIED")
 
     def log_tail(self) -> str:
-        """The end of its log, for error messages."""
+        """Return the end of the process's log, for error messages."""
         if self._log_file is None or not self._log_file.is_file():
             return ""
         lines = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
         return "; its log ends with:\n  " + "\n  ".join(lines[-_TAIL_LINES:]) if lines else ""
 
     def request_stop(self) -> None:
-        """Send SIGTERM, if it runs, and do not wait."""
+        """Send SIGTERM to the process if it runs, without waiting."""
         if self._process is not None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Kill it and all that it has started, and do not wait."""
+        """Kill the process and its children, without waiting."""
         if self.exit_status is None and self._process is not None:
             # It leads a process group of its own, which nobody else can have while it is unreaped.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Stop it: asked first, killed after a while; idempotent."""
+        """Stop the process: SIGTERM first, SIGKILL after a timeout; idempotent."""
         process = self._process
         if process is None:
             return
@@ -178,7 +183,8 @@ class ChildProcess:
 
 
 def check_running(processes: Iterable[ChildProcess]) -> None:
-    """UnavailableError, with its last words, where one of these has ended by itself."""
+    """Raise UnavailableError, with the end of the log, if one of the processes has ended by
+    itself."""
     for process in processes:
         if process.exit_status is not None:
             raise process.exit_error()

@@ -41,7 +41,7 @@ START_TIMEOUT_S = 600.0
 
 
 def print_progress(line: str) -> None:
-    """Write a progress line to stderr; one that nobody can read any more is dropped."""
+    """Write a progress line to stderr; ignore a closed stderr."""
     try:
         sys.stderr.write(f"[outrider] {line}\n")
         sys.stderr.flush()
@@ -51,7 +51,7 @@ def print_progress(line: str) -> None:
 
 
 class _StoppedError(Exception):
-    """A start that was told to stop while a router was already launched."""
+    """A start was stopped while a router was already launched."""
 
 
 class LocalCluster:
@@ -64,14 +64,17 @@ class LocalCluster:
         progress: Callable[[str], None] = print_progress,
         stop: threading.Event | None = None,
     ) -> None:
-        """`stop`: once it is set, a start that has launched a router waits for nothing more."""
+        """Create a cluster.
+
+        Once `stop` is set, a start that has launched a router stops waiting.
+        """
         self._config = config
         self._progress = progress
         self._stop = stop or threading.Event()
         self._logs: Path | None = None
         self._own_logs: Path | None = None
         self.members: dict[CertificateRole, list[ChildProcess]] = {}
-        """What was started: verifiers, drafters (none without drafts), the router."""
+        """Processes started so far by role: verifiers, drafters and routers."""
 
     @property
     def address(self) -> str:
@@ -81,7 +84,7 @@ class LocalCluster:
 
     @property
     def processes(self) -> tuple[ChildProcess, ...]:
-        """Those that were started, the router first."""
+        """Processes started so far, routers first."""
         return tuple(each for role in reversed(self.members) for each in self.members[role])
 
     def __enter__(self) -> Self:
@@ -134,7 +137,7 @@ class LocalCluster:
             time.sleep(DRAIN_POLL_INTERVAL_S)
 
     def close(self) -> None:
-        """Stop everything, whatever runs; idempotent."""
+        """Stop all processes, even if requests are running; idempotent."""
         for process in self.processes:
             process.close()
         if self._own_logs is not None:
@@ -181,8 +184,11 @@ class LocalCluster:
         return address
 
     def _ready(self, process: ChildProcess) -> str:
-        """Wait until a process serves; its address. One of several routers serves once it has found
-        a verifier. Raises UnavailableError, also where another process ends meanwhile."""
+        """Wait until a process serves and return its address.
+
+        One of several routers serves once it has found a verifier. Raises UnavailableError, also if
+        another process ends meanwhile.
+        """
         end = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
@@ -205,7 +211,7 @@ class LocalCluster:
     def _start_peers(
         self, verifying: Sequence[ProcessPlacement], drafting: Sequence[ProcessPlacement]
     ) -> tuple[list[str], list[str]]:
-        """Start verifiers and drafters together; their addresses."""
+        """Start verifiers and drafters together and return their addresses."""
         config = self._config
         name = config.model_name or config.model.name
         where = "" if config.placement == SEPARATE else f", {config.placement} drafting"
@@ -233,7 +239,7 @@ class LocalCluster:
     def _launch(
         self, role: CertificateRole, args: Mapping[str, Sequence[str]], listen: str = "127.0.0.1:0"
     ) -> list[ChildProcess]:
-        """Start a process for each name and its arguments."""
+        """Start a process for each name, with its arguments."""
         processes = [
             ChildProcess(name, f"outrider_{role}", each, listen=listen, log_dir=self._logs)
             for name, each in args.items()

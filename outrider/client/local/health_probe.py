@@ -10,13 +10,14 @@ import grpc
 from outrider.client.rpcs import client_options
 
 PROBE_INTERVAL_S: Final = 0.5
-"""Pause between two probes of one process."""
+"""Seconds between two probes of one process."""
 PROBE_TIMEOUT_S: Final = 2.0
-"""Time that a process gets to answer one probe."""
+"""Seconds that a process gets to answer a probe."""
 MAX_NOT_SERVING_S: Final = 60.0
-"""Longest time that a process may answer that it does not serve: a drain takes that long, too."""
+"""Maximum time, in seconds, for which a process may answer NOT_SERVING; a drain may take that
+long."""
 MAX_LOOK_GAP_S: Final = 2.0
-"""Two looks farther apart than this mean that the supervisor itself was held up."""
+"""If two checks are farther apart than this (in seconds), the supervisor itself was delayed."""
 _NO_ANSWER: Final = frozenset(
     {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 )
@@ -40,8 +41,10 @@ class HealthRecord:
         self._answered = self._served = self._looked = now
 
     def record_probe(self, health: ProbeResult | None, now: float) -> None:
-        """Take the newest answer, None if there is no new one. A gap between two calls is time in
-        which the supervisor was held up itself: it counts against nobody."""
+        """Record the latest answer, or None if there is no new one.
+
+        Time in which the supervisor itself was delayed between two calls does not count as silence.
+        """
         gap, self._looked = now - self._looked, now
         if gap > MAX_LOOK_GAP_S:
             self._answered += gap
@@ -52,7 +55,7 @@ class HealthRecord:
             self._served = now
 
     def restart_reason(self, now: float) -> str:
-        """Why the process has to be restarted; "" while it does not."""
+        """Return why the process must be restarted; "" if it need not be."""
         if now - self._answered > self._health_timeout_s:
             return f"has not answered for {self._health_timeout_s:g} s"
         if now - self._served > max(MAX_NOT_SERVING_S, self._health_timeout_s):
@@ -64,7 +67,7 @@ class HealthProbe:
     """Probes the health service at one address repeatedly, without ever blocking on an answer."""
 
     def __init__(self, address: str, service: str) -> None:
-        """`service`: whose status is asked for; "" is the server as a whole."""
+        """`service` is the name of the health service's entry to check; "" is the whole server."""
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
         self._channel = grpc.insecure_channel(address, options=client_options())
@@ -73,10 +76,13 @@ class HealthProbe:
         self._serving = health_pb2.HealthCheckResponse.SERVING
         self._call: Any = None
         self._next = 0.0
-        """When the next probe is due, by the monotonic clock."""
+        """Time of the next probe, by the monotonic clock."""
 
     def poll(self, now: float) -> ProbeResult | None:
-        """Send a probe if one is due; the answer to the last one if it has come since."""
+        """Send a probe if one is due.
+
+        Returns the answer to the last probe if it has arrived since.
+        """
         if self._call is None:
             if now >= self._next:
                 self._call = self._stub.Check.future(self._request, timeout=PROBE_TIMEOUT_S)
@@ -94,5 +100,5 @@ class HealthProbe:
         return ProbeResult.SERVING if serves else ProbeResult.NOT_SERVING
 
     def close(self) -> None:
-        """Give up a probe that is under way, and the connection."""
+        """Cancel a pending probe and close the connection."""
         self._channel.close()

@@ -13,14 +13,14 @@ DEFAULT_MODEL = "smollm2-135m"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """Files of a model that is on this machine, and of its draft head."""
+    """Local files of a model and of its draft head."""
 
     name: str
-    """What clients call it."""
+    """Model name for clients."""
     path: Path
-    """Its directory."""
+    """Directory of the model."""
     head: Path | None
-    """The draft head that was given or that ships for it."""
+    """Directory of the draft head that was given or that ships for the model, if any."""
 
 
 def find_model(
@@ -45,7 +45,10 @@ def find_model(
 
 
 def find_head(name_or_path: str | Path, revision: str | None = None) -> Path:
-    """Directory of a draft head given as a directory or a hub id. Raises like `find_model`."""
+    """Return the directory of a draft head given as a directory or a hub id.
+
+    Raises like `find_model`.
+    """
     if is_from_hub(str(name_or_path)):
         return resolve_model(name_or_path, revision=revision)
     path = Path(name_or_path).expanduser()

@@ -37,13 +37,13 @@ class ProcessPlacement:
     """One verifier or drafter, and the device that it computes on."""
 
     name: str
-    """Its id and the name of its process: verifier-0, drafter-1."""
+    """Id and process name, such as verifier-0 or drafter-1."""
     device: str = CPU
-    """Its torch device."""
+    """torch device of the process."""
     memory_fraction: float | None = None
-    """Share of its GPU's memory that it may take; None is its default."""
+    """Fraction of the GPU's memory that the process may use; None takes the process's default."""
     shares_gpu: bool = False
-    """Whether both verifiers and drafters are on its GPU."""
+    """Whether both verifiers and drafters use the process's GPU."""
 
 
 def count_gpus() -> int:
@@ -59,7 +59,8 @@ def count_gpus() -> int:
 
 
 def _count_present() -> int:
-    """CUDA devices of this machine; 1 where a driver is there that does not list them."""
+    """Return the number of CUDA devices of this machine; 1 if a driver does not list its
+    devices."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30.0, check=False
@@ -124,7 +125,7 @@ def plan_placement(
 
 
 def verifier_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]:
-    """Flags of a verifier."""
+    """Return the flags of a verifier."""
     uses_head = bool(HEAD_METHODS & set(config.methods))
     flags = _flags(
         model=config.model,
@@ -150,7 +151,7 @@ def verifier_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str
 
 
 def _exchange_flags(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]:
-    """Flags of the exchange between devices."""
+    """Return the flags of the exchange between devices."""
     if config.placement != SEPARATE or DraftMethod.EAGLE3 not in config.methods:
         return []
     mode = config.device_exchange
@@ -161,7 +162,7 @@ def _exchange_flags(config: LocalFleetConfig, place: ProcessPlacement) -> list[s
 
 
 def drafter_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]:
-    """Flags of a drafter."""
+    """Return the flags of a drafter."""
     methods = config.drafter_methods
     flags = _flags(
         model=config.model,
@@ -210,7 +211,7 @@ def router_args(
 def _common_flags(
     config: LocalFleetConfig, place: ProcessPlacement, role: CertificateRole
 ) -> dict[str, object]:
-    """What verifiers and drafters have alike."""
+    """Return the flags that verifiers and drafters share."""
     trace = None if config.trace_dir is None else config.trace_dir / f"{place.name}.json"
     return {
         "threads": config.threads,
@@ -234,7 +235,7 @@ def _hook_flags(hooks: Sequence[str]) -> list[str]:
 
 
 def _flags(**values: object) -> list[str]:
-    """--name value for everything that is set."""
+    """Return `--name value` for each value that is set."""
     flags: list[str] = []
     for name, value in values.items():
         if value is not None:

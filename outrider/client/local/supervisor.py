@@ -15,11 +15,13 @@ from outrider.transport.tls import CertificateRole
 MIN_BACKOFF_S = 0.5
 MAX_PAUSE_S = 30.0
 MIN_STABLE_S = 60.0
-"""A process that ran for this long is restarted after the first pause again."""
+"""Seconds after which a running process counts as stable: its next restart has the first pause
+again."""
 MAX_START_S = 600.0
-"""Longest time that a restarted process may take to load its model and serve."""
+"""Maximum time, in seconds, that a restarted process may take to load its model and serve."""
 _ALIVE = "grpc.health.v1.Health"
-"""The status of whatever answers: a router that has no verifier is no reason to restart it."""
+"""Health service entry that any running process answers: a router without a verifier needs no
+restart."""
 
 Progress = Callable[[str], None]
 
@@ -62,7 +64,7 @@ class ChildSupervisor:
             self._plan_restart(f"{complaint} and was killed", now)
 
     def close(self) -> None:
-        """Look no more; the process is left as it is."""
+        """Stop supervising; the process continues."""
         if self._probe is not None:
             self._probe.close()
             self._probe = None
@@ -86,7 +88,7 @@ class ChildSupervisor:
         self._restart_at = None
 
     def _complaint(self, now: float) -> str:
-        """Why the process that runs has to be killed; "" while it does not."""
+        """Return why the running process must be killed; "" if it need not be."""
         if not self._health_timeout_s:
             return ""
         if self._probe is None:
@@ -136,11 +138,11 @@ class Supervisor:
         self.release(list(self._keepers))
 
     def look(self) -> None:
-        """Look after every process once; never waits for one that is not healthy."""
+        """Check every process once, without waiting for unhealthy ones."""
         for keeper in self._keepers.values():
             keeper.check_child(time.monotonic())
 
     def release(self, processes: Iterable[ChildProcess]) -> None:
-        """Leave these processes to themselves."""
+        """Stop supervising these processes; they continue."""
         for process in processes:
             self._keepers.pop(process).close()

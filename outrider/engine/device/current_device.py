@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def is_device_usable(device: torch.device) -> bool:
-    """False if nothing can be run on the device any more in this process.
+    """Return False if this process cannot run anything on the device any more.
 
     A CUDA error such as an illegal access is sticky: every later call fails with it, until the
-    process ends. Waits for all that was launched; to be asked after a failure only.
+    process ends. Waits for all launched work, so call this function only after a failure.
     """
     if device.type != "cuda":
         return True
@@ -29,15 +29,16 @@ def is_device_usable(device: torch.device) -> bool:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """UUID of the GPU that a device of this process is; empty for a CPU."""
+    """Return the UUID of a GPU, or an empty string for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def check_device(name: str) -> None:
     """Raise if this installation cannot compute on the device `name`.
 
-    InvalidRequestError (reason INVALID_CONFIG) for what is no device, FailedPreconditionError
-    (reasons NO_DEVICE, NO_KERNELS) for one that is not here.
+    Raises InvalidRequestError (reason INVALID_CONFIG) if `name` is not a device name, and
+    FailedPreconditionError (reasons NO_DEVICE, NO_KERNELS) if the device or its kernels are
+    unavailable.
     """
     try:
         device = torch.device(name)
@@ -54,7 +55,7 @@ def check_device(name: str) -> None:
 
 
 def check_kernels() -> None:
-    """Raise FailedPreconditionError (reason NO_KERNELS) where the kernels cannot be imported."""
+    """Raise FailedPreconditionError (reason NO_KERNELS) if the kernels cannot be imported."""
     if importlib.util.find_spec("triton") is None:
         raise FailedPreconditionError(
             "this needs triton, which is not installed: pip install 'outrider[engine]'",

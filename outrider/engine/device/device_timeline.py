@@ -22,7 +22,7 @@ class DeviceSpan:
 
 
 class DeviceRecorder:
-    """Marks the start and the end of device work with events; off, it costs nothing."""
+    """Marks the start and end of device work with CUDA events; costs nothing when disabled."""
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
         self.enabled = enabled and device.type == "cuda"
@@ -30,7 +30,7 @@ class DeviceRecorder:
         self._origin: torch.cuda.Event | None = None
 
     def record_span(self, name: str) -> AbstractContextManager[None]:
-        """Record what is launched inside, on the current stream."""
+        """Record the work launched inside this context on the current stream."""
         return self._span(name) if self.enabled else _NOTHING
 
     @contextmanager
@@ -46,7 +46,7 @@ class DeviceRecorder:
         self._marks.append((name, start, end))
 
     def take_spans(self) -> list[DeviceSpan]:
-        """Everything recorded so far, oldest first; waits for the device."""
+        """Return all spans recorded so far, oldest first, after waiting for the device."""
         if self._origin is None:
             return []
         torch.cuda.synchronize()

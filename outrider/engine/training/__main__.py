@@ -13,6 +13,8 @@ from outrider.engine.training.cli import add_arguments, main
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    parser = argparse.ArgumentParser(prog="outrider train-head")
+    parser = argparse.ArgumentParser(
+        prog="outrider train-head", description="Train, evaluate or check a draft head."
+    )
     add_arguments(parser)
     sys.exit(main(parser.parse_args()))

@@ -63,79 +63,171 @@ _RATE_OF_A_HEAD = 3e-4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     add = parser.add_argument
-    add("--target", type=Path, required=True, help="directory of the target model")
-    add("--prompts", type=Path, nargs="+", default=[], metavar="FILE", help="JSONL prompts")
-    add("--out", type=Path, help="directory for the head, its report and the answers")
-    add("--device", default="cpu")
-    add("--dtype", choices=sorted(_DTYPES), help="compute dtype (default: bfloat16 on cuda)")
-    add("--seed", type=int, default=0)
-    add("--head", type=Path, help="a head to start from, to evaluate or to check")
-    add("--tap-layers", type=int, nargs="+", help="0-based layers (default: 1, L//2-1, L-4)")
-    add("--draft-vocab-size", type=int, help=f"of a new head (default: {_DRAFT_VOCABULARY})")
-    add("--eval-prompts", type=Path, nargs="+", default=[], metavar="FILE")
-    add("--no-compile", action="store_true", help="run without torch.compile and CUDA graphs")
+    add("--target", type=Path, required=True, help="Directory of the target model.")
+    add(
+        "--prompts",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="JSONL files with training prompts.",
+    )
+    add("--out", type=Path, help="Output directory for the head, reports and answers.")
+    add("--device", default="cpu", help="torch device (default: %(default)s).")
+    add("--dtype", choices=sorted(_DTYPES), help="Compute dtype (default: bfloat16 on cuda).")
+    add("--seed", type=int, default=0, help="Random seed (default: %(default)s).")
+    add("--head", type=Path, help="Draft head to fine-tune, to evaluate or to check.")
+    add(
+        "--tap-layers",
+        type=int,
+        nargs="+",
+        help="0-based target layers whose hidden states feed a new head (default: 1, L//2-1, "
+        "L-4 of L layers).",
+    )
+    add(
+        "--draft-vocab-size",
+        type=int,
+        help=f"Draft vocabulary size of a new head (default: {_DRAFT_VOCABULARY}).",
+    )
+    add(
+        "--eval-prompts",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="JSONL files with held-out prompts for evaluation.",
+    )
+    add("--no-compile", action="store_true", help="Disable torch.compile and CUDA graphs.")
     answers = parser.add_argument_group("answers")
     add = answers.add_argument
-    add("--answers", type=Path, help="use answers stored by an earlier run")
-    add("--answers-only", action="store_true", help="stop once the answers are stored")
-    add("--max-new-tokens", type=int, default=256)
-    add("--max-prompt-tokens", type=int, default=512)
-    add("--temperature", type=float, default=0.8)
-    add("--samples-per-prompt", type=int, default=2, help="first greedy, the others sampled")
-    add("--self-prompts", type=int, default=0, help="prompts that the target writes itself")
-    add("--slots", type=int, default=1024, help="answers decoded at a time")
-    add("--generate-seconds", type=float, help="stop starting answers after this time")
+    add("--answers", type=Path, help="Train on the answers file of an earlier run.")
+    add("--answers-only", action="store_true", help="Stop once the answers are stored.")
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=256,
+        help="Maximum number of tokens of an answer (default: %(default)s).",
+    )
+    add(
+        "--max-prompt-tokens",
+        type=int,
+        default=512,
+        help="Longer prompts are left out of training (default: %(default)s).",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="Temperature of sampled answers (default: %(default)s).",
+    )
+    add(
+        "--samples-per-prompt",
+        type=int,
+        default=2,
+        help="Answers per prompt: the first is greedy, the others are sampled "
+        "(default: %(default)s).",
+    )
+    add(
+        "--self-prompts",
+        type=int,
+        default=0,
+        help="Number of additional prompts that are sampled from the target "
+        "(default: %(default)s).",
+    )
+    add(
+        "--slots",
+        type=int,
+        default=1024,
+        help="Number of answers that are decoded at the same time (default: %(default)s).",
+    )
+    add("--generate-seconds", type=float, help="Start no further answers after this many seconds.")
     training = parser.add_argument_group("training")
     add = training.add_argument
-    add("--steps", type=int, default=2000)
-    add("--train-seconds", type=float, help="end the schedule by this time")
+    add("--steps", type=int, default=2000, help="Maximum number of updates (default: %(default)s).")
+    add("--train-seconds", type=float, help="Maximum training time, in seconds.")
     add(
         "--learning-rates",
         type=float,
         nargs="+",
-        help=f"several: tried first (default: {_RATE:g}, or {_RATE_OF_A_HEAD:g} with --head)",
+        help="Learning rate; of several, the best in short trial runs is used "
+        f"(default: {_RATE:g}, or {_RATE_OF_A_HEAD:g} with --head).",
     )
-    add("--trial-steps", type=int, default=150)
-    add("--warmup-steps", type=int, default=50)
-    add("--log-every", type=int, default=50, help="steps between logged figures")
-    add("--tokens-per-batch", type=int, default=32768)
-    add("--row-len", type=int, default=1024)
+    add(
+        "--trial-steps",
+        type=int,
+        default=150,
+        help="Number of updates of each trial run of a learning rate (default: %(default)s).",
+    )
+    add(
+        "--warmup-steps",
+        type=int,
+        default=50,
+        help="Number of learning-rate warmup updates (default: %(default)s).",
+    )
+    add(
+        "--log-every",
+        type=int,
+        default=50,
+        help="Number of updates between logged metrics (default: %(default)s).",
+    )
+    add(
+        "--tokens-per-batch",
+        type=int,
+        default=32768,
+        help="Number of tokens in a batch (default: %(default)s).",
+    )
+    add(
+        "--row-len",
+        type=int,
+        default=1024,
+        help="Length in tokens of a batch row, into which several samples are packed; longer "
+        "samples are left out (default: %(default)s).",
+    )
     add(
         "--unroll",
         type=int,
         nargs=2,
         default=UNROLL_STEPS,
         metavar=("EARLY", "LATE"),
-        help="draft steps in the first and the second half (default: %(default)s); look-ahead "
-        "needs twice the depth of a draft plus one",
+        help="Number of unrolled draft steps in the first and in the second half of the training "
+        "(default: %(default)s). Look-ahead needs twice the draft length plus one.",
     )
     add(
         "--whole-steps",
         type=int,
         default=WHOLE_STEPS,
-        help="draft steps on the whole batch (default: %(default)s)",
+        help="Number of draft steps that use the whole batch (default: %(default)s).",
     )
     add(
         "--deep-share",
         type=float,
         default=DEEP_SHARE,
-        help="share of a batch that deeper steps run on (default: %(default)s)",
+        help="Share of the batch that all later draft steps use (default: %(default)s).",
     )
     add(
         "--step-decay",
         type=float,
         default=STEP_DECAY,
         metavar="W",
-        help="draft step j counts W ** j in the loss (default: %(default)s)",
+        help="Draft step j has the weight W ** j in the loss (default: %(default)s).",
     )
     evaluating = parser.add_argument_group("evaluation of a finished head")
     add = evaluating.add_argument
-    add("--evaluate", action="store_true", help="figures of --head on --eval-prompts only")
-    add("--eval-limit", type=int, help="prompts taken of each file")
+    add(
+        "--evaluate",
+        action="store_true",
+        help="Do not train; evaluate --head on --eval-prompts.",
+    )
+    add("--eval-limit", type=int, help="Maximum number of prompts to use from each file.")
     checking = parser.add_argument_group("parity check")
     add = checking.add_argument
-    add("--check", action="store_true", help="compare training with serving for one prompt")
-    add("--prompt", help="text to check with")
+    add(
+        "--check",
+        action="store_true",
+        help="Do not train; compare the training and the serving implementation of --head for "
+        "--prompt.",
+    )
+    add("--prompt", help="Prompt text for --check.")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -74,7 +74,7 @@ class GrpcVerifier(_GrpcClient, SessionIteratorMixin):
         self._shm_channels = shm_channels
 
     async def info(self) -> VerifierInfo:
-        """Identity, capacity and load."""
+        """Return identity, capacity and load of the verifier."""
         return decode_verifier_info(await self._call(VERIFIER_SERVICE, "GetInfo", EMPTY))
 
     async def sessions(self) -> RouterConnection:
@@ -119,21 +119,21 @@ class GrpcDrafter(_GrpcClient):
     """Control client of a drafter over gRPC."""
 
     async def info(self) -> DrafterInfo:
-        """Identity and load."""
+        """Return identity and load of the drafter."""
         return decode_drafter_info(await self._call(DRAFTER_SERVICE, "GetInfo", EMPTY))
 
     async def attach(self, verifier_address: str) -> None:
-        """Connect to a verifier."""
+        """Connect the drafter to a verifier."""
         request = encode_verifier_address(verifier_address)
         await self._call(DRAFTER_SERVICE, "Attach", request)
 
     async def detach(self, verifier_address: str) -> None:
-        """Drop the connection to a verifier."""
+        """Disconnect the drafter from a verifier."""
         request = encode_verifier_address(verifier_address)
         await self._call(DRAFTER_SERVICE, "Detach", request)
 
     async def set_draining(self, draining: bool) -> None:
-        """Have it say that it leaves, or stays."""
+        """Set whether the drafter announces that it will stop."""
         await self._call(DRAFTER_SERVICE, "Drain", encode_drain(draining))
 
 
@@ -197,11 +197,11 @@ class GrpcDialer:
         )
 
     async def verifier(self, address: str) -> GrpcVerifier:
-        """A control client of the verifier at `address`."""
+        """Return a control client of the verifier at `address`."""
         return GrpcVerifier(lambda: self._line(address), address, self._config, self._shm_channels)
 
     async def drafter(self, address: str) -> GrpcDrafter:
-        """A control client of the drafter at `address`."""
+        """Return a control client of the drafter at `address`."""
         return GrpcDrafter(
             lambda: self._line(address, CertificateRole.DRAFTER), address, self._config
         )

@@ -34,14 +34,16 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         changed.set()
 
     async def Check(self, request: Any, context: Context) -> Any:
-        """Status of a service; NOT_FOUND for an unknown one, as the protocol demands."""
+        """Return the status of a service. Raises NOT_FOUND for an unknown service, as the health
+        protocol requires.
+        """
         status = self._status.get(request.service)
         if status is None:
             raise NotFoundError(f"unknown service {request.service!r}", reason="UNKNOWN_SERVICE")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: Any, context: Context) -> None:
-        """Status of a service now and at every change; ends with the RPC."""
+        """Yield the status of a service now and at every change, until the RPC ends."""
         if self._watchers >= MAX_WATCHERS:
             raise ResourceExhaustedError("too many watch already", reason="TOO_MANY_WATCHERS")
         self._watchers += 1

@@ -12,7 +12,7 @@ ChannelOptions = list[tuple[str, int]]
 _MIN_PING_INTERVAL_MS = 500
 _MAX_PING_STRIKES = 32
 _MAX_METADATA_BYTES = 16 << 10
-"""Of all header fields of a call together."""
+"""Largest total size in bytes of the header fields of a call."""
 _HANDSHAKE_MS = 10_000
 _RECONNECT_MIN_MS = 100
 _RECONNECT_MAX_MS = 500
@@ -23,23 +23,27 @@ class GrpcConfig:
     """Settings shared by servers and clients."""
 
     keepalive_time_s: float = 2.0
-    """Idle time of a transport after which it is probed; in [1, 10]."""
+    """Idle time of a transport in seconds after which it is probed; in [1, 10]."""
     keepalive_timeout_s: float = 2.0
-    """How long a probe may stay unanswered before the transport counts as dead."""
+    """Time in seconds without an answer to a probe after which the transport counts as dead."""
     connect_timeout_s: float = 5.0
-    """How long opening an exchange may take."""
+    """Time limit for opening an exchange, in seconds."""
     control_timeout_s: float = 5.0
-    """Deadline of unary control calls."""
+    """Deadline of unary control calls, in seconds."""
     max_message_bytes: int = MAX_MESSAGE_BYTES
-    """Bound of one message, both ways."""
+    """Largest size of one message in bytes, in both directions."""
     max_receive_bytes: int = MAX_MESSAGE_BYTES
     """Bound of one message that a server takes; at most max_message_bytes counts."""
     max_connections: int = 1024
-    """Connections that a server takes at once; those beyond are closed."""
+    """Largest number of connections that a server accepts at once; further ones are closed."""
     max_calls: int = 8192
-    """Calls that a server serves at once; those beyond are refused with RESOURCE_EXHAUSTED."""
+    """Largest number of calls that a server serves at once; further ones are refused with
+    RESOURCE_EXHAUSTED.
+    """
     max_streams: int = 4096
-    """Of these, calls of one connection; those beyond wait at their client."""
+    """Largest number of calls of one connection that are served at once; further ones wait at the
+    client.
+    """
     share_port: bool = False
     """Whether servers of other processes may have the same port; the system gives each connection
     to one of them."""
@@ -47,13 +51,13 @@ class GrpcConfig:
     """Whether streams of sessions go by shared-memory channels where both ends are on one host and
     wish so."""
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
-    """Application heartbeats of exchanges, and of a router's end of a stream of sessions."""
+    """Heartbeats of exchanges, and of a router's end of a session stream."""
     sessions_heartbeat: HeartbeatConfig = field(default_factory=router_heartbeat)
-    """Application heartbeats of a verifier's end of a stream of sessions."""
+    """Heartbeats of a verifier's end of a session stream."""
 
     @property
     def bundle_bytes(self) -> int:
-        """Size up to which messages of an exchange are put into one frame."""
+        """Size in bytes up to which messages of an exchange are joined into one frame."""
         return min(MAX_BUNDLE_BYTES, self.max_message_bytes)
 
     def __post_init__(self) -> None:
@@ -86,7 +90,7 @@ def _common(config: GrpcConfig) -> ChannelOptions:
 
 
 def channel_options(config: GrpcConfig) -> ChannelOptions:
-    """Options of a client's channel."""
+    """Return the options of a client's channel."""
     return [
         *_common(config),
         ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -97,7 +101,9 @@ def channel_options(config: GrpcConfig) -> ChannelOptions:
 
 
 def server_options(config: GrpcConfig) -> ChannelOptions:
-    """Options of a server; it tolerates the pings that its clients are configured to send."""
+    """Return the options of a server, which accepts the keepalive pings that its clients are
+    configured to send.
+    """
     return [
         *_common(config),
         # Its macro in C has `recv` in its name, the option has not; unknown ones are ignored.

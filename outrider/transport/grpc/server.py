@@ -126,7 +126,7 @@ class GrpcServer:
         return server.add_secure_port(self._address, credentials)
 
     def set_serving(self, serving: bool) -> None:
-        """Announce readiness of all services, and of the server as a whole."""
+        """Set whether health reports all services, and the server as a whole, as serving."""
         if self._health is not None:
             names = ("", *(service.name for service in self._services))
             self._health.set_serving(names, serving=serving)

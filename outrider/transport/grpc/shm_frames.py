@@ -60,12 +60,12 @@ class ShmFrames:
         return self._inbox.size
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame; waits while the peer is not reading."""
+        """Queue a frame, and wait while the queue is full."""
         while not self.try_send(frame):
             await self._room.wait()
 
     def try_send(self, *frames: bytes) -> bool:
-        """Queue frames if there is room now."""
+        """Queue all frames and return True, or none and return False if the queue is full."""
         if self._error is not None:
             raise to_lost_error(self._error)
         if self._shm_channel.unsent_bytes > MAX_BUNDLE_BYTES:
@@ -81,13 +81,13 @@ class ShmFrames:
         return True
 
     async def receive(self) -> bytes:
-        """The next frame; raises the error that ended the stream."""
+        """Return the next frame. Raises the error that ended the stream."""
         frame = await self._inbox.get()
         self._read_on()
         return frame
 
     def receive_ready(self) -> list[bytes]:
-        """The frames that have arrived."""
+        """Return the frames that have arrived."""
         frames = self._inbox.take_all()
         self._read_on()
         return frames

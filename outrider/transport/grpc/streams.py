@@ -56,12 +56,12 @@ class StreamFrames:
         return self._peer
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame; waits while the peer is not reading."""
+        """Queue a frame, and wait while the queue is full."""
         if not self.try_send(frame):
             await self._outbox.put(frame)
 
     def try_send(self, *frames: bytes) -> bool:
-        """Queue frames if there is room now."""
+        """Queue all frames and return True, or none and return False if the queue is full."""
         if not frames or not self._resting or self._outbox.is_closed:
             return self._outbox.try_put(*frames)
         # The call has the frame before any other task or thread runs; the writer awaits the end.
@@ -69,11 +69,11 @@ class StreamFrames:
         return self._outbox.try_put(EagerCoroutine(self._write(frames[0])), *frames[1:])
 
     async def receive(self) -> bytes:
-        """The next frame; raises the error that ended the stream."""
+        """Return the next frame. Raises the error that ended the stream."""
         return await self._inbox.get()
 
     def receive_ready(self) -> list[bytes]:
-        """The frames that have arrived."""
+        """Return the frames that have arrived."""
         return self._inbox.take_all()
 
     async def close(self) -> None:

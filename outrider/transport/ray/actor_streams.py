@@ -46,19 +46,19 @@ class ActorFrames:
         return self._host.address
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame; waits while the peer is not reading."""
+        """Queue a frame, and wait while the queue is full."""
         await self._outbox.put(frame)
 
     def try_send(self, *frames: bytes) -> bool:
-        """Queue frames if there is room now."""
+        """Queue all frames and return True, or none and return False if the queue is full."""
         return self._outbox.try_put(*frames)
 
     async def receive(self) -> Frame:
-        """The next frame."""
+        """Return the next frame."""
         return await self._inbox.get()
 
     def receive_ready(self) -> list[Frame]:
-        """The frames that have arrived."""
+        """Return the frames that have arrived."""
         return self._inbox.take_all()
 
     async def close(self) -> None:

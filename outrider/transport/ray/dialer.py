@@ -59,7 +59,7 @@ class RayVerifier(_RayClient, SessionIteratorMixin):
         self._streams = streams
 
     async def info(self) -> VerifierInfo:
-        """Identity, capacity and load."""
+        """Return identity, capacity and load of the verifier."""
         return decode_verifier_info(await self._call("VerifierService/GetInfo", b""))
 
     async def sessions(self) -> RouterConnection:
@@ -86,21 +86,21 @@ class RayDrafter(_RayClient):
     """Control client of a drafter over actor calls."""
 
     async def info(self) -> DrafterInfo:
-        """Identity and load."""
+        """Return identity and load of the drafter."""
         return decode_drafter_info(await self._call("DrafterService/GetInfo", b""))
 
     async def attach(self, verifier_address: str) -> None:
-        """Connect to a verifier."""
+        """Connect the drafter to a verifier."""
         request = encode_verifier_address(verifier_address)
         await self._call("DrafterService/Attach", request)
 
     async def detach(self, verifier_address: str) -> None:
-        """Drop the connection to a verifier."""
+        """Disconnect the drafter from a verifier."""
         request = encode_verifier_address(verifier_address)
         await self._call("DrafterService/Detach", request)
 
     async def set_draining(self, draining: bool) -> None:
-        """Have it say that it leaves, or stays."""
+        """Set whether the drafter announces that it will stop."""
         await self._call("DrafterService/Drain", encode_drain(draining))
 
 
@@ -121,11 +121,11 @@ class RayDialer:
         return drafter_end(ActorFrames(host, key), self._config.heartbeat)
 
     async def verifier(self, address: str) -> RayVerifier:
-        """A control client of the verifier at `address`."""
+        """Return a control client of the verifier at `address`."""
         return RayVerifier(address, self._config, self._streams)
 
     async def drafter(self, address: str) -> RayDrafter:
-        """A control client of the drafter at `address`."""
+        """Return a control client of the drafter at `address`."""
         return RayDrafter(address, self._config)
 
     async def close_channel(self, address: str) -> None:

@@ -62,15 +62,16 @@ class VerifierServiceServicer(object):
     """
 
     def GetInfo(self, request, context):
-        """Identity, capacity and load.
+        """Return identity, capacity and load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sessions(self, request_iterator, context):
-        """Carry all sessions of one router: what it opens and closes, and what its sessions emit. The
-        end of the stream, however it comes, closes every session that was opened on it.
+        """Stream of all sessions of one router. The router opens and closes sessions on it, and the
+        verifier sends their tokens. When the stream ends, for whatever reason, all sessions that were
+        opened on it are closed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,7 +85,7 @@ class VerifierServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """End a session and free all it holds. Idempotent.
+        """End a session and free its resources. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -271,7 +272,7 @@ class DrafterServiceServicer(object):
     """
 
     def GetInfo(self, request, context):
-        """Identity and load.
+        """Return identity and load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -292,8 +293,8 @@ class DrafterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Say in GetInfo that it leaves, so that every router gives its sessions to others; or that it
-        stays after all. It drafts on in any case. Idempotent.
+        """Start or cancel a drain. GetInfo reports a drain, so that every router moves the drafter's
+        sessions to other drafters. The drafter continues to draft in either case. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

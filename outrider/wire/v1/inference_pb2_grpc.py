@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class InferenceServiceStub(object):
-    """Text generation. Cancelling an RPC, or letting its deadline pass, aborts its request, unless that is
-    resumable.
+    """Text generation. A request is aborted when its RPC is cancelled or the RPC's deadline passes,
+    unless the request is resumable.
     """
 
     def __init__(self, channel):
@@ -69,27 +69,27 @@ class InferenceServiceStub(object):
 
 
 class InferenceServiceServicer(object):
-    """Text generation. Cancelling an RPC, or letting its deadline pass, aborts its request, unless that is
-    resumable.
+    """Text generation. A request is aborted when its RPC is cancelled or the RPC's deadline passes,
+    unless the request is resumable.
     """
 
     def Generate(self, request, context):
-        """Continue one prompt and answer once, at the end.
+        """Complete one prompt and return the whole answer at the end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Continue one prompt: one PromptInfo, any number of Delta, one FinishInfo.
+        """Complete one prompt as a stream of one PromptInfo, any number of Delta, and one FinishInfo.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeStream(self, request, context):
-        """Go on with a stream whose connection broke, from a position on: every event behind it. NOT_FOUND
-        if there is no such request (any more). A stream that has a reader is taken over.
+        """Resume a stream whose connection broke: return all messages after a position. NOT_FOUND if the
+        request does not exist or is no longer kept. If another call reads the stream, that call ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,7 +103,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """The router's state and that of its fleet.
+        """State of the router and its fleet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,8 +158,8 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService(object):
-    """Text generation. Cancelling an RPC, or letting its deadline pass, aborts its request, unless that is
-    resumable.
+    """Text generation. A request is aborted when its RPC is cancelled or the RPC's deadline passes,
+    unless the request is resumable.
     """
 
     @staticmethod

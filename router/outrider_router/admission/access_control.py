@@ -31,20 +31,22 @@ from outrider_router.config import RouterConfig
 logger = logging.getLogger(__name__)
 
 RELOAD_INTERVAL_S: Final = 1.0
-"""Time between two checks whether the key file has changed, in seconds."""
+"""Time in seconds between two checks of whether the key file has changed."""
 KEY_RATE_LIMITED, KEY_BUSY, KEY_TOO_MANY = "KEY_RATE_LIMITED", "KEY_BUSY", "KEY_TOO_MANY"
 _BUSY_S = 1.0
-"""Hint of a key that has as many requests as it may: one may have ended by then."""
+"""Retry hint in seconds for an API key that has reached its limit of concurrent requests."""
 
 
 class AccessGrant:
-    """Permission of one admitted request; it is released when the request ends, however it ends."""
+    """Permission for one admitted request. The owner must release it when the request ends, whether
+    it succeeded or not.
+    """
 
     __slots__ = ("_left", "request")
 
     def __init__(self, request: GenerateRequest, left: Callable[[], None]) -> None:
         self.request = request
-        """The request as its key allows it."""
+        """The request, limited to what its API key allows."""
         self._left: Callable[[], None] | None = left
 
     def release(self) -> None:
@@ -55,15 +57,17 @@ class AccessGrant:
 
 
 class AccessControl:
-    """Authenticates callers and enforces the limits of their API keys; without keys everybody is
-    allowed."""
+    """Authenticates callers and enforces the limits of their API keys. If no key file is
+    configured, every caller is allowed.
+    """
 
     def __init__(
         self, config: RouterConfig, metrics: RouterMetrics, *, clock: Callable[[], float]
     ) -> None:
-        """`clock` is monotonic, in seconds.
+        """Load the API keys of `config`, if a key file is configured.
 
-        Raises NotFoundError or InvalidRequestError for a file of keys that is no good.
+        `clock` returns monotonic seconds. Raises NotFoundError if the key file is missing and
+        InvalidRequestError if it is invalid.
         """
         self._config = config
         self._metrics = metrics
@@ -71,11 +75,11 @@ class AccessControl:
         self._path = config.api_keys
         self._stamp: object = None
         self._problem = ""
-        """What was said last of a file that is no good."""
+        """Error message of the last attempt to reload the key file; empty if it succeeded."""
         self._keys: Mapping[str, ApiKey] = {}
         self._buckets: dict[str, tuple[ApiKey, TokenBucket]] = {}
         self._held: dict[str, int] = {}
-        """Requests that wait or are served, by key."""
+        """Number of waiting and running requests by API key name."""
         self._look_at = clock() + RELOAD_INTERVAL_S
         if self._path is not None:
             self._keys, self._stamp = read_keys(self._path), _stamp_of(self._path)
@@ -86,9 +90,11 @@ class AccessControl:
         return self._path is not None
 
     def authorize(self, header: str | None) -> Caller:
-        """Identify the API key of an `authorization` header; without keys the caller is anonymous.
+        """Return the caller whose API key is in an `authorization` header. Without a key file the
+        caller is anonymous.
 
-        Raises UnauthenticatedError, which is counted. Never logs the header.
+        Raises UnauthenticatedError and counts the refusal if the key is missing or unknown. Never
+        logs the header.
         """
         if not self.requires_keys:
             return ANONYMOUS
@@ -96,13 +102,18 @@ class AccessControl:
         return Caller(tenant=TenantId(key.tenant or name), key_name=name)
 
     def authorize_call(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
-        """Identify the API key of a call by its metadata (keys in lower case). Raises like
-        `authorize`."""
+        """Return the caller whose API key is in a call's metadata, whose keys must be in lower
+        case. Raises UnauthenticatedError as `authorize` does.
+        """
         return self.authorize(authorization_of(metadata))
 
     def authorize_operator(self, header: str | None) -> None:
-        """Identify the API key like `authorize`. Raises PermissionDeniedError for a key without the
-        operator permission."""
+        """Check that the API key in an `authorization` header has the operator permission. Passes
+        without a key file.
+
+        Raises UnauthenticatedError if the key is missing or unknown, and PermissionDeniedError if
+        it does not have the permission.
+        """
         if self.requires_keys:
             name, key = self._find(header)
             try:
@@ -112,28 +123,30 @@ class AccessControl:
                 raise
 
     def identify_caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
-        """Identify the caller of a call by its metadata (keys in lower case): by API key if keys
-        are required, else by `overload.tenant_from`.
+        """Return the caller of a call by its metadata, whose keys must be in lower case: by API key
+        if a key file is configured, otherwise by `overload.tenant_from`.
 
-        Raises UnauthenticatedError and InvalidRequestError.
+        Raises UnauthenticatedError for a wrong key and InvalidRequestError for an invalid tenant
+        name.
         """
         if self.requires_keys:
             return self.authorize_call(metadata)
         return Caller(tenant=tenant_of(self._config.overload.tenant_from, metadata))
 
     def count_refusal(self, reason: str) -> None:
-        """Count a refused call."""
+        """Count a refused call under the reason of its error."""
         self._metrics.access_refusals.labels(reason).inc()
 
     def enter_requests(
         self, caller: Caller, requests: Sequence[GenerateRequest]
     ) -> tuple[AccessGrant, ...]:
-        """Admit requests of one call, all of them or none.
+        """Admit the requests of one call, all of them or none, and return a grant for each.
 
-        Raises ResourceExhaustedError (KEY_BUSY, KEY_RATE_LIMITED) and InvalidRequestError
-        (KEY_MAX_TOKENS, KEY_PRIORITY, or KEY_TOO_MANY for more than the key can ever have at once).
+        Raises ResourceExhaustedError (KEY_BUSY, KEY_RATE_LIMITED) if the key is at a limit now, and
+        InvalidRequestError (KEY_MAX_TOKENS, KEY_PRIORITY, KEY_TOO_MANY) if the key can never send
+        these requests.
         """
-        # None: no key, or one that was taken away since its call was let in.
+        # None if no keys are required, or if the key was removed after its call was authorized.
         key = self._keys.get(caller.key_name)
         if key is not None:
             most = self._config.default_max_tokens
@@ -143,8 +156,8 @@ class AccessControl:
 
     @contextmanager
     def limit_call(self, caller: Caller) -> Generator[None]:
-        """Admit a call that generates nothing but costs work, such as tokenization, for the length
-        of a block. It counts like a request.
+        """Admit, for the duration of a `with` block, a call that generates nothing but costs work,
+        such as tokenization. The call counts as one request of its API key.
 
         Raises ResourceExhaustedError as `enter_requests` does.
         """
@@ -155,13 +168,17 @@ class AccessControl:
             self._hold(caller, -1)
 
     def reload_keys(self) -> None:
-        """Reload the key file; an invalid file is logged and changes nothing."""
+        """Reload the key file. If the file is invalid, the error is logged and the previous keys
+        stay valid.
+        """
         self._problem = ""
         if self._path is not None:
             self._reload(self._path)
 
     def _reload(self, path: Path) -> None:
-        """Read it again. The same problem is told of once, however often it is met."""
+        """Reload the key file. An error with the same message as the last one is not logged
+        again.
+        """
         try:
             stamp = _stamp_of(path)
             self._keys = read_keys(path)
@@ -179,7 +196,8 @@ class AccessControl:
 
     def _find(self, header: str | None) -> tuple[str, ApiKey]:
         self._look()
-        # The threads of the metrics port ask, too: the keys may be read again meanwhile.
+        # Threads of the metrics port call this too, so another thread may replace `_keys`
+        # meanwhile.
         keys = self._keys
         try:
             name = find_key(keys, header)
@@ -192,12 +210,15 @@ class AccessControl:
         now = self._clock()
         if now >= self._look_at and self._path is not None:
             self._look_at = now + RELOAD_INTERVAL_S
-            # One that was no good is tried at every look: rights that change leave no other stamp.
+            # An invalid file is read again at each check: a change of its permissions does not
+            # change the stamp.
             if _stamp_of(self._path) != self._stamp or self._problem:
                 self._reload(self._path)
 
     def _admit(self, caller: Caller, key: ApiKey | None, count: int) -> None:
-        """Count so many requests of a caller, if its key has room for all of them."""
+        """Count `count` more requests of a caller. Raises as `enter_requests` does if the key's
+        limits do not allow them.
+        """
         if key is not None:
             self._check_capacity(caller.key_name, key, count)
             self._take(caller.key_name, key, count)
@@ -221,7 +242,7 @@ class AccessControl:
             return
         now = self._clock()
         burst = key.requests_burst or max(1.0, key.requests_per_s)
-        # One alone is let through whenever the bucket is full, however small that is.
+        # A single request passes whenever the bucket is full, however small the bucket is.
         if count > max(1.0, burst):
             raise _too_many(f"the API key {name!r} may send {burst:g} requests", count)
         of, bucket = self._buckets.get(name, (None, None))
@@ -248,13 +269,15 @@ class AccessControl:
 
 
 def authorization_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """Return the `authorization` field of a call's metadata."""
+    """Return the value of `authorization` in a call's metadata, or None if it is absent."""
     value = next((value for key, value in metadata if key == AUTHORIZATION_KEY), None)
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def _cut(request: GenerateRequest, key: ApiKey, default_max_tokens: int) -> GenerateRequest:
-    """The request within a key's bounds. Raises InvalidRequestError."""
+    """Return the request with its default length limited to what the key allows. Raises
+    InvalidRequestError if the request asks for more than the key allows.
+    """
     if request.priority > key.max_priority:
         raise InvalidRequestError(
             f"priority must be at most {key.max_priority} with this API key, "

@@ -1,8 +1,8 @@
 """Capacity ledger: KV-cache tokens that one router has reserved on each verifier.
 
-A verifier allocates KV cache as a session grows, so admission counts the length that a session is
-expected to reach, by the lengths of recent outputs, not its maximum. An estimate that is too small
-costs a preemption, one that is too large costs capacity.
+A verifier allocates KV cache as a session grows. So admission reserves the length that a session is
+expected to reach, estimated from the lengths of recent outputs, and not its maximum length. An
+estimate that is too small costs a preemption; one that is too large leaves capacity unused.
 """
 
 from __future__ import annotations
@@ -18,27 +18,33 @@ from outrider.wire.messages import VerifierInfo
 from outrider_router.admission.policy import FULL_BACKOFF_S, AdmissionRequest, VerifierLoad
 
 WINDOW_REQUESTS = 512
-"""Number of most recent answers from which output lengths are estimated."""
+"""Number of most recent outputs from which output lengths are estimated."""
 MIN_REQUESTS = 8
-"""Smallest number of comparable answers that give an estimate."""
+"""Smallest number of comparable outputs from which a length is estimated."""
 
 
 class OutputLengthEstimator:
     """Estimates output lengths from the lengths of the most recent outputs."""
 
     def __init__(self, *, assumed: int, quantile: float) -> None:
-        """`assumed`: tokens of an answer while too little is known; `quantile`: the share of
-        answers that are to be no longer than expected, in (0, 1]."""
+        """Create an estimator without measurements.
+
+        `assumed` is the output length in tokens that is expected until enough outputs were
+        recorded. `quantile` is the fraction of outputs, in (0, 1], that should be no longer than
+        the estimate.
+        """
         self._assumed = assumed
         self._quantile = quantile
         self._newest: deque[tuple[int, bool]] = deque()
         self._whole: list[int] = []
-        """Lengths of answers that ended by themselves, ascending."""
+        """Lengths in tokens of outputs that ended before their limit, ascending."""
         self._cut: list[int] = []
-        """Lengths of those that their bound cut, ascending: as long, or longer."""
+        """Lengths in tokens of outputs that reached their limit and might have grown longer,
+        ascending.
+        """
 
     def add_answer(self, emitted: int, bound: int) -> None:
-        """Record an answer that ended with `emitted` tokens, of at most `bound`."""
+        """Record an output that ended with `emitted` tokens and was limited to `bound` tokens."""
         if len(self._newest) == WINDOW_REQUESTS:
             length, cut = self._newest.popleft()
             known = self._cut if cut else self._whole
@@ -48,10 +54,11 @@ class OutputLengthEstimator:
         insort(self._cut if entry[1] else self._whole, emitted)
 
     def expected_len(self, bound: int, emitted: int = 0) -> int:
-        """Estimate the length of an answer of at most `bound` tokens that has `emitted` tokens now.
+        """Return the expected final length, in tokens, of an output that is limited to `bound`
+        tokens and has `emitted` tokens now.
 
-        Answers that a smaller limit cut are ignored. An answer that outgrew all others is expected
-        to double.
+        Outputs that ended at a limit smaller than `bound` are ignored. If too few recorded outputs
+        were longer than `emitted`, the output is expected to double.
         """
         longer = len(self._whole) - bisect_right(self._whole, emitted)
         at_bound = len(self._cut) - bisect_right(self._cut, bound - 1)
@@ -74,10 +81,13 @@ class CapacityReservation:
     admission_request: AdmissionRequest
     verifier_id: VerifierId
     verifier_generation: int
-    """Number of times that the verifier had been lost when this reservation was made. Losing the
-    verifier again voids the reservation."""
+    """Number of times that the verifier had been lost when this reservation was made. The
+    reservation becomes void when the verifier is lost again.
+    """
     tokens: int
-    """Tokens of KV that the session is expected to hold, rounded up to whole blocks."""
+    """KV-cache tokens that the session is expected to hold at its end, rounded up to whole
+    blocks.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,11 +96,12 @@ class _Budget:
 
     load: VerifierLoad
     verifier_generation: int = 0
-    """Number of times that the verifier was lost."""
+    """Number of times that the verifier has been lost."""
     healthy: bool = True
     others_tokens: int = 0
-    """Estimate, from the verifier's latest info, of the KV tokens that sessions of other routers
-    hold."""
+    """KV-cache tokens that sessions of other routers hold, estimated from the verifier's latest
+    info.
+    """
     reservations: dict[CapacityReservation, None] = field(default_factory=dict)
     """Reservations made since the verifier was last lost."""
 
@@ -107,7 +118,7 @@ class CapacityLedger:
     ) -> None:
         """Create a ledger without verifiers.
 
-        `lengths` estimates how long answers become. Reservations on a verifier may add up to
+        `lengths` estimates the lengths of outputs. Reservations on a verifier may add up to
         `overcommit` times its KV cache. `emitted` returns the number of tokens that a request has
         emitted so far.
         """
@@ -123,21 +134,21 @@ class CapacityLedger:
 
     @property
     def tokens(self) -> int:
-        """KV tokens reserved on all verifiers."""
+        """Number of KV-cache tokens reserved on all verifiers."""
         return sum(budget.load.tokens for budget in self._budgets.values())
 
     @property
     def sessions(self) -> int:
-        """Reservations on all verifiers; each is for one session."""
+        """Number of reservations on all verifiers, one for each session."""
         return sum(len(budget.reservations) for budget in self._budgets.values())
 
     def sessions_on(self, verifier_id: VerifierId) -> int:
-        """Reservations on one verifier; each is for one session."""
+        """Return the number of reservations on one verifier, one for each session."""
         budget = self._budgets.get(verifier_id)
         return len(budget.reservations) if budget is not None else 0
 
     def expected_tokens(self, admission_request: AdmissionRequest) -> int:
-        """Tokens of KV that a session is expected to hold when it ends."""
+        """Return the number of KV-cache tokens that a session is expected to hold at its end."""
         emitted = self._emitted(admission_request.request_id)
         unused = admission_request.max_new_tokens - self._lengths.expected_len(
             admission_request.max_new_tokens, emitted
@@ -147,8 +158,8 @@ class CapacityLedger:
     def update_verifier(self, info: VerifierInfo) -> None:
         """Set the budget of a healthy verifier from its latest info.
 
-        Its reservations stay valid. Those whose sessions are now expected to hold more tokens than
-        reserved grow to the new estimate.
+        Existing reservations stay valid. If a session is now expected to hold more tokens than
+        reserved, its reservation grows to the new estimate.
         """
         budget = self._budgets.get(info.verifier_id)
         if budget is None:
@@ -201,10 +212,10 @@ class CapacityLedger:
     def release_capacity(
         self, reservation: CapacityReservation, now: float, *, refused: bool
     ) -> None:
-        """End a reservation, unless it is void already.
+        """End a reservation; has no effect if it is void.
 
-        `refused`: the verifier refused the session because it was full. The ledger then reserves
-        nothing on that verifier for `FULL_BACKOFF_S` from the clock time `now`.
+        With `refused`, the verifier refused the session because it was full. The router then
+        assigns it no further session for `FULL_BACKOFF_S` after the clock time `now`.
         """
         budget = self._budgets[reservation.verifier_id]
         if budget.verifier_generation != reservation.verifier_generation:
@@ -217,14 +228,15 @@ class CapacityLedger:
             budget.load = replace(budget.load, not_before=now + FULL_BACKOFF_S)
 
     def could_fit(self, kv_tokens: int) -> bool:
-        """Whether some healthy verifier could serve a session that may grow to this size."""
+        """Return whether a healthy verifier could serve a session that may grow to `kv_tokens`."""
         return any(load.could_ever_fit(kv_tokens) for load in self.loads)
 
     def check_group(self, size: int, queue_limit: int) -> None:
-        """Check that `size` requests of one group fit on the healthy verifiers and in the queue.
+        """Check that the fleet and the queue can hold `size` requests of one group when they hold
+        no other requests.
 
-        The check assumes that no other requests exist. Raises InvalidRequestError
-        (TOO_MANY_ANSWERS) if the group does not fit. Without healthy verifiers it passes.
+        Raises InvalidRequestError (TOO_MANY_ANSWERS) if they cannot. Without healthy verifiers the
+        check passes.
         """
         most = sum(load.max_sessions for load in self.loads if not load.is_draining)
         if most and size > most + queue_limit:
@@ -236,7 +248,9 @@ class CapacityLedger:
             )
 
     def _grow_reservations(self, budget: _Budget) -> None:
-        """Raise reservations to the tokens that their sessions are now expected to hold."""
+        """Raise each reservation to the number of tokens that its session is now expected to
+        hold.
+        """
         for reservation in budget.reservations:
             more = (
                 budget.load.round_to_blocks(self.expected_tokens(reservation.admission_request))
@@ -249,7 +263,9 @@ class CapacityLedger:
                 reservation.tokens += more
 
     def _others(self, budget: _Budget, info: VerifierInfo) -> int:
-        """KV tokens in use on a verifier beyond those that this router's sessions hold."""
+        """Return the number of KV-cache tokens in use on a verifier beyond those of this router's
+        sessions.
+        """
         if info.sessions <= len(budget.reservations):
             return 0
         used = (info.kv_total_blocks - info.kv_free_blocks) * info.kv_block_tokens
@@ -258,7 +274,7 @@ class CapacityLedger:
     def _held(
         self, load: VerifierLoad, reservations: Iterable[CapacityReservation]
     ) -> Iterable[int]:
-        """KV tokens that the session of each reservation holds now."""
+        """Yield, for each reservation, the number of KV-cache tokens that its session holds now."""
         for reservation in reservations:
             admission_request = reservation.admission_request
             yield load.round_to_blocks(

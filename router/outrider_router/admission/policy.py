@@ -1,14 +1,16 @@
 """Admission policy: selects the waiting requests to admit, and a verifier for each. Pure.
 
-`admission_order` says in which order requests wait, and `request_to_displace` which one leaves a
-full queue. `plan_admission` decides without clock, lock or task; `AdmissionQueue` performs its
-actions. Capacity is assigned in the order of `admission_order`. A session that does not fit is not
-overtaken, so a large one cannot starve; only requests of tenants at their limit of running requests
-are skipped.
+`admission_order` sorts the waiting requests, and `request_to_displace` chooses the request that
+leaves a full queue. `plan_admission` decides which requests to admit, and `AdmissionQueue` performs
+its decisions.
 
-A verifier allocates KV cache as its sessions grow, and preempts sessions when it runs out. So
-capacity is reserved for the length that sessions are expected to reach, and a session is placed
-beyond that where sessions of lower priority can be preempted for it.
+Capacity is assigned in the order of `admission_order`. Requests never overtake a request that does
+not fit yet, so a large request cannot starve. Only requests of tenants at their limit of running
+requests are skipped.
+
+A verifier allocates KV cache as its sessions grow, and preempts sessions when the cache is full. So
+capacity is reserved for the length that sessions are expected to reach. A session may exceed the
+free capacity if sessions of lower priority can be preempted for it.
 """
 
 from __future__ import annotations
@@ -32,37 +34,44 @@ class AdmissionRequest:
 
     request_id: RequestId
     kv_tokens: int
-    """Largest number of KV cache tokens that the session may need."""
+    """Largest number of KV-cache tokens that the session may need."""
     prompt_tokens: int = 0
-    """KV cache tokens that the session needs from the start."""
+    """Number of KV-cache tokens that the session needs from the start."""
     max_new_tokens: int = 0
     """Largest number of tokens that the session may emit."""
     sequence: int
-    """Order of arrival; a request that is queued again keeps it."""
+    """Arrival number of the request; kept when the request is queued again."""
     priority: int = 0
-    """Priority of the request; a greater one is served first and may displace and preempt lower
-    ones."""
+    """Priority of the request. Requests of higher priority are served first, and may displace
+    waiting requests and preempt sessions of lower priority.
+    """
     deadline: float | None = None
-    """Clock time after which waiting is pointless, seconds."""
+    """Clock time in seconds after which the request must not wait any longer, or None."""
     waits_until: float | None = None
-    """Clock time until which the request waits although no known verifier could ever serve it, in
-    seconds, because a verifier may return; None: it does not wait."""
+    """Clock time in seconds until which the request waits for a verifier that could serve it to
+    appear; None refuses it at once if there is no such verifier.
+    """
     tenant: TenantId = SHARED_TENANT
     arrived_at: float = 0.0
     """Clock time of the arrival, in seconds."""
     virtual_start: float = 0.0
     """Virtual start time that orders the requests of one priority fairly."""
     expected_tokens: int = 0
-    """KV cache tokens that the session is expected to hold at its end; 0 means `kv_tokens`."""
+    """Number of KV-cache tokens that the session is expected to hold at its end; 0 means
+    `kv_tokens`.
+    """
     is_client_named: bool = False
-    """Whether the client chose the request id, which identifies the request when the client
-    retries."""
+    """Whether the client chose the request id, so that the request is recognized when the client
+    retries.
+    """
     was_assigned: bool = False
-    """Whether the request was assigned before; a full queue does not refuse it then."""
+    """Whether the request was assigned to a verifier before. A full queue never refuses such a
+    request.
+    """
 
     @property
     def counted_tokens(self) -> int:
-        """Tokens of KV that count against a verifier's room."""
+        """Number of KV-cache tokens that the session counts against a verifier's capacity."""
         return self.expected_tokens or self.kv_tokens
 
 
@@ -72,11 +81,11 @@ _turn = attrgetter("virtual_start", "sequence")
 def admission_order(
     queue: Iterable[AdmissionRequest], now: float, aging_s: float
 ) -> Iterator[AdmissionRequest]:
-    """Sort waiting requests by priority, then by virtual start time.
+    """Yield the waiting requests by priority, then by virtual start time.
 
-    Only the next request of each priority ages: each `priority_aging_s` of waiting raises it by one
-    level of priority. Thus requests of one priority keep their fair order, and none waits forever.
-    With `priority_aging_s` 0 no request ages.
+    Only the first request of each priority ages: each `aging_s` seconds of waiting raise it by one
+    priority level. Thus requests of one priority keep their fair order, and no request waits
+    forever. With `aging_s` 0 no request ages.
     """
     classes: dict[int, list[AdmissionRequest]] = {}
     for admission_request in queue:
@@ -106,11 +115,12 @@ def admission_order(
 def request_to_displace(
     queue: Sequence[AdmissionRequest], newcomer: AdmissionRequest, weights: Mapping[TenantId, float]
 ) -> AdmissionRequest | None:
-    """Choose the request that leaves a full queue for `newcomer`; None: the newcomer is refused.
+    """Return the waiting request that leaves a full queue for `newcomer`, or None if the newcomer
+    is refused.
 
-    It is the last request of the lowest priority, of the tenant with the most waiting requests
-    relative to its weight. At the newcomer's own priority it is chosen only if the newcomer's
-    tenant would still have fewer waiting requests than that tenant.
+    The request is the last one of the lowest priority, of the tenant with the most waiting requests
+    relative to its weight. If that priority is the newcomer's own, the newcomer's tenant must still
+    have fewer waiting requests, relative to its weight, than that tenant.
     """
     able = [ticket for ticket in queue if not ticket.was_assigned]
     lowest = min((ticket.priority for ticket in able), default=math.inf)
@@ -129,13 +139,16 @@ def request_to_displace(
 
 
 NO_VERIFIER = "NO_VERIFIER"
-"""Reason of errors: no verifier is healthy."""
+"""Reason of the error that is raised while no verifier is healthy."""
 MIN_PRIORITY = -MAX_PRIORITY
 MAX_EXCESS_SESSIONS = 32
-"""Largest number of sessions beyond its capacity that a verifier is given, for which it preempts
-others; by default a verifier lets 64 sessions wait."""
+"""Largest number of sessions beyond `max_sessions` that a verifier is given because it can preempt
+others. By default a verifier lets 64 sessions wait.
+"""
 FULL_BACKOFF_S = 0.1
-"""Pause in seconds after a verifier refused a session that the ledger expected to fit."""
+"""Time in seconds for which a verifier gets no sessions after it refused one that was expected to
+fit.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +157,7 @@ class AssignedLoad:
 
     sessions: int = 0
     tokens: int = 0
-    """KV cache tokens that the sessions are expected to hold."""
+    """Number of KV-cache tokens that the sessions are expected to hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,20 +166,22 @@ class VerifierLoad:
 
     verifier_id: VerifierId
     total_tokens: int
-    """KV cache size in tokens."""
+    """KV-cache size in tokens."""
     block_tokens: int = 1
-    """KV cache block size in tokens; sessions occupy whole blocks."""
+    """KV-cache block size in tokens; sessions occupy whole blocks."""
     overcommit: float = 1.0
-    """Factor by which the KV cache is overcommitted."""
+    """Factor by which reservations may exceed the KV cache."""
     assigned_by_priority: Mapping[int, AssignedLoad] = field(default_factory=dict)
     """Sessions that this router assigned to the verifier, by priority."""
     max_sessions: int
     others_tokens: int = 0
-    """KV cache tokens that sessions of other routers held at the last poll."""
+    """Number of KV-cache tokens that sessions of other routers held at the last poll."""
     waiting: int = 0
-    """Sessions that waited for KV cache at the last poll."""
+    """Number of sessions that waited for KV cache at the last poll."""
     free_tokens: int = 0
-    """KV cache tokens that were free at the last poll, minus the prompts assigned since."""
+    """Number of KV-cache tokens that were free at the last poll, minus the prompts assigned
+    since.
+    """
     is_draining: bool = False
     """Whether the verifier takes no new sessions."""
     not_before: float = 0.0
@@ -179,7 +194,7 @@ class VerifierLoad:
 
     @property
     def tokens(self) -> int:
-        """KV cache tokens reserved on the verifier."""
+        """Number of KV-cache tokens reserved on the verifier."""
         return sum(placed.tokens for placed in self.assigned_by_priority.values())
 
     def round_to_blocks(self, tokens: int) -> int:
@@ -187,26 +202,27 @@ class VerifierLoad:
         return -(-tokens // self.block_tokens) * self.block_tokens
 
     def could_ever_fit(self, tokens: int) -> bool:
-        """Return whether the verifier could ever serve a session that may grow to this size."""
+        """Return whether the verifier could ever serve a session that may grow to `tokens`."""
         fits = self.round_to_blocks(tokens) <= self.total_tokens and self.max_sessions > 0
         return fits and not self.is_draining
 
     def fits_now(self, admission_request: AdmissionRequest, now: float) -> bool:
-        """Return whether a session fits beside the assigned ones."""
+        """Return whether a session fits in addition to the assigned sessions."""
         if (
             self.sessions
             and self.waiting
             and self.free_tokens < self.round_to_blocks(admission_request.prompt_tokens)
         ):
-            # More is held there than was expected; those that wait go first.
+            # Sessions already hold more KV cache than expected; the sessions waiting there go
+            # first.
             return False
         return self._takes(admission_request, now, self.sessions, self.tokens)
 
     def fits_by_preempting(self, admission_request: AdmissionRequest, now: float) -> bool:
         """Return whether a session fits if sessions of lower priority are preempted.
 
-        The number of sessions that wait at once is limited, because a verifier lets only a limited
-        number wait.
+        At most `MAX_EXCESS_SESSIONS` sessions are assigned beyond `max_sessions`, because a
+        verifier lets only a limited number of sessions wait.
         """
         above = self.from_priority(admission_request.priority)
         most = self.max_sessions + MAX_EXCESS_SESSIONS
@@ -215,14 +231,14 @@ class VerifierLoad:
         return self._takes(admission_request, now, above.sessions, above.tokens)
 
     def from_priority(self, priority: int) -> AssignedLoad:
-        """The load of sessions with this priority or a greater one."""
+        """Return the load of the sessions whose priority is `priority` or higher."""
         above = [placed for level, placed in self.assigned_by_priority.items() if level >= priority]
         return AssignedLoad(
             sum(each.sessions for each in above), sum(each.tokens for each in above)
         )
 
     def with_session(self, admission_request: AdmissionRequest) -> VerifierLoad:
-        """The load after a session is assigned."""
+        """Return the load after a session is assigned."""
         load = self.with_change(
             admission_request.priority, 1, self.round_to_blocks(admission_request.counted_tokens)
         )
@@ -230,7 +246,7 @@ class VerifierLoad:
         return replace(load, free_tokens=max(0, self.free_tokens - used))
 
     def with_change(self, priority: int, sessions: int, tokens: int) -> VerifierLoad:
-        """The load after a change of the sessions and tokens of one priority."""
+        """Return the load after the sessions and tokens of one priority change by these numbers."""
         before = self.assigned_by_priority.get(priority, AssignedLoad())
         after = AssignedLoad(before.sessions + sessions, before.tokens + tokens)
         placed = {**self.assigned_by_priority, priority: after}
@@ -261,19 +277,19 @@ class AdmissionState:
     verifiers: tuple[VerifierLoad, ...]
     """Loads of the healthy verifiers."""
     tenant_room: Mapping[TenantId, int] = field(default_factory=dict)
-    """Number of further requests that each limited tenant may have running."""
+    """Number of further running requests that each tenant with a limit may have."""
     aging_s: float = 0.0
-    """Waiting time that raises the priority by one level, in seconds, as in `admission_order`."""
+    """Waiting time in seconds that raises a request by one priority level; 0 disables aging."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitRequest:
-    """Decision to serve a request on this verifier."""
+    """Decision to admit a request to a verifier."""
 
     request_id: RequestId
     verifier_id: VerifierId
     needs_preemption: bool = False
-    """Whether sessions of lower priority must be preempted for it."""
+    """Whether sessions of lower priority must be preempted for the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +301,7 @@ class ExpireRequest:
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequest:
-    """Decision to refuse a request because no verifier is left, or none could ever serve it."""
+    """Decision to refuse a request because no verifier could ever serve it."""
 
     request_id: RequestId
 
@@ -294,7 +310,9 @@ AdmissionAction = AdmitRequest | ExpireRequest | RefuseRequest
 
 
 def plan_admission(state: AdmissionState, now: float) -> list[AdmissionAction]:
-    """Decide what happens to the waiting requests, in order."""
+    """Return the decisions about the waiting requests, in the order in which they must be
+    performed.
+    """
     actions: list[AdmissionAction] = []
     loads = {load.verifier_id: load for load in state.verifiers}
     room = dict(state.tenant_room)
@@ -303,7 +321,7 @@ def plan_admission(state: AdmissionState, now: float) -> list[AdmissionAction]:
         if admission_request.deadline is not None and now >= admission_request.deadline:
             actions.append(ExpireRequest(admission_request.request_id))
         elif not any(load.could_ever_fit(admission_request.kv_tokens) for load in loads.values()):
-            # It may come back; meanwhile nobody else waits for it.
+            # A verifier that can serve it may return; meanwhile it does not block other requests.
             if admission_request.waits_until is None or now >= admission_request.waits_until:
                 actions.append(RefuseRequest(admission_request.request_id))
         elif not blocked and room.get(admission_request.tenant, 1) > 0:
@@ -322,10 +340,12 @@ def plan_admission(state: AdmissionState, now: float) -> list[AdmissionAction]:
 def choose_verifier(
     loads: Collection[VerifierLoad], admission_request: AdmissionRequest, now: float
 ) -> tuple[AdmitRequest, VerifierLoad] | None:
-    """Choose the verifier of a session; return it with its new load.
+    """Choose the verifier of a session. Return the decision and the verifier's new load, or None if
+    the session fits on no verifier.
 
-    It is the one with the largest free fraction of KV cache; ties are broken by fewest sessions,
-    then by id. If the session fits nowhere, only sessions of its priority and above count.
+    The chosen verifier has the smallest fraction of its KV cache reserved; ties are broken by
+    fewest sessions, then by id. If the session fits only by preemption, sessions of lower priority
+    do not count as reserved.
     """
     able = [load for load in loads if load.fits_now(admission_request, now)]
     priority, preempts = MIN_PRIORITY, not able
@@ -345,7 +365,9 @@ def choose_verifier(
 
 
 def next_change_at(state: AdmissionState, now: float) -> float | None:
-    """Return the next clock time at which the plan may change without an event; None: never."""
+    """Return the next clock time in seconds at which the plan may change without an event, or None
+    if there is none.
+    """
     ends = [end for ticket in state.queue for end in (ticket.deadline, ticket.waits_until)]
     times = [end for end in ends if end is not None]
     if state.queue:
@@ -354,7 +376,7 @@ def next_change_at(state: AdmissionState, now: float) -> float | None:
 
 
 def no_verifier_error() -> UnavailableError:
-    """Return the error of a request while no verifier is healthy."""
+    """Return the error for a request that arrives while no verifier is healthy."""
     return UnavailableError(
         "no verifier is ready; try again later", reason=NO_VERIFIER, retry_after_s=1.0
     )

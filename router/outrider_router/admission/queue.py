@@ -1,7 +1,7 @@
 """Queues of one router: one in which requests arrive, and one in which they wait for a verifier.
 
-`ArrivalQueue` spreads a burst of requests over turns of the event loop. `AdmissionQueue` holds the
-requests while they wait for a verifier or run on one; it performs the actions that
+`ArrivalQueue` spreads a burst of requests over iterations of the event loop. `AdmissionQueue`
+tracks requests while they wait for a verifier or run on one; it performs the actions that
 `admission.policy.plan_admission` decides.
 """
 
@@ -40,23 +40,25 @@ from outrider_router.config import RouterConfig
 
 
 class ArrivalQueue:
-    """Admits one request per turn of the event loop, first come, first served.
+    """Admits one request per iteration of the event loop, first come, first served.
 
-    Reading, checking and refusing a request take a millisecond or more. Two thousand that arrive
-    together would hold up running streams and health for seconds; so they wait here, and the event
-    loop serves everybody else between two of them. Use from one event loop.
+    Reading, checking and refusing a request takes a millisecond or more. Two thousand requests that
+    arrive together would block running streams and health checks for seconds. So requests wait
+    here, and the event loop handles other work between two of them. Use from one event loop.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_free = True
-        """Whether nobody has entered in this turn."""
+        """Whether no request has entered in this iteration of the event loop."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     async def wait_turn(self) -> None:
-        """Wait for a turn; returns at once if no other request is waiting to enter."""
+        """Wait until the request may enter. Returns at once if no other request is waiting to
+        enter.
+        """
         loop = asyncio.get_running_loop()
         if self._is_free:
             self._is_free = False
@@ -69,7 +71,7 @@ class ArrivalQueue:
     def _pass_on(self) -> None:
         while self._waiting:
             turn = self._waiting.popleft()
-            # One whose client has left is cancelled.
+            # The future is cancelled if the client has left.
             if not turn.done():
                 turn.set_result(None)
                 asyncio.get_running_loop().call_soon(self._pass_on)
@@ -79,27 +81,29 @@ class ArrivalQueue:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class QueueEntry:
-    """A request between its arrival and `AdmissionQueue.remove_request`."""
+    """A request from its arrival until `AdmissionQueue.remove_request`."""
 
     admission_request: AdmissionRequest
     tenant: Tenant
     charged: int
-    """Tokens that the tenant was charged for the request."""
+    """Number of tokens that the tenant was charged for the request."""
     reservation_future: asyncio.Future[CapacityReservation] | None = None
-    """Future of the reservation while the request waits; None otherwise."""
+    """Future of the reservation for which the request waits; None before its first wait."""
     reservations: list[CapacityReservation] = field(default_factory=list)
-    """Reservations of the request: one, or two while its session moves to another verifier."""
+    """Reservations of the request: normally one, and two while its session moves to another
+    verifier.
+    """
     placed_at: float | None = None
-    """Clock time of the first reservation, in seconds."""
+    """Clock time of the first reservation in seconds; None before it."""
 
     @property
     def is_pending(self) -> bool:
-        """Whether the request waits and no decision was made."""
+        """Whether the request waits and no decision about it was made."""
         return self.reservation_future is not None and not self.reservation_future.done()
 
     @property
     def error(self) -> OutriderError | None:
-        """The error that ended its wait without a reservation; None otherwise."""
+        """The error that ended the wait of the request without a reservation; None otherwise."""
         if (
             self.reservation_future is None
             or not self.reservation_future.done()
@@ -111,7 +115,7 @@ class QueueEntry:
 
 
 class AdmissionQueue:
-    """The queue and the ledger of one router. Use from one event loop."""
+    """The queue and the capacity ledger of one router. Use from one event loop."""
 
     def __init__(
         self,
@@ -121,7 +125,9 @@ class AdmissionQueue:
         clock: Callable[[], float],
         emitted: Callable[[RequestId], int],
     ) -> None:
-        """`clock` is monotonic, in seconds; `emitted` counts the tokens of a request so far."""
+        """Create an empty queue. `clock` returns monotonic seconds, and `emitted` returns the
+        number of tokens that a request has emitted so far.
+        """
         self.queue_limit = config.queue_limit
         self.lengths = OutputLengthEstimator(
             assumed=config.overload.prior_answer_tokens, quantile=config.overload.length_quantile
@@ -137,7 +143,7 @@ class AdmissionQueue:
         self._guests: dict[RequestId, QueueEntry] = {}
         self._waiting: dict[RequestId, QueueEntry] = {}
         self._joining: dict[RequestId, RequestGroup] = {}
-        """Requests that wait for those that they come with."""
+        """Groups of the requests that wait until their group is complete, by request id."""
         self._timer: asyncio.TimerHandle | None = None
         self._service_s = 1.0
         self._places = HeldQueuePositions(config.queue_limit)
@@ -150,17 +156,17 @@ class AdmissionQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of requests that wait in the queue."""
         return len(self._waiting)
 
     @property
     def reserved_tokens(self) -> int:
-        """KV tokens reserved on all verifiers."""
+        """Number of KV-cache tokens reserved on all verifiers."""
         return self._capacity_ledger.tokens
 
     @property
     def num_running(self) -> int:
-        """Reservations on all verifiers; each is for one session."""
+        """Number of reservations on all verifiers, one for each session."""
         return self._capacity_ledger.sessions
 
     def update_verifier(self, info: VerifierInfo) -> None:
@@ -176,12 +182,14 @@ class AdmissionQueue:
     async def reserve_capacity(
         self, admission_request: AdmissionRequest, group: RequestGroup | None = None
     ) -> CapacityReservation:
-        """Wait for a reservation. `group`: the request group that the request belongs to, if any.
+        """Wait for a verifier and return the reservation on it. `group` is the request group of the
+        request, if it belongs to one.
 
         The first call for a request charges its tenant. More calls may follow until
-        `remove_request`; a full queue refuses none of them. Raises ResourceExhaustedError when the
-        tenant's rate is exceeded or the queue is full, UnavailableError without a healthy verifier,
-        DeadlineExceededError. Cancelling the wait removes the request from the queue.
+        `remove_request`; a full queue refuses none of them. Raises ResourceExhaustedError if the
+        tenant's rate is exceeded or the queue is full, UnavailableError if no healthy verifier can
+        serve the request, and DeadlineExceededError. Cancelling the wait removes the request from
+        the queue.
         """
         queue_entry = self._guests.get(admission_request.request_id)
         if queue_entry is not None:
@@ -206,7 +214,7 @@ class AdmissionQueue:
                 self.remove_request(admission_request.request_id)
 
     def fail_request(self, request_id: RequestId, error: OutriderError) -> None:
-        """End a request's wait with an error; nothing happens if it does not wait."""
+        """End the wait of a request with an error; has no effect if the request does not wait."""
         if (group := self._joining.get(request_id)) is not None:
             group.fail_group(error)
         queue_entry = self._waiting.get(request_id)
@@ -218,14 +226,16 @@ class AdmissionQueue:
             queue_entry.reservation_future.set_exception(error)
 
     def release_capacity(self, reservation: CapacityReservation, *, refused: bool = False) -> None:
-        """End a reservation. `refused`: the verifier refused its session because it was full."""
+        """End a reservation. With `refused`, the verifier refused the session because it was
+        full.
+        """
         self._take_back(reservation, refused=refused)
         self._pump()
 
     def remove_request(self, request_id: RequestId) -> None:
-        """Remove a request that has ended and holds no reservation; idempotent.
+        """Remove a request that has ended and holds no reservation. Idempotent.
 
-        Its tenant is charged for the tokens that it used, in place of those that were expected.
+        The tenant's charge is corrected from the expected to the used number of tokens.
         """
         queue_entry = self._guests.pop(request_id, None)
         if queue_entry is None:
@@ -245,15 +255,17 @@ class AdmissionQueue:
         self._metrics.tenant_tokens.labels(self.tenants.metrics_label(tenant.name)).inc(used)
 
     def sessions_on(self, verifier_id: VerifierId) -> int:
-        """Reservations on one verifier; each is for one session."""
+        """Return the number of reservations on one verifier, one for each session."""
         return self._capacity_ledger.sessions_on(verifier_id)
 
     def could_fit(self, kv_tokens: int) -> bool:
-        """Whether some healthy verifier could serve a session that may grow to this size."""
+        """Return whether a healthy verifier could serve a session that may grow to `kv_tokens`."""
         return self._capacity_ledger.could_fit(kv_tokens)
 
     async def _come_with(self, group: RequestGroup, admission_request: AdmissionRequest) -> None:
-        """Line up once all of a request group are there. Raises what keeps one of them out."""
+        """Add a request to its group, and queue the whole group once it is complete. Raises the
+        error for which the group is refused.
+        """
         self._joining[admission_request.request_id] = group
         try:
             if admission_requests := group.add_request(admission_request):
@@ -270,7 +282,7 @@ class AdmissionQueue:
     def _line_up_all(
         self, group: RequestGroup, admission_requests: Sequence[AdmissionRequest]
     ) -> None:
-        """Let all of a request group in, or none of them."""
+        """Queue all requests of a group, or refuse the whole group."""
         try:
             self._capacity_ledger.check_group(len(admission_requests), self.queue_limit)
             self._line_up(guests := self._enter(admission_requests))
@@ -288,7 +300,9 @@ class AdmissionQueue:
                 self.tenants.advance_time(queue_entry.admission_request.virtual_start)
 
     def _dismiss(self, guests: Sequence[QueueEntry]) -> None:
-        """Remove entries before their reservations are used, as if they had never arrived."""
+        """Remove entries before their reservations are used, as if their requests had never
+        arrived.
+        """
         for queue_entry in guests:
             self._unqueue(queue_entry)
             for reservation in tuple(queue_entry.reservations):
@@ -300,12 +314,13 @@ class AdmissionQueue:
         self._pump()
 
     def _enter(self, admission_requests: Sequence[AdmissionRequest]) -> list[QueueEntry]:
-        """Charge the tenant of requests that come together; ResourceExhaustedError if that is
-        beyond its rate."""
+        """Charge the tenant for requests that arrive together and return their queue entries.
+        Raises ResourceExhaustedError if they exceed the tenant's rate.
+        """
         now = self._clock()
         tenant = self.tenants.get_tenant(admission_requests[0].tenant, now)
         expected = [self._capacity_ledger.expected_tokens(ticket) for ticket in admission_requests]
-        # The slack is nothing that the tenant uses.
+        # The tenant does not pay for `session_slack_tokens`, which `kv_tokens` includes.
         costs = [
             min(tokens, ticket.prompt_tokens + ticket.max_new_tokens)
             for tokens, ticket in zip(expected, admission_requests, strict=True)
@@ -337,7 +352,9 @@ class AdmissionQueue:
     def _enter_again(
         self, queue_entry: QueueEntry, admission_request: AdmissionRequest
     ) -> QueueEntry:
-        """Prepare the entry of a request that needs another reservation; it keeps its turn."""
+        """Prepare the entry of a request that needs another reservation; the entry keeps its place
+        in the order.
+        """
         before = queue_entry.admission_request
         queue_entry.admission_request = replace(
             admission_request,
@@ -350,7 +367,7 @@ class AdmissionQueue:
         return queue_entry
 
     def _line_up(self, guests: Sequence[QueueEntry]) -> None:
-        """Queue entries for reservations; those that the full queue refuses fail at once."""
+        """Queue entries for reservations. The entries that the full queue refuses fail at once."""
         for queue_entry in guests:
             queue_entry.reservation_future = asyncio.get_running_loop().create_future()
             self._waiting[queue_entry.admission_request.request_id] = queue_entry
@@ -370,7 +387,9 @@ class AdmissionQueue:
                 )
 
     def _bound(self, guests: Sequence[QueueEntry]) -> None:
-        """Keep the queue within its limit: others make way for newcomers, or one is refused."""
+        """Keep the queue within its limit: refuse newcomers, or displace waiting requests in favour
+        of newcomers.
+        """
         newcomers = [
             guest
             for guest in guests
@@ -379,7 +398,7 @@ class AdmissionQueue:
         if not newcomers:
             return
         now = self._clock()
-        # The queue moves on with every request that ends.
+        # A queue position becomes free with every request that ends.
         each_s = self._service_s / max(1, self.num_running)
         queue = [g for g in self._waiting.values() if g.is_pending and g not in newcomers]
         victims: list[AdmissionRequest] = []
@@ -486,7 +505,7 @@ class AdmissionQueue:
             self._pump()
 
     def _unqueue(self, queue_entry: QueueEntry) -> bool:
-        """Take a queue entry out of the queue; whether it was there."""
+        """Remove an entry from the queue, and return whether it was there."""
         if self._waiting.pop(queue_entry.admission_request.request_id, None) is None:
             return False
         self._count(queue_entry, -1)

@@ -1,5 +1,5 @@
-"""What clients and operators call: gRPC, OpenAI HTTP, status page, metrics. It may import
-everything.
+"""APIs for clients and operators: gRPC, OpenAI HTTP, status page, metrics. It may import all other
+packages of the router.
 
 fleet_metrics.py           Prometheus collector of the fleet: queue, verifiers and drafter links,
                            read at every scrape.

@@ -1,6 +1,6 @@
 """Prometheus collector of the fleet: queue, verifiers and drafter links, read at every scrape.
 
-Its counters are the verifiers' own, so they restart at zero with a verifier.
+Its counters are read from the verifiers, so they restart at zero when a verifier restarts.
 """
 
 from __future__ import annotations
@@ -42,17 +42,23 @@ _VERIFIER_GAUGES: dict[str, tuple[str, Callable[[VerifierSummary], float]]] = {
 
 
 def kv_usage(verifiers: list[VerifierSummary]) -> float:
-    """Fraction of all KV cache blocks of the verifiers in use; 0 without verifiers."""
+    """Return the fraction of the verifiers' KV-cache blocks that are in use; 0 without
+    verifiers.
+    """
     total = sum(v.kv_total_blocks for v in verifiers)
     free = sum(v.kv_free_blocks for v in verifiers)
     return 1.0 - free / total if total else 0.0
 
 
 class FleetMetrics(Collector):
-    """Collector of queue and session totals, and of `outrider_fleet_*` per verifier or link."""
+    """Collector of queue and session totals, and of `outrider_fleet_*` per verifier or drafter
+    link.
+    """
 
     def __init__(self, info: Callable[[], ServerInfo]) -> None:
-        """Create the collector; the scraping thread calls `info` for the state of the fleet."""
+        """Create the collector. `info` returns the state of the fleet and is called by the scraping
+        thread.
+        """
         self._info = info
 
     def collect(self) -> Iterator[Metric]:
@@ -69,7 +75,7 @@ class FleetMetrics(Collector):
         yield from _links([d for d in info.drafters if d.healthy])
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing, because registration must not read state that is not complete yet."""
+        """Yield nothing, because the state is not complete yet when the collector is registered."""
         return iter(())
 
 

@@ -34,7 +34,7 @@ INFERENCE_SERVICE = "outrider.wire.v1.InferenceService"
 
 
 def inference_service(service: RouterService) -> GrpcService:
-    """InferenceService of a router."""
+    """Create the gRPC service InferenceService of a router."""
     servicer = _InferenceServicer(service)
     return GrpcService(
         name=INFERENCE_SERVICE,
@@ -44,13 +44,15 @@ def inference_service(service: RouterService) -> GrpcService:
 
 
 class _InferenceServicer(pb_grpc.InferenceServiceServicer):
-    """Errors are raised as they are; the server's interceptor makes statuses of them."""
+    """Servicer of InferenceService. It raises typed errors, which the server's interceptor converts
+    to gRPC statuses.
+    """
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        """Answer once."""
+        """Serve a request and return the whole output."""
         await self._service.arrivals.wait_turn()
         result = await self._service.generate(
             request_from_pb(request),
@@ -61,10 +63,11 @@ class _InferenceServicer(pb_grpc.InferenceServiceServicer):
         return result_to_pb(result)
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Context) -> None:
-        """Answer as a stream.
+        """Serve a request as a stream.
 
-        A coroutine that writes, not a generator: when the client goes away it is cancelled here,
-        and the request is freed at once instead of at garbage collection.
+        The method is a coroutine that writes messages, not a generator. When the client
+        disconnects, it is cancelled at once, so the request is released without waiting for garbage
+        collection.
         """
         await self._service.arrivals.wait_turn()
         async with self._timely(context, event_to_pb) as write:
@@ -77,7 +80,7 @@ class _InferenceServicer(pb_grpc.InferenceServiceServicer):
             )
 
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
-        """Go on with a stream, likewise."""
+        """Send the rest of a resumable request's stream."""
         async with self._timely(context, resumed_event_to_pb) as write:
             await self._service.resume_stream(
                 position_from_pb(request), write, self._caller(context)
@@ -111,29 +114,29 @@ class _InferenceServicer(pb_grpc.InferenceServiceServicer):
             raise
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Cancel requests by id."""
+        """Abort requests by id."""
         ids = abort_request_from_pb(request)
         return abort_response_to_pb(self._service.abort_requests(ids, self._caller(context)))
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        """The router's state."""
+        """Return the state of the router and its fleet."""
         return server_info_to_pb(server_status.make_server_info(self._service))
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
-        """Served models."""
+        """Return the served models."""
         return models_to_pb(server_status.make_model_list(self._service))
 
 
 class _Beginning:
-    """The initial metadata of a stream: they leave before its first message, by themselves.
+    """Sends the initial metadata of a stream separately, before its first message.
 
-    Not with it: a status that is sent while they are on their way would bring them along again,
-    gRPC refuses that, and the client never hears of the end. And not when the call comes in: what
-    the verifier waits for goes first.
+    If the metadata were sent together with the first message, a status sent meanwhile would include
+    them again, gRPC would refuse that, and the client would never get the status. They are not sent
+    when the call arrives, because opening the session on the verifier comes first.
     """
 
     def __init__(self, context: Context) -> None:
@@ -141,25 +144,27 @@ class _Beginning:
         self._sending: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Have them sent, once; cancelling this leaves them on their way."""
+        """Send the initial metadata on the first call. Cancelling this does not cancel sending."""
         if self._sending is None:
             self._sending = asyncio.create_task(self._context.send_initial_metadata(()))
         if not self._sending.done():
             await asyncio.shield(self._sending)
 
     async def settle(self) -> None:
-        """Wait until they are gone, if they are on their way: then a status may follow."""
+        """Wait until the initial metadata are sent, if sending has begun, so that a status may
+        follow.
+        """
         if self._sending is None:
             return
         if not self._sending.done():
             await asyncio.wait((self._sending,))
         if not self._sending.cancelled():
-            # Whoever it failed for has heard of it, or is gone.
+            # Marks the exception as retrieved; `begin` has raised it if its caller still waits.
             self._sending.exception()
 
 
 def _traceparent(context: Context) -> str:
-    """The caller's W3C Trace Context; "" without one."""
+    """Return the W3C Trace Context of the caller, or "" if there is none."""
     metadata = context.invocation_metadata() or ()
     found = next((value for key, value in metadata if key == "traceparent"), "")
     return found if isinstance(found, str) else ""

@@ -25,12 +25,16 @@ from outrider_router.requests.service import RouterService
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = MAX_PROMPT_BYTES + (4 << 20)
-"""Of one message of a client: the longest prompt, and all that may come with it."""
+"""Largest size in bytes of a client's message: the longest prompt plus 4 MiB for all other
+fields.
+"""
 MAX_POOL_BYTES = 64 << 10
 
 
 def make_client_server(service: RouterService) -> GrpcServer:
-    """The client API. Its health service follows the readiness of the router."""
+    """Create the gRPC server of the client API. Its health service follows the readiness of the
+    router.
+    """
     access_control, metrics, tls = (
         service.access_control,
         service.metrics,
@@ -61,15 +65,17 @@ def make_client_server(service: RouterService) -> GrpcServer:
 
 
 def _max_connections() -> int:
-    """Connections of the client API: those of any gRPC port, or a quarter of the files that the
-    process may open if that is less. Connections of HTTP have half of them."""
+    """Return the largest number of connections of the client API: the default of a gRPC port, or a
+    quarter of the files that the process may open if that is less. HTTP connections may use half of
+    the files.
+    """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     usual = GrpcConfig().max_connections
     return usual if files < 0 else min(usual, max(1, files // 4))
 
 
 def make_pool_server(service: RouterService) -> GrpcServer | None:
-    """Where operators add and remove drafters, if they may."""
+    """Create the gRPC server of the pool API, or return None if it is not configured."""
     if not service.config.pool_listen:
         return None
     access_control = service.access_control
@@ -92,7 +98,7 @@ def make_pool_server(service: RouterService) -> GrpcServer | None:
 
 
 def serve_router_metrics(service: RouterService) -> str:
-    """Serve the Prometheus port; HOST:PORT."""
+    """Serve the Prometheus endpoint and return its address HOST:PORT."""
     config = service.config
     return serve_metrics(
         service.metrics.registry,

@@ -13,9 +13,9 @@ from outrider_router.requests.service import RouterService
 
 
 def register_fleet_metrics(service: RouterService) -> None:
-    """Register the fleet metrics in the registry of a router, once for each router.
+    """Register the fleet metrics in the registry of a router. Call it once per router.
 
-    If the configuration asks for vLLM's metric names, their collector is registered too.
+    If the configuration asks for vLLM's metric names, they are registered too.
     """
     registry = service.metrics.registry
     info = partial(server_status.make_server_info, service)
@@ -25,7 +25,9 @@ def register_fleet_metrics(service: RouterService) -> None:
 
 
 class _ModelName:
-    """The served model's name; once known it stays, so that a lost fleet renames no series."""
+    """Returns the served model's name. The last known name is kept while no verifier is healthy, so
+    that no series is renamed.
+    """
 
     def __init__(self, service: RouterService) -> None:
         self._service = service

@@ -1,7 +1,7 @@
 """PoolService over gRPC: adds drafters to a running router and removes them.
 
-It has an address of its own: clients that may request text must not be able to remove drafters, or
-to make the router dial addresses.
+It has a separate address, because clients of the inference API must not be able to remove drafters
+or make the router connect to addresses.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from outrider_router.requests.service import RouterService
 
 POOL_SERVICE = "outrider.wire.v1.PoolService"
 DRAIN_S = 10.0
-"""How long a drafter that leaves waits for its sessions to be taken over."""
+"""Time in seconds within which the sessions of a removed drafter may move to others."""
 
 
 def pool_service(service: RouterService) -> GrpcService:
-    """PoolService of a router."""
+    """Create the gRPC service PoolService of a router."""
     servicer = _PoolServicer(service)
     return GrpcService(
         name=POOL_SERVICE,
@@ -33,7 +33,9 @@ def pool_service(service: RouterService) -> GrpcService:
 
 
 class _PoolServicer(pb_grpc.PoolServiceServicer):
-    """Errors are raised as they are; the server's interceptor makes statuses of them."""
+    """Servicer of PoolService. It raises typed errors, which the server's interceptor converts to
+    gRPC statuses.
+    """
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
@@ -41,14 +43,16 @@ class _PoolServicer(pb_grpc.PoolServiceServicer):
     async def AddDrafter(
         self, request: pb.AddDrafterRequest, context: Context
     ) -> pb.AddDrafterResponse:
-        """Look for a drafter from now on."""
+        """Add a drafter, which the router polls from now on."""
         self._service.registry.add_drafter(address_from_pb(request))
         return pb.AddDrafterResponse()
 
     async def RemoveDrafter(
         self, request: pb.RemoveDrafterRequest, context: Context
     ) -> pb.RemoveDrafterResponse:
-        """Give its sessions to others, then forget it."""
+        """Move the sessions of a drafter to others, then remove the drafter. Raises NotFoundError
+        for an unknown address.
+        """
         address, registry = address_from_pb(request), self._service.registry
         peer = registry.drafters.get(address)
         if peer is None:

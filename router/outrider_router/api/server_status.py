@@ -20,7 +20,9 @@ from outrider_router.requests.service import RouterService
 
 
 def make_server_info(service: RouterService) -> ServerInfo:
-    """The router's state; peers that were never reached are listed under their address."""
+    """Return the state of the router and its fleet. Peers that were never reached have their
+    address as id.
+    """
     return ServerInfo(
         version=outrider.__version__,
         protocol_version=PROTOCOL_VERSION,
@@ -33,7 +35,7 @@ def make_server_info(service: RouterService) -> ServerInfo:
 
 
 def make_model_list(service: RouterService) -> tuple[ModelInfo, ...]:
-    """The served model; none while no verifier is healthy."""
+    """Return the served model, or an empty tuple while no verifier is healthy."""
     info = service.registry.any_verifier_info()
     if info is None:
         return ()
@@ -88,7 +90,7 @@ def _drafter(peer: DrafterPeer, service: RouterService) -> DrafterSummary:
 
 
 def _links(drafter: DrafterInfo, service: RouterService) -> tuple[DrafterLink, ...]:
-    # Copied at once: threads of the metrics port come here, too.
+    # Copied, because threads of the metrics port call this too.
     peers = list(service.registry.verifiers.values())
     infos = [peer.info for peer in peers if peer.state is PeerState.HEALTHY]
     return tuple(

@@ -1,7 +1,7 @@
 """Exports the router's metrics under vLLM's names (`--metrics-compat vllm`).
 
-Nothing is counted twice: every series is one of the router's own, or the state behind it, renamed
-at every scrape.
+Nothing is counted twice: at every scrape, series are read from the router's own metrics or state
+and renamed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from outrider_router.api.fleet_metrics import kv_usage
 from outrider_router.base.metrics import RouterMetrics
 
 _ENGINE = "0"
-"""Value of the label `engine`, by which vLLM numbers its engines; a router counts as one."""
+"""Value of the label `engine`, with which vLLM numbers its engines. A router counts as one
+engine.
+"""
 _FINISHED = {
     FinishReason.STOP_TOKEN.value: "stop",
     FinishReason.STOP_STRING.value: "stop",
@@ -54,7 +56,7 @@ class VllmMetrics(Collector):
         yield from _state(self._info(), labels)
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing, because registration must not read state that is not complete yet."""
+        """Yield nothing, because the state is not complete yet when the collector is registered."""
         return iter(())
 
     def _renamed(self) -> Mapping[str, Collector]:
@@ -92,7 +94,7 @@ class VllmMetrics(Collector):
 
 
 def _as(metric: Metric, name: str, labels: Mapping[str, str]) -> Metric:
-    """The same samples under another name, with more labels."""
+    """Return the samples of a metric under another name and with more labels."""
     renamed = Metric(name, metric.documentation, metric.type)
     for sample in metric.samples:
         suffix = sample.name.removeprefix(metric.name)

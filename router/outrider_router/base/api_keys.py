@@ -1,7 +1,7 @@
-"""API keys: the keys file, and the caller that a credential identifies.
+"""API keys: the key file, and the caller that a credential identifies.
 
-The file holds hashes only. A key is 32 random bytes, so that a plain SHA-256 of it cannot be
-reversed, and a lookup costs microseconds.
+The file holds only hashes of the keys. A key is 32 random bytes, so a plain SHA-256 hash of it
+cannot be reversed, and a lookup takes microseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider_router.base.tenants import MAX_TENANT_CHARS
 
 MAX_KEYS: Final = 4096
 MAX_HEADER_CHARS: Final = 1024
-"""Longest `authorization` header that is looked up."""
+"""Maximum length of an `authorization` header in characters; a longer header is refused."""
 _HASH_CHARS = 64
 
 
@@ -50,7 +50,7 @@ class ApiKey:
     """Whether the key may also add and remove drafters and read metrics."""
 
     def __post_init__(self) -> None:
-        # Not with the value: somebody may have put the key itself there.
+        # The message omits the value, because it may be the key itself.
         if len(self.sha256) != _HASH_CHARS or set(self.sha256) - set("0123456789abcdef"):
             raise ValueError("sha256 must be 64 hexadecimal digits in lower case")
         if len(self.tenant) > MAX_TENANT_CHARS:
@@ -85,7 +85,7 @@ class KeysFile:
 
 
 def read_keys(path: Path) -> Mapping[str, ApiKey]:
-    """Read the keys of a file, by name.
+    """Read a key file and return its keys by name.
 
     Raises NotFoundError if the file is missing and InvalidRequestError (INVALID_CONFIG) if it is
     malformed.
@@ -99,11 +99,11 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
 
 
 def find_key(keys: Mapping[str, ApiKey], header: str | None) -> str:
-    """Return the name of the key in an `authorization` header: `Bearer KEY`, or `Basic` with the
-    key as password, which browsers can send.
+    """Return the name of the key in an `authorization` header, which is `Bearer KEY`, or `Basic`
+    with the key as password for browsers.
 
-    Raises UnauthenticatedError (NO_KEY, WRONG_KEY). The duration does not depend on how similar a
-    wrong key is, nor on which key matches.
+    Raises UnauthenticatedError (NO_KEY, WRONG_KEY). The duration depends neither on how similar a
+    wrong key is to a valid one nor on which key matches.
     """
     secret = _secret_of(header)
     digest = hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()

@@ -13,7 +13,9 @@ SCHEME = "dns:///"
 def split_addresses(
     addresses: Iterable[str],
 ) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
-    """Split addresses into plain ones and (host, port) of DNS names. Raises InvalidRequestError."""
+    """Split addresses into plain ones and (host, port) pairs of `dns:///HOST:PORT` names. Raises
+    InvalidRequestError for a malformed name.
+    """
     plain, names = [], []
     for address in addresses:
         if not address.startswith(SCHEME):
@@ -33,16 +35,17 @@ class ResolvedName:
     """Addresses to which a DNS name has resolved."""
 
     addresses: frozenset[str] = frozenset()
-    """Addresses of the last answer."""
+    """Addresses (HOST:PORT) of the last DNS answer."""
     removed_addresses: set[str] = field(default_factory=set)
-    """Addresses of earlier answers that are missing from the last one and were not forgotten
-    yet."""
+    """Addresses of earlier DNS answers that are missing from the last one and whose peers were not
+    removed yet.
+    """
 
     def update_addresses(self, addresses: frozenset[str]) -> frozenset[str]:
-        """Record a DNS answer and return the addresses that the previous answer did not have.
+        """Record a DNS answer and return its addresses that the previous answer did not have.
 
-        Addresses of the previous answer are not returned again, because an operator may have
-        removed one meanwhile.
+        An address that both answers have is not returned again, because an operator may have
+        removed its peer meanwhile.
         """
         joined = addresses - self.addresses
         self.removed_addresses |= self.addresses - addresses

@@ -1,7 +1,8 @@
-"""Prometheus metrics of the router. One registry per router, so that tests do not share state.
+"""Prometheus metrics of the router. Each router has its own registry, so that tests do not share
+state.
 
-Speculation counters are sums over the columns of each message of events. Histograms are
-updated once a round, not once a value.
+Speculation counters are updated once per message of session events, by sums over its columns.
+Histograms are updated once per message, not once per value.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ from outrider_router.base.reasons import FailoverCause, MoveReason, QuarantineRe
 from outrider_router.base.slow_readers import SLOW_READER
 
 MAX_SINGLE_VALUES: Final = 8
-"""Largest number of values that are counted one by one, which is faster than an array."""
+"""Largest number of values that are counted one by one, which is faster than with an array for so
+few.
+"""
 
 
 class BatchHistogram(Collector):
-    """Histogram that takes all values of a round in one call; only one thread may write to it."""
+    """Histogram that adds many values in one call. Only one thread may write to it."""
 
     def __init__(
         self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry
@@ -104,7 +107,9 @@ LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32
 
 
 class RouterMetrics:
-    """All metrics of the router itself; the attributes are prometheus_client objects."""
+    """All metrics of the router itself. Attributes are objects of prometheus_client, or
+    `BatchHistogram`.
+    """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
@@ -307,7 +312,7 @@ class RouterMetrics:
         )
 
     def _begin_at_zero(self) -> None:
-        """Create the series of known labels at 0, so that rates include the first event."""
+        """Create the series of known label values at 0, so that rates include the first event."""
         codes = (error.code for error in _ERRORS)
         known: dict[Counter | Gauge, Iterable[str]] = {
             self.requests: (*FinishReason, *codes),
@@ -337,7 +342,12 @@ class RouterMetrics:
     def record_request_end(
         self, outcome: str, first: float | None, last: float, tokens: int, duration_s: float
     ) -> None:
-        """Count a request that ended; `first` and `last` are the times of its tokens in seconds."""
+        """Count a request that ended.
+
+        `outcome` is its finish reason or error code, `first` and `last` are the clock times of its
+        first and last token in seconds, `tokens` is the number of its tokens and `duration_s` the
+        time since its arrival.
+        """
         self.requests.labels(outcome).inc()
         self.request_duration.observe_values(duration_s)
         self.request_generation_tokens.observe_values(tokens)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 
 class Readiness:
-    """State of whether a router can serve requests: a verifier is healthy and no drain has
-    begun."""
+    """Whether a router can serve requests, and the listeners of changes. A router is ready while a
+    verifier is healthy and no drain has begun.
+    """
 
     def __init__(self) -> None:
         self._is_ready = False
@@ -19,7 +20,7 @@ class Readiness:
         return self._is_ready
 
     def subscribe(self, listener: Callable[[bool], None]) -> None:
-        """Call `listener` with the new state at each change from now on."""
+        """Call `listener` with the new state at each later change."""
         self._listeners.append(listener)
 
     def update(self, is_ready: bool) -> None:

@@ -22,23 +22,23 @@ class MoveReason(StrEnum):
     """Reason for which a session moves to another drafter."""
 
     LOST = "lost"
-    """The drafter of the session is lost, or the session never had one."""
+    """The session's drafter was lost, or the session had none."""
     DRAINED = "drained"
-    """The drafter of the session is being removed, or is about to stop."""
+    """The session's drafter is being removed or is about to stop."""
     QUARANTINED = "quarantined"
-    """The drafter of the session was quarantined."""
+    """The session's drafter was quarantined."""
     PROBE = "probe"
     """The session tests whether a quarantined drafter works again."""
     BALANCE = "balance"
-    """The sessions are spread more evenly over the drafters."""
+    """Sessions are spread more evenly over the drafters."""
 
 
 class QuarantineReason(StrEnum):
     """Fault for which a drafter is quarantined."""
 
     SLOW = "slow"
-    """Its proposals arrive too late."""
+    """The drafter's proposals arrive too late."""
     SILENT = "silent"
-    """It sends no proposals."""
+    """The drafter sends no proposals."""
     WRONG = "wrong"
-    """It sends invalid messages."""
+    """The drafter sends invalid messages."""

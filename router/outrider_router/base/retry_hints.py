@@ -1,7 +1,8 @@
-"""Retry-after hints for refused clients, each for a queue position of its own. Pure.
+"""Retry-after hints for refused clients, each for a separate queue position. Pure.
 
-Clients that were all given the time of the next free position would return together, and all but
-one be refused again. So each is given the time of a position behind those promised before.
+If all clients were told when the next position becomes free, they would return together and all but
+one would be refused again. So each client is told the time at which a further position becomes
+free.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from outrider.ids import RequestId
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 30.0
 HOLD_S = 2.0
-"""Time for which a queue position is held for a refused client, or half of its wait if that is
-longer. Clients add random time to retry hints, so that they do not return together."""
+"""Minimum time in seconds for which a queue position is held for a refused client. If half of the
+client's wait is longer, the position is held for that time. Clients add random time to retry hints,
+so that they do not return together.
+"""
 MAX_KNOWN_FACTOR = 4
-"""Number of refused clients that are remembered, as a multiple of the queue's limit."""
+"""Largest number of refused clients that are remembered, as a multiple of the queue limit."""
 REFUSALS: Final = {
     "QUEUE_FULL": "the queue is full: it holds at most {limit} requests; try again later",
     "DISPLACED": "the queue is full and a request of higher precedence took the position",
@@ -25,19 +28,22 @@ REFUSALS: Final = {
 
 
 class RetryTimes:
-    """Retry times promised to clients, one after the other."""
+    """Retry times promised to clients, in ascending order."""
 
     def __init__(self) -> None:
         self._last = 0.0
-        """Clock time that was held out last, seconds."""
+        """Clock time that was promised last, in seconds."""
 
     def next_retry_s(self, now: float, *, first_s: float, each_s: float) -> float:
-        """Return the seconds until a retry time that no other client was given, within limits.
+        """Return the seconds until a retry time that no other client was given, between
+        `MIN_RETRY_S` and `MAX_RETRY_S`.
 
-        `first_s` is the time until the next one, `each_s` the time between two.
+        `first_s` is the time until the first possible retry, `each_s` the time between the retries
+        of two clients.
         """
         at = max(now + first_s, self._last + each_s)
-        # Beyond the bound the hints are no more true, and need not be remembered.
+        # Hints longer than the maximum are inexact anyway, so later clients need not wait behind
+        # them.
         self._last = at = min(at, now + MAX_RETRY_S)
         return max(MIN_RETRY_S, at - now)
 
@@ -45,29 +51,29 @@ class RetryTimes:
 class HeldQueuePositions:
     """Queue positions that were promised to refused clients and are held for them.
 
-    Refused clients thus form a queue behind the queue. Positions are held only while the queue is
-    at least half full, so that clients that do not return waste no capacity.
+    Refused clients thus form a second queue behind the queue. At most half of the queue is held, so
+    that clients that do not return waste little capacity.
     """
 
     def __init__(self, queue_limit: int) -> None:
-        """At most half of a queue of so many is kept."""
+        """Create the positions of a queue that holds at most `queue_limit` requests."""
         self._max_kept = queue_limit // 2
         self._max_known = MAX_KNOWN_FACTOR * queue_limit
         self._promises = RetryTimes()
         self._due: dict[RequestId, tuple[float, float]] = {}
-        """Clock times from which and until which a request finds its place, seconds."""
+        """Clock times in seconds from which and until which a position is held, by request."""
 
     def next_retry_s(self, request_id: RequestId | None, now: float, each_s: float) -> float:
         """Return the seconds until a position is free for a request that is refused now.
 
         `each_s` is the time between two positions that become free. With `request_id` None the
         request cannot be recognized later, so no position is held for it. A client that returns too
-        early gets the same time again; one that returns in time and finds no position gets the next
-        time.
+        early is given the same time again. A client that returns in time but finds no position is
+        given the next time.
         """
         known = self._due.get(request_id) if request_id is not None else None
         if known is None:
-            # Places do not become free like clockwork: the first one is left out.
+            # Positions become free irregularly, so the first one is not promised.
             hint_s = self._promises.next_retry_s(now, first_s=2.0 * each_s, each_s=each_s)
         elif known[0] > now:
             return max(MIN_RETRY_S, known[0] - now)
@@ -78,16 +84,16 @@ class HeldQueuePositions:
         return hint_s
 
     def is_due(self, request_id: RequestId, now: float) -> bool:
-        """Return whether a position is held for this request now."""
+        """Return whether a position is held for this request at the clock time `now`."""
         due = self._due.get(request_id)
         return due is not None and due[0] <= now < due[1]
 
     def forget_request(self, request_id: RequestId) -> None:
-        """Forget a request that needs no position any more."""
+        """Stop holding a position for a request."""
         self._due.pop(request_id, None)
 
     def num_held(self, now: float) -> int:
-        """Number of positions that are held now."""
+        """Return the number of positions that are held at the clock time `now`."""
         for request_id in [name for name, (_, end) in self._due.items() if end <= now]:
             del self._due[request_id]
         return min(len(self._due), self._max_kept)

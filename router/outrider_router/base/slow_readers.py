@@ -1,8 +1,8 @@
 """Write timeout of response streams: disconnects clients that stop reading.
 
-gRPC lets a write wait until the client has room for what was written before. So a client that does
-not read has at most one message and the transport's buffer in this process, beside the ids of its
-answer, which the length limit bounds; the rounds of all others go on.
+A gRPC write waits until the client's flow-control window has space for the previous messages. So a
+client that stops reading occupies at most one message and the transport's buffer in this process,
+plus the token ids of its output, which are limited. Streams of other clients are not delayed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from outrider.errors import ResourceExhaustedError
 EventT = TypeVar("EventT")
 
 SLOW_READER = "SLOW_READER"
-"""Reason of the error that ends a stream whose client does not read."""
+"""Reason of the error that ends a stream whose client stopped reading."""
 
 
 class _TimedWriter(Generic[EventT]):
-    """Notices when one write lasts too long. A timer for each stream, not for each message."""
+    """Ends a stream when one write takes too long. Has one timer per stream, not one per
+    message.
+    """
 
     def __init__(
         self,
@@ -32,7 +34,9 @@ class _TimedWriter(Generic[EventT]):
         self._write, self._limit, self._timeout_s = write, limit, timeout_s
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None
-        """Since when a write waits, by the loop's clock."""
+        """Time of the event loop's clock since which a write waits, in seconds; None while no write
+        waits.
+        """
         self._timer = self._loop.call_later(timeout_s, self._look)
 
     async def __call__(self, event: EventT) -> None:
@@ -41,7 +45,7 @@ class _TimedWriter(Generic[EventT]):
         self._since = None
 
     def stop(self) -> None:
-        """The stream is over."""
+        """Stop the timer because the stream ended."""
         self._timer.cancel()
 
     def _look(self) -> None:
@@ -57,9 +61,9 @@ class _TimedWriter(Generic[EventT]):
 async def with_write_timeout(
     write: Callable[[EventT], Awaitable[None]], *, slow_reader_timeout_s: float
 ) -> AsyncGenerator[Callable[[EventT], Awaitable[None]], None]:
-    """Wrap `write` for the length of a stream, for whichever task calls it.
+    """Return, for the duration of a stream, a `write` with a timeout; any task may call it.
 
-    The block ends with ResourceExhaustedError (SLOW_READER) once a write has waited for
+    The `with` block ends with ResourceExhaustedError (SLOW_READER) once a write has waited for
     `slow_reader_timeout_s`.
     """
     limit = asyncio.timeout(None)

@@ -1,9 +1,9 @@
 """Tenants: token-bucket limits, and fair queueing between tenants of one priority. Pure.
 
-Requests are charged in tokens: prompt and expected output when they arrive, the actual numbers
-when they have ended. The order of tenants follows virtual time (start-time fair queueing): a
-tenant's next request starts where its last one ended, and one of twice the weight takes half the
-time.
+A request is charged for its prompt and its expected output in tokens when it arrives, and the
+charge is corrected when it ends. Tenants are ordered by virtual time (start-time fair queueing): a
+tenant's next request starts where its last one ended, and a tenant with twice the weight advances
+half as far per token.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from outrider_router.base.retry_hints import RetryTimes
 TENANT_KEY: Final = "x-outrider-tenant"
 AUTHORIZATION_KEY: Final = "authorization"
 DEFAULT_TENANT: Final = "default"
-"""Name of the table of limits for tenants without limits of their own."""
+"""Name of the table with the limits of tenants that have no table of their own."""
 SHARED_TENANT: Final = TenantId("")
-"""Tenant of requests that name none, and of those beyond the largest number of tenants."""
+"""Tenant of requests that name no tenant, and of requests from tenants beyond the largest number of
+tenants.
+"""
 MAX_TENANT_CHARS = 64
 _HASH_CHARS = 16
 
 
 class TenantSource(StrEnum):
-    """Source of a request's tenant id."""
+    """Source of a request's tenant name."""
 
     NONE = "none"
     """All requests belong to one tenant."""
@@ -78,34 +80,38 @@ class Caller:
 
 
 ANONYMOUS: Final = Caller()
-"""Caller of all requests if callers are not identified."""
+"""The caller of every request if callers are not identified."""
 
 
 class TokenBucket:
-    """Rate limiter with bursts. An item that costs more than a burst passes when the bucket is
-    full."""
+    """Rate limiter with bursts. A cost larger than the burst passes when the bucket is full."""
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
-        """`rate`: units a second; `burst`: units that it holds, full at the beginning."""
+        """Create a full bucket. `rate` is in units per second, `burst` is the capacity in units,
+        and `now` is the clock time in seconds.
+        """
         self._rate, self._burst = rate, burst
         self._level, self._at = burst, now
         self._promises = RetryTimes()
 
     def shortage(self, cost: float, now: float) -> float:
-        """Units that are missing for `cost`; 0 if it may be taken."""
+        """Return the number of units that are missing for `cost`; 0 if `cost` is available."""
         self._level = min(self._burst, self._level + self._rate * max(0.0, now - self._at))
         self._at = max(self._at, now)
-        # The tolerance: a client that waited exactly as long as it was told is let through.
+        # The tolerance admits a client that waited exactly as long as the hint told it.
         short = min(cost, self._burst) - self._level
         return short if short > 1e-6 * self._burst else 0.0
 
     def take_tokens(self, cost: float) -> None:
-        """Take what was not `missing`, or give back (negative) what was taken."""
+        """Take `cost` units from the bucket; a negative `cost` returns units. The level may become
+        negative.
+        """
         self._level = min(self._burst, self._level - cost)
 
     def hint_s(self, cost: float, now: float) -> float:
-        """Seconds until `cost` is available for a caller that is refused now, after those refused
-        before."""
+        """Return the seconds until `cost` is available for a caller that is refused now, behind all
+        callers that were refused before.
+        """
         first_s = self.shortage(cost, now) / self._rate
         return self._promises.next_retry_s(now, first_s=first_s, each_s=cost / self._rate)
 
@@ -121,31 +127,33 @@ class Tenant:
     virtual_end: float = 0.0
     """Virtual time at which the tenant's last request ends."""
     num_requests: int = 0
-    """Number of requests that wait or are served."""
+    """Number of requests that wait or run."""
     num_running: int = 0
-    """Number of requests that are served."""
+    """Number of requests that run."""
 
 
 class TenantRegistry:
-    """Tenants of one router, limited in number."""
+    """Tenants of one router, at most a fixed number of them."""
 
     def __init__(self, limits: Mapping[str, TenantLimits], *, most: int) -> None:
-        """`limits` by name; those of `default` are everybody else's."""
+        """Create an empty registry. `limits` are the limits of tenants by name; its entry `default`
+        applies to all other tenants. `most` is the largest number of tenants.
+        """
         self._limits = limits
         self._default = limits.get(DEFAULT_TENANT, TenantLimits())
         self._most = most
         self._known: OrderedDict[TenantId, Tenant] = OrderedDict()
         self._time = 0.0
-        """Virtual time: where the request started that was placed last."""
+        """Virtual time: the latest virtual start time of a request that started to run."""
 
     def __len__(self) -> int:
         return len(self._known)
 
     def get_tenant(self, name: TenantId, now: float) -> Tenant:
-        """Return the tenant of this name.
+        """Return the tenant of this name; create it if it is new.
 
-        At the limit, the tenant that was idle longest is forgotten; while all are busy, a new one
-        is counted as the shared tenant.
+        At the largest number of tenants, the tenant that was idle longest is forgotten. If none can
+        be forgotten, a new tenant is counted as the shared tenant.
         """
         tenant = self._known.get(name)
         if tenant is not None:
@@ -163,23 +171,30 @@ class TenantRegistry:
         return tenant
 
     def metrics_label(self, name: TenantId) -> str:
-        """Label of the tenant in metrics, from a set that the configuration limits."""
+        """Return the label of a tenant in metrics: its name if it has limits of its own, else
+        `default`.
+        """
         return name if name in self._limits else DEFAULT_TENANT
 
     def record_queued(self, tenant: Tenant, cost: float) -> float:
-        """Record a new request and return its virtual start time, which orders it among the
-        others."""
+        """Record a new request of the given cost in tokens. Return its virtual start time, which
+        orders it among requests of the same priority.
+        """
         start = max(self._time, tenant.virtual_end)
         tenant.virtual_end = start + cost / tenant.limits.weight
         tenant.num_requests += 1
         return start
 
     def advance_time(self, start: float) -> None:
-        """Advance the virtual time to that of a request that starts to be served."""
+        """Advance the virtual time to `start`, the virtual start time of a request that starts to
+        run.
+        """
         self._time = max(self._time, start)
 
     def record_withdrawn(self, tenant: Tenant, cost: float) -> None:
-        """Record that a request left the queue without being served, so that it used no time."""
+        """Record that a request left the queue without running, so that it costs no virtual
+        time.
+        """
         tenant.virtual_end -= cost / tenant.limits.weight
 
     def _forget_one(self) -> bool:
@@ -191,7 +206,9 @@ class TenantRegistry:
 
 
 def tenant_of(source: TenantSource, metadata: Iterable[tuple[str, str | bytes]]) -> TenantId:
-    """Return the tenant of a call by its metadata. Raises InvalidRequestError."""
+    """Return the tenant of a call by its metadata. Raises InvalidRequestError if the tenant name is
+    invalid.
+    """
     if source is TenantSource.NONE:
         return SHARED_TENANT
     wanted = TENANT_KEY if source is TenantSource.METADATA else AUTHORIZATION_KEY

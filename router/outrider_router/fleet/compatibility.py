@@ -18,11 +18,13 @@ class PeerState(StrEnum):
     REFUSED = "refused"
     """The peer is reachable, but its protocol, vocabulary or tokenizer does not match."""
     LOST = "lost"
-    """The peer was healthy and does not answer any more."""
+    """The peer was healthy and no longer answers."""
 
 
 LOST_AFTER_FAILURES = 2
-"""Number of refused connections in a row after which a peer is lost; silence has its own limit."""
+"""Number of failed polls in a row after which a peer is lost. A peer that does not answer is lost
+after a time limit instead.
+"""
 
 
 def state_after_failure(
@@ -30,8 +32,8 @@ def state_after_failure(
 ) -> PeerState:
     """Return the state of a peer after a poll failed.
 
-    `failures` is the number of errors in a row, `silence_s` the time since the last sign of life. A
-    late answer alone is no failure and is tolerated until `bound_s`.
+    `failures` is the number of errors in a row, `silence_s` the time since the last sign of life in
+    seconds. A missing answer alone is tolerated for `bound_s` seconds.
     """
     if state is PeerState.HEALTHY and (failures >= LOST_AFTER_FAILURES or silence_s >= bound_s):
         return PeerState.LOST
@@ -40,7 +42,7 @@ def state_after_failure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerIdentity:
-    """Identity of the router's tokenizer, which peers must match."""
+    """Identity of the router's tokenizer, which must match that of the peers."""
 
     hash: str
     num_ids: int
@@ -48,7 +50,9 @@ class TokenizerIdentity:
 
 
 def check_verifier_fits(info: VerifierInfo, tokenizer: TokenizerIdentity) -> None:
-    """Raise FailedPreconditionError unless the router can serve clients with this verifier."""
+    """Raise FailedPreconditionError unless this verifier's protocol, vocabulary and tokenizer match
+    those of the router.
+    """
     _check_protocol("verifier", info.verifier_id, info.protocol_version)
     if info.vocab_size < tokenizer.num_ids:
         raise FailedPreconditionError(
@@ -65,8 +69,9 @@ def check_verifier_fits(info: VerifierInfo, tokenizer: TokenizerIdentity) -> Non
 
 
 def check_drafter_fits(info: DrafterInfo, tokenizer: TokenizerIdentity) -> None:
-    """Raise FailedPreconditionError unless this drafter uses the router's tokenizer and
-    protocol."""
+    """Raise FailedPreconditionError unless this drafter's protocol and tokenizer match those of the
+    router.
+    """
     _check_protocol("drafter", info.drafter_id, info.protocol_version)
     if info.tokenizer_hash and info.tokenizer_hash != tokenizer.hash:
         raise FailedPreconditionError(
@@ -85,7 +90,9 @@ def _check_protocol(kind: str, name: str, version: int) -> None:
 
 
 def can_serve(drafter: DrafterInfo, verifier: VerifierInfo) -> bool:
-    """Return whether a drafter may draft for a verifier's sessions."""
+    """Return whether the drafter's vocabulary and hidden-state features match those of the
+    verifier.
+    """
     if drafter.vocab_size != verifier.vocab_size:
         return False
     if drafter.feature_layout is FeatureLayout.NONE:

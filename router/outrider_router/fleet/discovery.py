@@ -2,8 +2,8 @@
 
 The name of a headless Kubernetes Service resolves to the pods behind it. Every address that the
 name resolves to is added to the peer registry. An address that the name no longer resolves to is
-removed once its peer is not healthy. A draining peer is therefore kept for as long as it serves,
-and a failing resolver removes no peer.
+removed once its peer is not healthy. So a draining peer is kept while it serves, and a DNS failure
+removes no peer.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ RESOLVE_TIMEOUT_S = 10.0
 """Timeout of one DNS query."""
 
 Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
-"""Function that resolves a host and a port to all addresses (HOST:PORT). Raises OSError, and
-UnicodeError for an invalid host name."""
+"""Function that resolves a host and a port to a set of addresses (HOST:PORT). Raises OSError if DNS
+fails and UnicodeError for an invalid host name.
+"""
 PeerT = TypeVar("PeerT", VerifierPeer, DrafterPeer)
 
 
 async def resolve(host: str, port: int) -> frozenset[str]:
-    """Resolve a host with the system's resolver.
+    """Resolve a host with the system's resolver and return its addresses (HOST:PORT).
 
-    Raises OSError, and UnicodeError for a host that is not a valid name.
+    Raises OSError if DNS fails and UnicodeError for an invalid host name.
     """
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(RESOLVE_TIMEOUT_S):
@@ -56,8 +57,9 @@ class PeerDiscovery:
         close_channel: Callable[[str], Awaitable[None]],
         resolve: Resolve = resolve,
     ) -> None:
-        """Parse the configured addresses. `close_channel` is called with each address whose peer
-        was removed from the registry. Raises InvalidRequestError for an invalid address."""
+        """Parse the configured addresses. `close_channel` is called with the address of each peer
+        that was removed from the registry. Raises InvalidRequestError for an invalid address.
+        """
         self._registry = registry
         self._close_channel = close_channel
         self._interval_s = config.discovery_interval_s
@@ -73,7 +75,7 @@ class PeerDiscovery:
         self._tasks = [asyncio.create_task(self._follow(*name)) for name in self._names]
 
     async def stop(self) -> None:
-        """Stop polling DNS; the peers stay in the registry."""
+        """Stop polling DNS. Peers that were found stay in the registry."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()

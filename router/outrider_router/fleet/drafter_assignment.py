@@ -1,7 +1,8 @@
 """Assignment of drafters to verifiers and to sessions. Pure.
 
-A session takes one slot of a drafter. The benefit depends on how soon the drafter answers its
-verifier, which is measured there and includes the link, the drafting and the load of others.
+A session takes one slot of a drafter. Its speedup depends on how soon the drafter's proposals reach
+the verifier. Verifiers measure this time, which includes the network, the drafting and the
+drafter's other sessions.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from outrider_router.base.reasons import MoveReason
 from outrider_router.fleet.compatibility import can_serve
 
 MIN_GAP = 2.0
-"""Smallest imbalance, in sessions, that is corrected."""
+"""Smallest imbalance between two drafters that is corrected, in weighted sessions."""
 GAP_SHARE = 0.25
-"""Smallest imbalance that is corrected, as a fraction of the busier drafter's sessions."""
+"""Smallest imbalance that is corrected, as a fraction of the busier drafter's weighted sessions."""
 MIN_WEIGHT_DIFFERENCE = 0.25
-"""Smallest difference in weight that is not noise."""
+"""Step to which weights are rounded, because smaller differences are noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,35 +33,40 @@ class DrafterCandidate:
     drafter_id: DrafterId
     methods: tuple[DraftMethod, ...]
     weight: float = 1.0
-    """Duration of a round with its drafts relative to one with those of the fastest drafter."""
+    """Duration of a round with this drafter's proposals, divided by that with the fastest
+    drafter's.
+    """
     same_host: bool = False
     accepts_sessions: bool = True
-    """Whether it takes new sessions; False while it is being removed or about to stop."""
+    """Whether the drafter takes new sessions; False while it is being removed or about to stop."""
     max_sessions: int | None = None
-    """Largest number of sessions of all verifiers for which it drafts at once; None: no limit."""
+    """Largest number of sessions of all verifiers that the drafter may have; None if unlimited."""
     max_local_sessions: int | None = None
-    """Largest number of sessions of this verifier; 0 in quarantine, 1 while it is probed, None: no
-    limit."""
+    """Largest number of sessions of this verifier that the drafter may have: 0 in quarantine, 1
+    while it is probed, None if unlimited.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlacement:
-    """Running session that needs a drafter."""
+    """A running session and its current drafter, as input of `plan_moves`."""
 
     request_id: RequestId
     verifier_id: VerifierId
     method: DraftMethod
     drafter_id: DrafterId | None
     tokens: int = 0
-    """Length of its prefix, which a new drafter must receive."""
+    """Number of tokens in the session's prefix, which a new drafter must receive."""
     is_movable: bool = True
-    """Whether it may be moved for balance: it has begun and was not moved recently."""
+    """Whether the session may be moved for balance or as a probe: it has begun and was not moved
+    recently.
+    """
     is_fixed: bool = False
-    """Whether it cannot be moved at all."""
+    """Whether the session cannot be moved at all."""
 
 
 class SessionDrafter(NamedTuple):
-    """Drafter of a running session, from which the loads of drafters are counted."""
+    """Verifier and drafter of a running session, from which the loads of drafters are counted."""
 
     verifier_id: VerifierId
     drafter_id: DrafterId | None
@@ -72,7 +78,7 @@ class MoveSession:
 
     request_id: RequestId
     drafter_id: DrafterId | None
-    """New drafter; None: the session decodes without speculation."""
+    """The new drafter, or None if the session decodes without speculation."""
     reason: MoveReason
 
 
@@ -80,14 +86,16 @@ Candidates = Mapping[VerifierId, Sequence[DrafterCandidate]]
 
 
 class DrafterLoads:
-    """Numbers of sessions by drafter, and by verifier and drafter."""
+    """Numbers of sessions by drafter, and by pair of verifier and drafter."""
 
     def __init__(
         self,
         seats: Iterable[SessionPlacement | SessionDrafter],
         others: Mapping[DrafterId, int] | None = None,
     ) -> None:
-        """`others`: sessions that drafters follow for somebody else."""
+        """Count the sessions `seats` of this router. `others` are the numbers of other routers'
+        sessions by drafter.
+        """
         self._all: Counter[DrafterId] = Counter(others or {})
         self._pairs: Counter[tuple[VerifierId, DrafterId]] = Counter()
         for seat in seats:
@@ -96,17 +104,21 @@ class DrafterLoads:
     def count_session(
         self, seat: SessionPlacement | SessionDrafter, drafter_id: DrafterId | None, count: int
     ) -> None:
-        """Count a session of a verifier at a drafter, or with -1 remove it."""
+        """Count a session of `seat`'s verifier at a drafter; `count` is 1 to add it and -1 to
+        remove it.
+        """
         if drafter_id is not None:
             self._all[drafter_id] += count
             self._pairs[seat.verifier_id, drafter_id] += count
 
     def cost(self, candidate: DrafterCandidate, more: int = 0) -> float:
-        """Sessions of a drafter plus `more`, weighted by its slowness for a verifier."""
+        """Return the cost of a drafter: the number of its sessions plus `more`, times its
+        weight.
+        """
         return (self._all[candidate.drafter_id] + more) * candidate.weight
 
     def has_room(self, candidate: DrafterCandidate, verifier_id: VerifierId) -> bool:
-        """Return whether a drafter may have one more session of a verifier."""
+        """Return whether a drafter may get one more session of a verifier."""
         all_, here = candidate.max_sessions, candidate.max_local_sessions
         mine = self._pairs[verifier_id, candidate.drafter_id]
         return (
@@ -118,12 +130,12 @@ class DrafterLoads:
     def choose_drafter(
         self, candidates: Sequence[DrafterCandidate], verifier_id: VerifierId, method: DraftMethod
     ) -> DrafterId | None:
-        """Choose the drafter of one more session; None: no candidate supports the method and has
-        capacity.
+        """Choose the drafter of one more session. Returns None if no candidate supports the method
+        and has capacity.
 
-        It is the one with the lowest cost. Ties are broken in favour of the verifier's host, then
-        of drafters with more of the verifier's sessions, so that the drafts of a round are made in
-        few batches.
+        The chosen drafter has the lowest cost. Ties are broken in favour of drafters on the
+        verifier's host, then of drafters with more of the verifier's sessions, so that the drafts
+        of a round are made in few batches.
         """
         able = [c for c in candidates if method in c.methods and self.has_room(c, verifier_id)]
         chosen = min(
@@ -140,7 +152,9 @@ class DrafterLoads:
 
 
 def is_attached(drafter: DrafterInfo, verifier: VerifierInfo) -> bool:
-    """Return whether the verifier is connected to this very process of the drafter."""
+    """Return whether the verifier is connected to this process of the drafter, not to an earlier
+    one with the same id.
+    """
     return any(
         attached.drafter_id == drafter.drafter_id and attached.incarnation == drafter.incarnation
         for attached in verifier.drafters
@@ -148,7 +162,7 @@ def is_attached(drafter: DrafterInfo, verifier: VerifierInfo) -> bool:
 
 
 def missing_attachments(drafter: DrafterInfo, verifiers: Mapping[str, VerifierInfo]) -> list[str]:
-    """Addresses of the healthy verifiers to which this drafter should connect."""
+    """Return the addresses of the healthy verifiers to which this drafter should connect."""
     return [
         address
         for address, verifier in verifiers.items()
@@ -166,8 +180,9 @@ def drafter_candidates(
 ) -> tuple[DrafterCandidate, ...]:
     """Return the drafters that a verifier's sessions can have now.
 
-    `detached` are drafters that a session reported lost since the last poll of the verifier;
-    `rooms` limits the verifier's sessions of quarantined drafters.
+    `detached` are drafters that a session reported lost since the last poll of the verifier, and
+    `draining` are drafters that are being removed. `rooms` is the largest number of the verifier's
+    sessions for each quarantined drafter.
     """
     bounds = rooms or {}
     attached = {link.drafter_id: link for link in verifier.drafters}
@@ -205,10 +220,11 @@ def plan_moves(
 ) -> list[MoveSession]:
     """Decide which sessions move to another drafter.
 
-    Sessions of lost drafters come first, then those of drafters that are quarantined or leave, at
-    most `max_homeless` in all. If there are none, each drafter to be probed gets one session, and
-    at most `max_balanced` sessions move from busy to less busy drafters once the imbalance is
-    large, until there is none.
+    Sessions of lost drafters come first, then those of quarantined drafters, then those of drafters
+    that are being removed or about to stop; at most `max_homeless` of all these move. If there are
+    none, each quarantined drafter that is to be probed gets one session. If there is nothing to
+    probe either and the imbalance is large, at most `max_balanced` sessions move from busy to less
+    busy drafters until the loads are even.
     """
     loads = DrafterLoads(seats, others)
     moves = list(_house(seats, candidates, loads, max_homeless))
@@ -239,7 +255,7 @@ def _house(
         for seat in them:
             here = candidates.get(seat.verifier_id, ())
             target = loads.choose_drafter(here, seat.verifier_id, seat.method)
-            # Who is in quarantine drafts for nobody; who leaves goes on for whom nobody takes.
+            # A quarantined drafter keeps no session. A leaving one keeps those that no other takes.
             if moved == most or (target is None and why is not MoveReason.QUARANTINED):
                 continue
             moved += 1
@@ -251,7 +267,9 @@ def _house(
 def _probe(
     seats: Sequence[SessionPlacement], candidates: Candidates, loads: DrafterLoads
 ) -> Iterator[MoveSession]:
-    """The shortest session that may move to each drafter that is to be probed and has none."""
+    """Move, to each drafter that is to be probed and has no session, the shortest session that may
+    move.
+    """
     settled = sorted(
         (seat for seat in seats if seat.is_movable and not seat.is_fixed),
         key=lambda seat: seat.tokens,
@@ -285,7 +303,7 @@ def _balance(
         gap, busy, kind, target = found
         if number == 0 and gap < max(MIN_GAP, GAP_SHARE * busy):
             return
-        # The one that costs least to be told.
+        # The shortest one: its prefix is the cheapest to send.
         seat = movable[kind].pop()
         loads.count_session(seat, seat.drafter_id, -1)
         loads.count_session(seat, target, 1)
@@ -297,8 +315,10 @@ def _widest_gap(
     candidates: Candidates,
     loads: DrafterLoads,
 ) -> tuple[float, float, tuple[VerifierId, DraftMethod, DrafterId], DrafterId] | None:
-    """By how much a drafter costs more than another one would with a session more, what it costs,
-    whose session it is, and the other one; None: nobody gains by moving."""
+    """Find the move that reduces the imbalance most. Returns the difference between the current and
+    the new cost, the current drafter's cost, the (verifier, method, drafter) of the session and the
+    new drafter, or None if no move helps.
+    """
     best = None
     for kind, them in movable.items():
         verifier_id, method, drafter_id = kind
@@ -314,6 +334,6 @@ def _widest_gap(
 
 
 def _home(seat: SessionPlacement, candidates: Candidates) -> DrafterCandidate | None:
-    """The seat's drafter, if it is there."""
+    """Return the candidate that is the session's drafter, or None if it is not attached."""
     here = candidates.get(seat.verifier_id, ())
     return next((c for c in here if c.drafter_id == seat.drafter_id), None)

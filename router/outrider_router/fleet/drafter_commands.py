@@ -1,6 +1,6 @@
 """Control calls from the router to drafters: attach, detach, drain.
 
-A drafter that does not follow them costs speculation only.
+Failed calls are logged and not raised, because a drafter that does not obey only costs speculation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ async def attach_drafter(control: DrafterControl, address: str, verifier: str) -
     try:
         await control.attach(verifier)
     except OutriderError as error:
-        # The drafter answers, so it is not lost; the next look tries again.
+        # The drafter answers, so it is not lost; the next poll tries again.
         logger.warning("drafter attach failed", extra=facts | {"problem": error.message})
     else:
         logger.info("drafter attach requested", extra=facts)
@@ -30,13 +30,13 @@ async def attach_drafter(control: DrafterControl, address: str, verifier: str) -
 async def detach_drafter(
     control: DrafterControl, address: str, verifiers: Iterable[str], timeout_s: float
 ) -> None:
-    """Ask a drafter to disconnect from verifiers."""
+    """Ask a drafter to disconnect from the verifiers at these addresses."""
     try:
         async with asyncio.timeout(timeout_s):
             for verifier in verifiers:
                 await control.detach(verifier)
     except (OutriderError, TimeoutError) as error:
-        # It does not answer; its verifiers notice that too.
+        # The drafter does not answer; its verifiers detect this themselves.
         logger.info("drafter not detached: %s", error, extra={"address": address})
 
 
@@ -46,5 +46,5 @@ async def announce_drain(control: DrafterControl, address: str, timeout_s: float
         async with asyncio.timeout(timeout_s):
             await control.set_draining(True)
     except (OutriderError, TimeoutError) as error:
-        # It does not answer; the others notice that too.
+        # The drafter does not answer; other routers detect this themselves.
         logger.info("drafter not drained: %s", error, extra={"address": address})

@@ -15,18 +15,20 @@ from outrider_router.fleet.compatibility import PeerState
 LOST_INTERVAL_S = 0.1
 """Longest time between two polls of a peer that is not healthy, in seconds."""
 _TICKS = 8
-"""Steps in which the silence of a peer is counted."""
+"""Number of steps in which one poll counts the time without an answer."""
 
 
 class VerifierProgress(NamedTuple):
-    """Progress counters of a verifier; they differ as soon as the verifier makes progress."""
+    """Progress counters of a verifier. Two reports of a verifier have equal counters only if the
+    verifier made no progress between them.
+    """
 
     incarnation: str
     engine_steps: int
 
     @classmethod
     def of(cls, info: VerifierInfo) -> VerifierProgress:
-        """The progress that `info` reports."""
+        """Return the progress counters in `info`."""
         return cls(info.incarnation, info.engine_steps)
 
 
@@ -37,12 +39,16 @@ class PeerStatus:
     address: str
     state: PeerState = PeerState.UNKNOWN
     silent_s: float = 0.0
-    """Time without a sign of life in seconds, counted only while this router was running."""
+    """Time without a sign of life in seconds. Only time in which this router's event loop ran
+    counts.
+    """
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     """Event that starts the next poll at once."""
     failures: int = 0
     problem: str = ""
-    """Reason why the last poll failed; it is logged when it changes."""
+    """Message of the last poll's error, which is logged only when it changes; empty after a
+    success.
+    """
 
     def pass_time(self, seconds: float) -> None:
         """Add time without a sign of life."""
@@ -56,20 +62,27 @@ class VerifierPeer(PeerStatus):
     control: VerifierControl | None = None
     info: VerifierInfo | None = None
     detached: set[DrafterId] = field(default_factory=set)
-    """Drafters that sessions reported lost since the last poll."""
+    """Drafters that sessions reported lost since the last poll of the verifier."""
     losses: int = 0
-    """Number of times that the verifier was lost; it identifies answers from before a loss."""
+    """Number of times that the verifier was lost. A poll whose answer arrives after a loss is
+    recognized by it.
+    """
     open_sessions: int = 0
     """Number of open sessions of this router on the verifier."""
     stalled_s: float = 0.0
-    """Time with open sessions and without progress in seconds, counted only while this router was
-    running."""
+    """Time with open sessions and without progress in seconds. Only time in which this router's
+    event loop ran counts.
+    """
     stalled_at: VerifierProgress | None = None
-    """Progress of the verifier when it was lost because it made none; None: it was not."""
+    """Progress counters of the verifier when it was lost for lack of progress; None if it was
+    not.
+    """
 
     def pass_time(self, seconds: float) -> None:
-        """Add time without a sign of life, or without progress."""
-        # Named, for a class with slots that is made anew has no argument-free super().
+        """Add time without a sign of life, and without progress if the verifier has open
+        sessions.
+        """
+        # super() without arguments fails here: dataclass(slots=True) creates a new class.
         PeerStatus.pass_time(self, seconds)
         if self.open_sessions:
             self.stalled_s += seconds
@@ -82,35 +95,37 @@ class DrafterPeer(PeerStatus):
     control: DrafterControl | None = None
     info: DrafterInfo | None = None
     is_serving: bool = False
-    """Whether it was reachable and attached to a healthy verifier at the last poll."""
+    """Whether the drafter was reachable and attached to a healthy verifier at the last poll."""
     misfits: set[str] = field(default_factory=set)
-    """Verifiers that it cannot serve, by address."""
+    """Addresses of the verifiers that the drafter cannot serve."""
     is_draining: bool = False
-    """Whether it is being removed: it is attached to no more verifiers and gets no sessions."""
+    """Whether this router is removing the drafter, which then gets no new verifiers or sessions."""
     is_recalled: bool = False
-    """Whether it must be told to stay, because an operator has added it."""
+    """Whether the drafter must be told to cancel a drain, because an operator has added it."""
     recent_other_sessions: tuple[int, int] = (0, 0)
-    """Numbers of sessions of other routers at the last two polls."""
+    """Numbers of other routers' sessions at the last two polls."""
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it is being removed or has announced that it will stop."""
+        """Whether the drafter is being removed or has announced that it will stop."""
         return self.is_draining or (self.info is not None and self.info.draining)
 
     @property
     def other_router_sessions(self) -> int:
-        """Number of sessions of other routers; the smaller of two polls, because one poll may
-        include sessions of this router that have just ended."""
+        """Number of other routers' sessions. It is the smaller number of two polls, because one
+        poll may include sessions of this router that have just ended.
+        """
         return min(self.recent_other_sessions)
 
 
 async def poll_peer(
     peer: PeerStatus, look: Callable[[], Awaitable[None]], silence_s: float
 ) -> None:
-    """Poll a peer. Raises TimeoutError after a silence, and the errors of the poll.
+    """Run `look`, one poll of a peer. Raises TimeoutError after `silence_s` seconds without an
+    answer, and the errors of the poll.
 
-    Silence is counted in steps of this event loop. A router that was itself suspended or overloaded
-    thus does not take a peer for lost whose answer it has not read.
+    Silence is counted in steps of this event loop. So a router that was itself suspended or
+    overloaded does not treat a peer as lost whose answer it has not read yet.
     """
     task = asyncio.ensure_future(look())
     try:
@@ -125,7 +140,9 @@ async def poll_peer(
 
 
 async def wait_next_poll(peer: PeerStatus, interval_s: float) -> None:
-    """Wait until the next poll is due, which is sooner for a peer that is not healthy."""
+    """Wait until the next poll of a peer is due; peers that are not healthy are polled more
+    often.
+    """
     if peer.state is not PeerState.HEALTHY:
         interval_s = min(interval_s, LOST_INTERVAL_S)
     try:

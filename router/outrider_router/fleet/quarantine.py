@@ -1,11 +1,10 @@
 """Circuit breakers that quarantine slow, silent or faulty drafters.
 
-Each pair of verifier and drafter has a circuit breaker: after a fault the drafter gets no sessions
-for a back-off, then one session as a probe; if that goes well the breaker closes, and if not the
-next back-off is twice as long. The evidence comes from the verifier, which waits for proposals and
-validates them. Times are seconds of one clock. `Quarantine`
-decides and is pure; `QuarantineManager` feeds it with the reports of verifiers, and logs and counts
-what it decides.
+Each pair of verifier and drafter has a circuit breaker. After a fault the drafter gets no sessions
+for a back-off time, and then one session as a probe. If the probe succeeds, the breaker closes; if
+not, the next back-off is twice as long. The evidence comes from the verifier, which waits for
+proposals and validates them. Times are seconds of one clock. `Quarantine` decides and is pure.
+`QuarantineManager` feeds it with the reports of verifiers, and logs and counts its decisions.
 """
 
 from __future__ import annotations
@@ -25,31 +24,38 @@ from outrider_router.base.reasons import QuarantineReason
 logger = logging.getLogger(__name__)
 
 MIN_BACKOFF_S: Final = 1.0
-"""First quarantine time in seconds; it grows with each failure."""
+"""Duration of the first quarantine in seconds; it doubles with each further one."""
 MAX_BACKOFF_S: Final = 60.0
 JITTER_SHARE: Final = 0.2
-"""Fraction of a quarantine time that is random, so that probes of many drafters are spread."""
+"""Largest random change of a quarantine's duration, as a fraction, which spreads the probes of many
+drafters.
+"""
 BREAKER_RESET_S: Final = 60.0
-"""Time without a fault after which the next quarantine has the first duration again, in seconds."""
+"""Time without a fault in seconds after which the next quarantine has the first duration again."""
 MAX_PROBE_S: Final = 10.0
-"""Time after which a probe without a result counts as good, in seconds, because the session needs
-no drafts."""
+"""Time in seconds after which a probe without a fault succeeds even with few proposals, because its
+session may need no drafts.
+"""
 MIN_PROBE_ANSWERS: Final = 4
-"""Number of usable proposals that a successful probe must bring."""
+"""Number of usable proposals after which a probe succeeds."""
 MAX_SILENCE_S: Final = 0.75
-"""Time without a needed proposal after which a drafter is silent, in seconds."""
+"""Time in seconds without a proposal that was needed after which a drafter is silent."""
 MAX_INVALID_MESSAGES: Final = 8
-"""Number of invalid messages between two polls that opens the breaker; half of it is enough without
-a valid one."""
+"""Number of invalid messages between two polls that opens the breaker; half of it opens the breaker
+if no valid message arrived.
+"""
 MIN_TIMEOUTS: Final = 4
-"""Number of timeouts between two polls that may mark a drafter as slow, if they exceed its
-answers."""
+"""Number of timeouts between two polls from which a drafter can be slow; the timeouts must also
+exceed its proposals.
+"""
 SLOW_FACTOR, SLOW_FLOOR_MS = 8.0, 50.0
-"""A drafter is far beyond its peers that answers so many times later than the soonest of them, and
-so much later."""
+"""A drafter is slow if its proposals take `SLOW_FACTOR` times as long as those of the fastest other
+drafter and at least `SLOW_FLOOR_MS` milliseconds longer.
+"""
 MIN_SLOW_POLLS: Final = 3
-"""Number of polls in a row that must find a drafter slow, because a busy machine is slow for a
-moment."""
+"""Number of polls in a row that must find a drafter slow, because a busy machine may be slow for a
+moment.
+"""
 
 
 class BreakerState(StrEnum):
@@ -65,7 +71,9 @@ class BreakerState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterEvidence:
-    """A verifier's statistics of a drafter at one poll; counters only grow."""
+    """A verifier's statistics of one drafter at one poll. `answers`, `missed` and `invalid` count
+    usable proposals, timeouts and invalid messages since the verifier started.
+    """
 
     sessions: int
     answers: int = 0
@@ -73,9 +81,11 @@ class DrafterEvidence:
     invalid: int = 0
     silent_s: float = 0.0
     answer_ms: float = 0.0
-    """Time from the end of a round to its proposals in milliseconds; 0: unknown."""
+    """Time from the end of a round to the proposals for the next one in milliseconds; 0 if
+    unknown.
+    """
     soonest_ms: float = 0.0
-    """Same time of the fastest other drafter; 0: there is none."""
+    """`answer_ms` of the fastest other drafter; 0 if there is none."""
 
 
 class CircuitBreaker:
@@ -84,26 +94,28 @@ class CircuitBreaker:
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED
         self.reason: QuarantineReason | None = None
-        """Why it is not closed."""
+        """Reason for which the breaker is not closed; None if it is closed."""
         self.until = 0.0
-        """When an open one begins to probe."""
+        """Clock time in seconds at which an open breaker begins to probe."""
         self._backoff_s = MIN_BACKOFF_S
         self._since = 0.0
-        """When its state changed last."""
+        """Clock time in seconds of the last change of the state."""
         self._last: DrafterEvidence | None = None
         self._slow_looks = 0
         self._right = 0
-        """Answers since a probe began."""
+        """Number of usable proposals since a probe began."""
 
     @property
     def max_sessions(self) -> int | None:
-        """Largest number of sessions of the verifier that the drafter may have; None: no limit."""
+        """Largest number of the verifier's sessions that the drafter may have; None if
+        unlimited.
+        """
         return {BreakerState.CLOSED: None, BreakerState.OPEN: 0, BreakerState.PROBING: 1}[
             self.state
         ]
 
     def update(self, seen: DrafterEvidence, now: float, chance: float) -> QuarantineReason | None:
-        """Process the statistics of a poll and return the reason if the breaker opened.
+        """Process the statistics of a poll. Return the reason if the breaker opened, else None.
 
         `chance` is a random number in [0, 1).
         """
@@ -119,7 +131,8 @@ class CircuitBreaker:
         if self.state is BreakerState.PROBING:
             self._right += new.answers
             if not seen.sessions:
-                # The probe has not begun, or its session has ended: the next one goes on with it.
+                # The probe has no session yet, or its session has ended; the next session continues
+                # it.
                 self._since = now
             elif self._right >= MIN_PROBE_ANSWERS or now - self._since >= MAX_PROBE_S:
                 self.reason = None
@@ -138,7 +151,8 @@ class CircuitBreaker:
                 (seen.invalid, last.invalid),
             )
         ):
-            # The first look, or the verifier was restarted: nothing is known of what was before.
+            # The first poll, or the verifier was restarted: there is no earlier state to compare
+            # with.
             return _EvidenceDelta(0, 0, 0)
         return _EvidenceDelta(
             seen.answers - last.answers, seen.missed - last.missed, seen.invalid - last.invalid
@@ -156,7 +170,7 @@ class CircuitBreaker:
             SLOW_FACTOR * seen.soonest_ms, seen.soonest_ms + SLOW_FLOOR_MS
         )
         if self.state is BreakerState.PROBING:
-            # A mean is slow to forget what was before.
+            # The mean `answer_ms` still includes the time before the quarantine.
             return QuarantineReason.SLOW if seen.sessions and late else None
         slow = bool(seen.sessions) and (late or (far and new.answers + new.missed > 0))
         self._slow_looks = self._slow_looks + 1 if slow else 0
@@ -183,18 +197,19 @@ class Quarantine:
     """Circuit breakers of all drafters of a fleet."""
 
     def __init__(self, chance: Callable[[], float]) -> None:
-        """`chance` draws from [0, 1)."""
+        """Create a quarantine without breakers. `chance` returns random numbers in [0, 1)."""
         self._chance = chance
         self._breakers: dict[tuple[VerifierId, DrafterId], CircuitBreaker] = {}
 
     def update(
         self, info: VerifierInfo, known: Collection[DrafterId], now: float
     ) -> list[tuple[DrafterId, QuarantineReason | None]]:
-        """Process a verifier's statistics of its drafters.
+        """Process a verifier's statistics of its drafters. Return the drafters whose breakers
+        changed.
 
-        Returns the drafters whose breakers opened with the reason, and with None those that may
-        have more sessions than before. Drafters that are not `known` are ignored. The breaker of a
-        detached drafter is kept, because a new connection repairs nothing.
+        Each is returned with the reason if its breaker opened, and with None if it may have more
+        sessions than before. Drafters that are not in `known` are ignored. The breaker of a
+        detached drafter is kept, because a new connection does not repair the drafter.
         """
         changed: list[tuple[DrafterId, QuarantineReason | None]] = []
         for link in info.drafters:
@@ -210,17 +225,19 @@ class Quarantine:
         return changed
 
     def forget_drafter(self, drafter_id: DrafterId) -> None:
-        """Forget the breakers of a drafter that is gone or was replaced."""
+        """Delete the breakers of a drafter that was removed or replaced."""
         for key in [key for key in self._breakers if key[1] == drafter_id]:
             del self._breakers[key]
 
     def get_breaker(self, verifier_id: VerifierId, drafter_id: DrafterId) -> CircuitBreaker | None:
-        """Return the breaker of a drafter at a verifier; None if there is none."""
+        """Return the breaker of a drafter at a verifier, or None if there is none."""
         return self._breakers.get((verifier_id, drafter_id))
 
 
 def make_evidence(link: AttachedDrafter, links: Iterable[AttachedDrafter]) -> DrafterEvidence:
-    """Return a verifier's statistics of one drafter."""
+    """Return a verifier's statistics of the drafter `link`, with the fastest other drafter among
+    `links`.
+    """
     others = [o.answer_ms for o in links if o.drafter_id != link.drafter_id and o.answer_ms]
     return DrafterEvidence(
         sessions=link.sessions,
@@ -244,7 +261,9 @@ class QuarantineManager:
         on_change: Callable[[], None],
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """`on_change` hears that sessions should be moved now; `chance` draws from [0, 1)."""
+        """Create a manager without breakers. `on_change` is called when sessions should be moved,
+        and `chance` returns random numbers in [0, 1).
+        """
         self._metrics = metrics
         self._clock = clock
         self._on_change = on_change
@@ -271,11 +290,15 @@ class QuarantineManager:
             self._on_change()
 
     def forget_drafter(self, drafter_id: DrafterId) -> None:
-        """Forget a drafter that is gone, or whose name another process has now."""
+        """Delete the breakers of a drafter that was removed, or whose id another process has
+        now.
+        """
         self._quarantine.forget_drafter(drafter_id)
 
     def session_limits(self, info: VerifierInfo) -> dict[DrafterId, int]:
-        """Largest numbers of a verifier's sessions for its quarantined drafters."""
+        """Return the largest number of the verifier's sessions for each of its quarantined
+        drafters.
+        """
         names = [drafter.drafter_id for drafter in info.drafters]
         breakers = {name: self._quarantine.get_breaker(info.verifier_id, name) for name in names}
         return {
@@ -287,8 +310,9 @@ class QuarantineManager:
     def quarantine_status(
         self, verifier_id: VerifierId, drafter_id: DrafterId
     ) -> tuple[str, float]:
-        """Return why a drafter gets no sessions of a verifier, and the seconds until it is probed;
-        "" if it gets them."""
+        """Return the reason for which a drafter is in quarantine at a verifier, and the seconds
+        until it is probed. The reason is "" if the drafter is not in quarantine.
+        """
         breaker = self._quarantine.get_breaker(verifier_id, drafter_id)
         if breaker is None or breaker.reason is None:
             return "", 0.0

@@ -66,8 +66,9 @@ class PeerRegistry:
         on_verifier_lost: Callable[[VerifierId], None],
         on_drafters_changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`placed` counts this router's sessions by drafter; `on_drafters_changed` hears that
-        sessions should be moved now."""
+        """Create the records of all plain addresses in `config`. `placed` returns this router's
+        sessions by drafter, and `on_drafters_changed` is called when sessions should be moved.
+        """
         self._dialer = dialer
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -89,7 +90,9 @@ class PeerRegistry:
         self._polls: dict[PeerStatus, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        """Start polling; every peer has its own task, so that none delays another."""
+        """Start polling. Each peer has its own task, so that a slow peer does not delay the
+        others.
+        """
         for verifier in self.verifiers.values():
             self._start(verifier, partial(self._look_at_verifier, verifier))
         for drafter in self.drafters.values():
@@ -103,7 +106,9 @@ class PeerRegistry:
         await asyncio.gather(*polls.values(), return_exceptions=True)
 
     def add_verifier(self, address: str) -> None:
-        """Start polling one more verifier. Idempotent. Raises ResourceExhaustedError."""
+        """Start polling one more verifier. Idempotent. Raises ResourceExhaustedError if there are
+        too many verifiers.
+        """
         if address not in self.verifiers:
             _check_capacity("verifiers", len(self.verifiers))
             peer = self.verifiers[address] = VerifierPeer(address=address)
@@ -111,7 +116,7 @@ class PeerRegistry:
             logger.info("verifier added", extra={"address": address})
 
     async def forget_verifier(self, peer: VerifierPeer) -> None:
-        """Stop polling a verifier that is gone, and ask the drafters to disconnect from it."""
+        """Stop polling a verifier that was removed, and ask the drafters to disconnect from it."""
         await self._stop(peer)
         if peer.state is PeerState.HEALTHY and peer.info is not None:
             self._lose_verifier(peer, peer.info, "it was removed")
@@ -127,8 +132,9 @@ class PeerRegistry:
     def add_drafter(self, address: str, *, recall: bool = True) -> None:
         """Start polling one more drafter. Idempotent.
 
-        With `recall` the drafter is told to stay even if it was about to leave. Raises
-        ResourceExhaustedError, and FailedPreconditionError while the drafter is being removed.
+        With `recall` the drafter is told to cancel a drain that it announced. Raises
+        ResourceExhaustedError if there are too many drafters, and FailedPreconditionError while the
+        drafter is being removed.
         """
         peer = self.drafters.get(address)
         if peer is not None and peer.is_draining:
@@ -145,17 +151,18 @@ class PeerRegistry:
         logger.info("drafter added", extra={"address": address})
 
     async def drain_drafter(self, peer: DrafterPeer) -> None:
-        """Give a drafter no more sessions, and have it announce to other routers that it will
-        stop."""
+        """Assign no more sessions to a drafter, and ask it to announce to other routers that it
+        will stop.
+        """
         peer.is_draining, peer.is_recalled = True, False
         if peer.control is not None:
             await drafter_commands.announce_drain(peer.control, peer.address, self._silence_s)
 
     async def forget_drafter(self, peer: DrafterPeer) -> None:
-        """Stop polling a drafter and ask it to disconnect from the verifiers."""
+        """Stop polling a drafter, and ask it to disconnect from all verifiers."""
         await self._stop(peer)
         if peer.control is not None:
-            # It is among the drafters until it has left: nobody may add it anew meanwhile.
+            # The drafter stays in `drafters` until it has detached, so that it is not added again.
             await drafter_commands.detach_drafter(
                 peer.control, peer.address, self.verifiers, self._silence_s
             )
@@ -166,32 +173,37 @@ class PeerRegistry:
         logger.info("drafter removed", extra={"address": peer.address})
 
     def healthy_verifier(self, verifier_id: VerifierId) -> VerifierPeer | None:
-        """Return the healthy verifier with this id; None if there is none."""
+        """Return the healthy verifier with this id, or None if there is none."""
         return next((v for v, info in self._healthy() if info.verifier_id == verifier_id), None)
 
     def any_verifier_info(self) -> VerifierInfo | None:
-        """Return the info of a healthy verifier; None while none takes sessions."""
+        """Return the info of a healthy verifier that accepts sessions, or None if there is none."""
         return next((info for _, info in self._healthy() if not info.draining), None)
 
     def record_heartbeat(self, peer: VerifierPeer) -> None:
-        """Record a sign of life and of progress: an event of a verifier's session."""
+        """Record that a verifier is alive and makes progress, because one of its sessions sent an
+        event.
+        """
         peer.silent_s = peer.stalled_s = 0.0
 
     def mark_verifier_lost(self, peer: VerifierPeer, why: str) -> None:
-        """Mark a verifier whose streams broke as lost until it answers a poll, which starts at
-        once."""
+        """Mark a verifier whose streams broke as lost, and poll it at once. It stays lost until it
+        answers.
+        """
         if peer.state is PeerState.HEALTHY and peer.info is not None:
             self._lose_verifier(peer, peer.info, why)
         peer.woken.set()
 
     def mark_verifier_draining(self, peer: VerifierPeer) -> None:
-        """Mark a verifier that takes no more sessions."""
+        """Mark a verifier that accepts no more sessions."""
         if peer.state is PeerState.HEALTHY and peer.info is not None:
             peer.info = replace(peer.info, draining=True)
             self._on_verifier_up(peer.info)
 
     def mark_drafter_detached(self, peer: VerifierPeer, drafter_id: DrafterId) -> None:
-        """Mark a drafter that a session reported lost; it gets no sessions until the next poll."""
+        """Mark a drafter that a session reported lost. The drafter gets no sessions of this
+        verifier until the verifier's next poll.
+        """
         peer.detached.add(drafter_id)
         self._note_drafters()
 
@@ -213,7 +225,7 @@ class PeerRegistry:
 
     @property
     def other_router_sessions(self) -> dict[DrafterId, int]:
-        """Return the number of sessions of other routers by drafter."""
+        """Numbers of other routers' sessions by drafter."""
         peers = self.drafters.values()
         return {
             peer.info.drafter_id: peer.other_router_sessions
@@ -257,7 +269,7 @@ class PeerRegistry:
         losses = peer.losses
         info = await peer.control.info()
         if losses != peer.losses:
-            # The answer is from before the loss, perhaps.
+            # The answer may be from before the loss.
             peer.woken.set()
             return
         before = peer.info
@@ -266,7 +278,7 @@ class PeerRegistry:
             check_verifier_fits(info, self._tokenizer)
             self._check_name(peer, info)
         except FailedPreconditionError as error:
-            # Its sessions are lost under the name that it had when they began.
+            # `peer.info` still has the id under which the lost sessions began.
             self._refuse(peer, error)
             raise
         finally:
@@ -285,8 +297,9 @@ class PeerRegistry:
     def _check_progress(
         self, peer: VerifierPeer, before: VerifierInfo | None, info: VerifierInfo
     ) -> None:
-        """Lose a verifier whose sessions have made no progress for too long, and refuse it until
-        it makes some. Raises UnavailableError."""
+        """Mark a verifier lost if its sessions have made no progress for `verifier_stall_s`. Raises
+        UnavailableError until it makes progress again.
+        """
         standing = VerifierProgress.of(info)
         if before is None or standing != VerifierProgress.of(before):
             peer.stalled_s, peer.stalled_at = 0.0, None
@@ -301,7 +314,9 @@ class PeerRegistry:
             )
 
     def _check_name(self, peer: VerifierPeer, info: VerifierInfo) -> None:
-        """Places, sessions and losses go by the name: two verifiers must not share one."""
+        """Raise FailedPreconditionError if another healthy verifier has the same id, because
+        sessions and losses are recorded by id.
+        """
         namesake = self.healthy_verifier(info.verifier_id)
         if namesake is not None and namesake is not peer:
             raise FailedPreconditionError(
@@ -316,7 +331,7 @@ class PeerRegistry:
         before, peer.info = peer.info, info
         check_drafter_fits(info, self._tokenizer)
         if before is not None and before.incarnation != info.incarnation:
-            # What was held against its predecessor is void.
+            # The evidence against the previous process does not apply to the new one.
             self.judge.forget_drafter(before.drafter_id)
             if peer.is_serving and not before.draining:
                 self._drafter_lost(peer, "it was restarted")
@@ -348,7 +363,7 @@ class PeerRegistry:
         peer.misfits = misfits
 
     def _seen(self, peer: PeerStatus) -> bool:
-        """Note a sign of life; whether the peer was not healthy before."""
+        """Record a sign of life, and return whether the peer was not healthy before."""
         peer.silent_s, peer.failures, peer.problem = 0.0, 0, ""
         if peer.state is PeerState.HEALTHY:
             return False
@@ -395,7 +410,7 @@ class PeerRegistry:
         self._on_verifier_lost(info.verifier_id)
 
     def _note_drafters(self) -> None:
-        """Compare who serves now with who served at the last look; count the losses."""
+        """Update which drafters serve, and count those lost since the last update."""
         for peer in self.drafters.values():
             if peer.info is None:
                 continue

@@ -26,8 +26,9 @@ from outrider_router.requests.running_requests import RequestEntry, RequestSessi
 logger = logging.getLogger(__name__)
 
 MAX_REATTACHED = 32
-"""Largest number of sessions that get a new drafter in one check, because each must be sent to it
-in full."""
+"""Largest number of sessions that get a new drafter in one check, because the new drafter must
+receive each session's whole prefix.
+"""
 MAX_BALANCE_MOVES = 4
 """Largest number of sessions that are moved for balance in one check."""
 MIN_MOVE_INTERVAL_S = 5.0
@@ -40,7 +41,8 @@ MIN_CHECK_INTERVAL_S = 0.05
 
 class DrafterRebalancer:
     """Moves sessions between drafters, at intervals and when it is woken. Use from one event
-    loop."""
+    loop.
+    """
 
     def __init__(
         self,
@@ -52,14 +54,15 @@ class DrafterRebalancer:
         wakeup: asyncio.Event,
         clock: Callable[[], float],
     ) -> None:
-        """`wakeup` is set by whoever knows that sessions may have to move; the rebalancer clears
-        it. `clock` is monotonic, in seconds."""
+        """Create a rebalancer that does not run yet. `wakeup` is set by others when sessions may
+        have to move; the rebalancer clears it. `clock` returns monotonic seconds.
+        """
         self._running_requests = running_requests
         self._registry = registry
         self._metrics = metrics
         self._clock = clock
         self._interval_s = config.poll_interval_s
-        """Between looks at nothing special."""
+        """Time in seconds between two checks if nothing wakes the rebalancer earlier."""
         self._wakeup = wakeup
         self._task: asyncio.Task[None] | None = None
 
@@ -74,12 +77,14 @@ class DrafterRebalancer:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def wake_up(self) -> None:
-        """Check soon, because a drafter was lost or is about to leave."""
+        """Run the next check soon, because a drafter was lost or is about to leave."""
         self._wakeup.set()
 
     def choose_drafter(self, peer: VerifierPeer, method: DraftMethod) -> DrafterId | None:
-        """Choose the drafter of a session that is about to be opened on this verifier; None: it
-        decodes without speculation until there is one."""
+        """Return the drafter of a session that is about to be opened on this verifier, or None if
+        no drafter is available. Without a drafter the session decodes without speculation until it
+        gets one.
+        """
         assert peer.info is not None
         here = self._registry.candidates_for(peer)
         if not here:
@@ -92,7 +97,9 @@ class DrafterRebalancer:
         return loads.choose_drafter(here, peer.info.verifier_id, method)
 
     async def drain_drafter(self, peer: DrafterPeer, timeout_s: float) -> RemovedDrafter:
-        """Move all sessions of a drafter to others within a time limit, and give it no more."""
+        """Give a drafter no more sessions, and move its sessions to others within `timeout_s`
+        seconds. Return how many sessions moved and how many remain.
+        """
         await self._registry.drain_drafter(peer)
         if peer.info is None:
             return RemovedDrafter(0, 0)
@@ -156,7 +163,7 @@ class DrafterRebalancer:
         ]
 
     def _drafted_sessions(self) -> Iterator[tuple[RequestEntry, RequestSession, DraftMethod]]:
-        """Running sessions that a drafter is to draft for, and how."""
+        """Yield the running sessions that need a drafter, with their request and draft method."""
         for entry in self._running_requests:
             session = entry.open_session
             if session is not None and session.drafter.method is not None:
@@ -178,12 +185,14 @@ class DrafterRebalancer:
 
 
 def _drafter_of(entry: RequestEntry) -> DrafterId | None:
-    """Who drafts for a running session."""
+    """Return the drafter of a request's running session, or None."""
     return None if entry.drafter is None else entry.drafter.drafter_id
 
 
 def _is_with(entry: RequestEntry, drafter_id: DrafterId, *, moving: bool = False) -> bool:
-    """Whether the drafter drafts for a running session; `moving`: and another one is asked to."""
+    """Return whether the request's running session has this drafter. With `moving`, a move to
+    another drafter must also be pending.
+    """
     drafter = entry.drafter
     return (
         drafter is not None

@@ -1,8 +1,8 @@
 """Failover policy: retry, finish or fail a request whose session was lost. Pure.
 
-A request continues in another session, from all that it has emitted, unless the fault is its own or
-too many sessions in a row were lost. It is unknown which session crashed a verifier: all sessions
-on it are blamed, so blame is a bound on attempts and nothing more.
+A request continues in another session, from all tokens that it has emitted, unless the error would
+occur again or too many of its sessions were lost. It is unknown which session crashed a verifier,
+so a crash counts as a loss for every session on it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from outrider.wire.messages import FinishReason
 from outrider_router.base.reasons import FailoverCause
 
 MAX_REFUSALS = 20
-"""Number of times that verifiers without other sessions of this router may refuse one request."""
+"""Number of times that verifiers may refuse one request although they have no other session of this
+router.
+"""
 DRAINING = "DRAINING"
-"""Reason of errors of a verifier that is about to stop."""
+"""Reason of the error with which a verifier that is about to stop ends its sessions."""
 FINAL_REASONS = ("DEVICE_LOST", "ENGINE_STALLED", "STOPPING")
-"""Reasons of errors of a verifier that serves no sessions any more."""
+"""Reasons of the errors with which a verifier ends its sessions when it no longer serves any."""
 MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 
@@ -34,20 +36,21 @@ class RequestHistory:
     """Failures and progress of a request so far."""
 
     losses: int = 0
-    """Number of its sessions that were lost or failed."""
+    """Number of the request's sessions that were lost or failed."""
     refusals: int = 0
-    """Number of its sessions that verifiers refused for lack of capacity."""
+    """Number of the request's sessions that verifiers refused for lack of capacity."""
     emitted: int = 0
     """Number of tokens emitted so far."""
     is_alone: bool = False
-    """Whether its verifier has no other session of this router."""
+    """Whether the request's verifier has no other session of this router."""
     is_in_time: bool = True
     """Whether the time limit of a failover has not passed."""
 
 
 def failover_cause(error: OutriderError) -> FailoverCause | None:
-    """Return why a session with this error is opened again; None: a new session would meet the same
-    error."""
+    """Return the reason for which a request continues after its session ended with `error`, or None
+    if a new session would have the same error.
+    """
     if isinstance(error, ResourceExhaustedError):
         return FailoverCause.REFUSED
     if isinstance(error, UnavailableError):
@@ -59,8 +62,9 @@ def failover_cause(error: OutriderError) -> FailoverCause | None:
 
 
 def should_retry(cause: FailoverCause | None, past: RequestHistory, *, max_failovers: int) -> bool:
-    """Return whether a request continues in another session; `past` includes the session that just
-    ended."""
+    """Return whether a request continues in another session. `past` includes the session that just
+    ended.
+    """
     match cause:
         case None:
             return False
@@ -73,8 +77,9 @@ def should_retry(cause: FailoverCause | None, past: RequestHistory, *, max_failo
 
 
 def pause_s(losses: int) -> float:
-    """Return the pause after a loss before the request is queued again, in seconds; the first loss
-    has none."""
+    """Return the pause in seconds before a request is queued again after a loss; 0 after the first
+    loss.
+    """
     if losses <= 1:
         return 0.0
     return min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(losses - 2, 10))
@@ -83,8 +88,8 @@ def pause_s(losses: int) -> float:
 def implied_finish(
     emitted: list[int], *, stop_ids: tuple[int, ...], max_new_tokens: int
 ) -> FinishReason | None:
-    """Return the finish reason that the emitted tokens imply without a message of the verifier;
-    None: the answer continues.
+    """Return the finish reason that follows from the emitted tokens without a message of the
+    verifier, or None if the output continues.
 
     A stop token is emitted only at the end, so the last token decides.
     """
@@ -94,7 +99,7 @@ def implied_finish(
 
 
 def incomplete_error(cause: FailoverCause, past: RequestHistory) -> UnavailableError:
-    """Return the error of a request that no verifier continues."""
+    """Return the error of a request that no verifier continued in time."""
     why = {
         FailoverCause.VERIFIER_LOST: "its verifier was lost",
         FailoverCause.DRAINING: "its verifier stopped",

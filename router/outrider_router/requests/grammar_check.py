@@ -1,6 +1,6 @@
 """Grammar check: compiles a request's grammar before the request is queued.
 
-A grammar that cannot be compiled is the client's error at once.
+So a client gets the error for an invalid grammar at once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class GrammarChecker:
     def __init__(
         self, tokenizer_file: Path | None, *, vocab_size: int, limits: CompileLimits
     ) -> None:
-        """`tokenizer_file`: tokenizer.json, read by `prepare`; None: there is none. `vocab_size`:
-        of the tokenizer."""
+        """Create a checker. `tokenizer_file` is the tokenizer.json that `prepare` reads, or None if
+        there is none; `vocab_size` is the vocabulary size of the tokenizer.
+        """
         self._file, self._vocab_size, self._limits = tokenizer_file, vocab_size, limits
         self._compiler: GrammarCompiler | None = None
         self._queue = TwoStageCompileQueue(
@@ -39,12 +40,12 @@ class GrammarChecker:
             )
 
     def close(self) -> None:
-        """Stop the compile process with all its work. Idempotent."""
+        """Stop the compile processes and cancel their work. Idempotent."""
         if self._compiler is not None:
             self._compiler.close()
 
     async def check_grammar(self, structured: StructuredOutput, *, tenant: str) -> None:
-        """Check that verifiers can serve a structured output. Tenants take turns.
+        """Check that verifiers can serve a structured output. Tenants get turns in rotation.
 
         Raises InvalidRequestError with the reason for a schema, expression or grammar that cannot
         be compiled, ResourceExhaustedError while too many are being compiled,
@@ -60,7 +61,7 @@ class GrammarChecker:
     def _compile(
         self, structured: StructuredOutput, cancellation: Cancellation, *, is_first_try: bool
     ) -> None:
-        """On a thread."""
+        """Compile a grammar and wait for the result. Runs on a thread of the queue."""
         self.prepare()
         if self._compiler is None:
             raise FailedPreconditionError(

@@ -28,7 +28,7 @@ from outrider_router.requests.running_requests import RequestEntry, RunningReque
 
 
 class RequestIntake:
-    """Validates new requests and opens their registry entries; one for each router."""
+    """Validates new requests and opens their registry entries. A router has one."""
 
     def __init__(
         self,
@@ -42,7 +42,9 @@ class RequestIntake:
         clock: Callable[[], float],
         on_failing: Callable[[RequestEntry, OutriderError], None],
     ) -> None:
-        """`on_failing`: hears of requests that fail before they have ended."""
+        """Create the intake. `on_failing` is called with each request that fails, before its task
+        ends.
+        """
         self._config = config
         self._tokenizer = tokenizer
         self._access_control = access_control
@@ -74,19 +76,18 @@ class RequestIntake:
         passed: AccessGrant | None = None,
         group: RequestGroup | None = None,
     ) -> tuple[RequestEntry, GenerateRequest]:
-        """Open the registry entry of a new request; return it with the request as its caller may
-        send it.
+        """Open the registry entry of a new request. Return it with the request as limited by the
+        caller's API key.
 
-        The entry releases its access grant when it ends. A request without an id gets one. `passed`
-        is the grant of a request that access control has already admitted. `group` is the request
-        group of the request.
-
-        Raises InvalidRequestError, AlreadyExistsError, and the errors of access control.
+        The entry releases its access grant when it ends. `name` is the request's id; one is
+        generated if it is None. `passed` is the grant of a request that access control has already
+        admitted. `group` is the request group of the request. Raises InvalidRequestError,
+        AlreadyExistsError, and the errors of access control.
         """
         if request.request_id == "":
             raise InvalidRequestError("request_id must not be empty", reason="INVALID_REQUEST_ID")
         name = name or RequestId(f"req-{secrets.token_hex(8)}")
-        # First: access control counts whatever it lets in.
+        # Check this first, because access control counts each request that it admits.
         self._running_requests.check_unused(name)
         arrived_at = self._clock()
         passed = passed or self._access_control.enter_requests(caller, (request,))[0]
@@ -104,9 +105,10 @@ class RequestIntake:
         return entry, passed.request
 
     async def validate_request(self, request: GenerateRequest, caller: Caller) -> ValidatedRequest:
-        """Validate a request and return the validated form.
+        """Tokenize and validate a request, and compile its grammar.
 
-        Raises InvalidRequestError, NotFoundError, and UnavailableError while no verifier is known.
+        Raises InvalidRequestError, NotFoundError for a model that is not served, UnavailableError
+        while no verifier is known, and the errors of `GrammarChecker.check_grammar`.
         """
         info = self._registry.any_verifier_info()
         if info is None:

@@ -1,7 +1,8 @@
 """Request validation: tokenizes a client's request, applies defaults and checks limits.
 
-The options of a request become sampling parameters, a speculation plan and token limits. Pure
-except for tokenizing. Admission and verifiers read the resulting `ValidatedRequest`.
+The options of a request become sampling parameters, a speculation plan and token limits. All
+functions are pure except for tokenizing. Admission and verifiers read the resulting
+`ValidatedRequest`.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ _Ids = tuple[int, ...]
 def make_token_limits(
     options: SamplingOptions, tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[_Ids, TokenLimits | None]:
-    """Return the banned token ids, and the further token limits if there are any.
+    """Return the banned token ids, and the other token limits or None if there are none.
 
-    A bad word of one token becomes a banned id, which costs nothing. Raises InvalidRequestError.
+    A bad word of one token becomes a banned id, because banned ids are cheaper to enforce. Raises
+    InvalidRequestError.
     """
     allowed = tuple(dict.fromkeys(options.allowed_token_ids))
     check_ids(allowed, vocab_size, "allowed_token_ids")
@@ -55,7 +57,7 @@ def make_token_limits(
     for ids in words:
         check_ids(ids, vocab_size, "bad_words")
     alone = {ids[0]: None for ids in words if len(ids) == 1}
-    # One that ends with such an id is never completed.
+    # A word that ends with a banned id can never be completed.
     longer = tuple(ids for ids in words if ids[-1] not in alone)
     banned = tuple(dict.fromkeys((*options.banned_token_ids, *alone)))
     if not allowed and not longer:
@@ -65,14 +67,16 @@ def make_token_limits(
 
 @lru_cache(maxsize=16)
 def _written(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[_Ids, ...]:
-    """The ids of words, each of them once. All answers of a call have the same words."""
+    """Return the token ids of words, without duplicates. Cached, because all completions of a call
+    have the same words.
+    """
     return tuple(
         dict.fromkeys(ids for word in words for ids in _token_id_variants(word, tokenizer))
     )
 
 
 def _token_id_variants(word: str, tokenizer: Tokenizer) -> Iterator[_Ids]:
-    """The ids of a word as it stands alone, and as it follows a space."""
+    """Yield the token ids of a word at the start of a text, and those after a space."""
     bare = word.lstrip(" ")
     for text in (bare, f" {bare}") if bare else (word,):
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -86,10 +90,10 @@ def _token_id_variants(word: str, tokenizer: Tokenizer) -> Iterator[_Ids]:
 
 
 def make_plan(options: SpeculationOptions, defaults: SpeculationDefaults) -> SpeculationPlan:
-    """Build the speculation plan of a session; values beyond the router's limits are reduced to
-    them.
+    """Return the speculation plan of a session. Draft lengths beyond the router's maximum are
+    reduced to it.
 
-    Raises InvalidRequestError for values that no plan may have.
+    Raises InvalidRequestError for invalid values.
     """
     if options.enabled is False:
         return SpeculationPlan(method=DraftMethod.NONE, draft_tokens=0)
@@ -113,9 +117,8 @@ def make_plan(options: SpeculationOptions, defaults: SpeculationDefaults) -> Spe
 
 
 def plan_for_verifier(plan: SpeculationPlan, info: VerifierInfo) -> SpeculationPlan:
-    """Adapt a plan to a verifier.
-
-    A verifier with an in-process drafter always drafts chains of one fixed length.
+    """Adapt a plan to a verifier. A verifier with an in-process drafter always drafts chains of one
+    fixed length.
     """
     if not needs_no_drafter(plan, info):
         return plan
@@ -125,7 +128,7 @@ def plan_for_verifier(plan: SpeculationPlan, info: VerifierInfo) -> SpeculationP
 
 
 def needs_no_drafter(plan: SpeculationPlan, info: VerifierInfo) -> bool:
-    """Return whether the verifier needs no drafter for sessions of this plan."""
+    """Return whether the verifier's in-process drafter serves sessions of this plan."""
     return (
         plan.is_speculative
         and info.in_process_draft_length > 0
@@ -134,16 +137,17 @@ def needs_no_drafter(plan: SpeculationPlan, info: VerifierInfo) -> bool:
 
 
 _LISTS = ("banned_token_ids", "logit_bias", "allowed_token_ids", "bad_words")
-"""Sampling options that are no numbers."""
+"""Sampling options that are lists."""
 
 
 def make_sampling(
     options: SamplingOptions, *, seed: int, vocab_size: int, banned: tuple[int, ...] | None = None
 ) -> SamplingParams:
-    """Build sampling parameters; the default is greedy decoding without penalties.
+    """Return the sampling parameters of a request; the default is greedy decoding without
+    penalties.
 
-    `seed` is used if the request sets none; `banned` are ids that are never emitted, by default
-    those of the request. Raises InvalidRequestError.
+    `seed` is used if the request sets none. `banned` are token ids that are never emitted, by
+    default those of the request. Raises InvalidRequestError.
     """
     banned = options.banned_token_ids if banned is None else banned
     given = {
@@ -160,8 +164,10 @@ def make_sampling(
 def stop_ids(
     options: StoppingOptions, eos_ids: tuple[int, ...], vocab_size: int
 ) -> tuple[int, ...]:
-    """Return the ids that end the session: those of the request, and the model's own unless
-    ignored."""
+    """Return the token ids that end the session: those of the request, and the model's
+    end-of-sequence ids unless the request ignores them. Raises InvalidRequestError for an id
+    outside the vocabulary.
+    """
     check_ids(options.stop_token_ids, vocab_size, "stop_token_ids")
     own = () if options.ignore_eos else eos_ids
     return tuple(dict.fromkeys((*own, *options.stop_token_ids)))
@@ -172,8 +178,9 @@ def output_budget(
 ) -> int:
     """Return the largest number of tokens to emit.
 
-    Raises InvalidRequestError if an explicit max_tokens does not fit into the context. The default,
-    `default_max_tokens` unless the options have their own, is reduced to what the context leaves.
+    Raises InvalidRequestError if max_tokens is set and does not fit into the context. If max_tokens
+    is not set, the default is reduced to the remaining context. The default is that of `options`,
+    or else `default_max_tokens`.
     """
     room = max_context_len - prompt_len
     if room < 1:
@@ -227,9 +234,9 @@ def _or(value: int | None, default: int) -> int:
 ArgumentT = TypeVar("ArgumentT")
 
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
-"""Where long prompts are tokenized, a few at a time."""
+"""Threads on which long prompts are tokenized."""
 _TURN_CHARS = 16
-"""Characters that a template adds to a turn, about."""
+"""Approximate number of characters that a chat template adds to a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,25 +251,28 @@ class ValidatedRequest:
     max_new_tokens: int
     min_new_tokens: int
     kv_tokens: int
-    """Largest number of KV cache tokens that the request may need."""
+    """Largest number of KV-cache tokens that the request may need."""
     priority: int
     tenant: TenantId
     structured_output: StructuredOutput | None = None
-    """Grammar of the answer; None: unrestricted."""
+    """Grammar of the output; None if unrestricted."""
     token_limits: TokenLimits | None = None
-    """Token ids that the answer may contain; None: all."""
+    """Restrictions of the token ids that the output may contain; None if there are none."""
     includes_stop_text: bool = False
     """Whether the text includes the stop string or stop token that ended it."""
     special_tokens: bool = False
     """Whether the text includes special tokens."""
     returns_prompt_ids: bool = False
-    """Whether the answer contains the token ids of the prompt."""
+    """Whether the response contains the token ids of the prompt."""
     is_client_named: bool
-    """Whether the client chose the request id, which identifies the request when the client
-    retries."""
+    """Whether the client chose the request id, so that the request is recognized when the client
+    retries.
+    """
     model: str
     top_logprobs: int | None = None
-    """Number of most probable ids to return with each token; None returns no log-probabilities."""
+    """Number of most probable token ids to return with each token; None returns no
+    log-probabilities.
+    """
 
     def session_spec(
         self,
@@ -272,10 +282,10 @@ class ValidatedRequest:
         plan: SpeculationPlan,
         emitted: Sequence[int] = (),
     ) -> SessionSpec:
-        """Build the session specification for a verifier.
+        """Return the session specification for a verifier.
 
-        `plan` is the request's plan adapted to that verifier, `emitted` the tokens of earlier
-        sessions.
+        `plan` is the request's plan adapted to that verifier. `emitted` are the tokens of the
+        request's earlier sessions, which follow the prompt.
         """
         return SessionSpec(
             session_id=session_id,
@@ -295,7 +305,7 @@ class ValidatedRequest:
         )
 
     def prompt_info(self, request_id: RequestId) -> PromptInfo:
-        """Return the first message to the client."""
+        """Return the first message of the response to the client."""
         return PromptInfo(
             request_id=request_id,
             prompt_tokens=len(self.prompt_ids),
@@ -304,7 +314,7 @@ class ValidatedRequest:
         )
 
     def make_assembler(self, tokenizer: Tokenizer) -> OutputAssembler:
-        """Return the assembler of the text."""
+        """Return the object that turns the output's token ids into text."""
         return OutputAssembler(
             tokenizer.special_pieces if self.special_tokens else tokenizer.pieces,
             self.stop_strings,
@@ -313,7 +323,7 @@ class ValidatedRequest:
         )
 
     def stop_checker(self, tokenizer: Tokenizer) -> StopChecker | None:
-        """Return the stop string checker; None if the request has no stop strings."""
+        """Return the stop string checker, or None if the request has no stop strings."""
         return StopChecker(self.make_assembler(tokenizer)) if self.stop_strings else None
 
 
@@ -326,15 +336,13 @@ async def tokenize_prompt(
     parse_special_tokens: bool = False,
     max_tokens: int | None = None,
 ) -> tuple[int, ...]:
-    """Tokenize a prompt.
+    """Tokenize a prompt and return its token ids.
 
-    `add_special_tokens` says whether a text prompt gets the special tokens that open a document.
-    `chat_options` says where the text of a conversation ends. `parse_special_tokens` says whether
-    strings of special tokens in messages become these tokens. A prompt with far more than
-    `max_tokens` tokens is refused before all of it is tokenized.
-
-    Raises InvalidRequestError if the prompt is empty, too long (PROMPT_TOO_LONG) or cannot be
-    rendered.
+    `add_special_tokens` adds to a text prompt the special tokens that begin a document.
+    `chat_options` sets how the text of a conversation ends. `parse_special_tokens` turns strings of
+    special tokens in messages into these tokens. A prompt with far more than `max_tokens` tokens is
+    refused before all of it is tokenized. Raises InvalidRequestError if the prompt is empty, too
+    long (PROMPT_TOO_LONG) or cannot be rendered.
     """
     match prompt:
         case TokenPrompt(token_ids=ids):
@@ -363,7 +371,7 @@ async def _maybe_in_thread(
     size: int, function: Callable[[ArgumentT], tuple[int, ...]], argument: ArgumentT
 ) -> tuple[int, ...]:
     if size > LONG_INPUT:
-        # Threads of their own: long prompts keep nothing but each other waiting.
+        # With separate threads, long prompts delay only other long prompts.
         return await asyncio.get_running_loop().run_in_executor(_THREADS, function, argument)
     return function(argument)
 
@@ -378,9 +386,10 @@ def validate_request(
     seed: int,
     tenant: TenantId = SHARED_TENANT,
 ) -> ValidatedRequest:
-    """Apply defaults and check everything against the served model.
+    """Apply defaults and check all options against the served model.
 
-    Raises InvalidRequestError, and NotFoundError for a model that is not served.
+    `prompt_ids` are the tokens of the prompt, and `seed` is used if the request sets none. Raises
+    InvalidRequestError, and NotFoundError for a model that is not served.
     """
     name = served_model_name(config, info)
     if request.model not in (None, "", name):
@@ -427,7 +436,7 @@ def served_model_name(config: RouterConfig, info: VerifierInfo) -> str:
 
 
 def max_session_len(config: RouterConfig, info: VerifierInfo) -> int:
-    """Return the largest number of prompt and output tokens that this verifier can ever serve."""
+    """Return the largest number of prompt and output tokens of one session on this verifier."""
     kv_tokens = info.kv_total_blocks * info.kv_block_tokens
     return min(info.max_context_len, max(0, kv_tokens - config.session_slack_tokens))
 
@@ -452,8 +461,9 @@ def _check_stop_strings(stops: tuple[str, ...]) -> None:
 
 
 def _stop_ids(request: GenerateRequest, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """What ends the session. An answer that is to have a form ends where that is complete, whatever
-    was said of end-of-turn ids."""
+    """Return the token ids that end the session. Structured output always ends at the model's
+    end-of-sequence ids, even if the request ignores them.
+    """
     if request.structured_output is None:
         return stop_ids(request.stopping, tokenizer.eos_ids, vocab_size)
     if not tokenizer.eos_ids:

@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 def log_request_end(
     entry: RequestEntry, outcome: str, problem: Exception | None, metrics: RouterMetrics, now: float
 ) -> None:
-    """Log that a request ended.
+    """Record the end of a request in metrics, log and trace.
 
-    `now` is the clock time in seconds, `outcome` the finish reason or the code of the error. An
-    InternalError is logged at level ERROR with its message.
+    `now` is the clock time in seconds, and `outcome` is the finish reason or the error code. The
+    message of an InternalError is logged at level ERROR.
     """
     duration_s, output = now - entry.arrived_at, entry.output
     num_tokens = len(output.token_ids)
@@ -28,7 +28,7 @@ def log_request_end(
     failure = {"reason": problem.reason} if isinstance(problem, OutriderError) else {}
     level = logging.INFO
     if isinstance(problem, InternalError):
-        # Other messages may quote what a client sent.
+        # Messages of other errors may quote input of the client.
         level = logging.ERROR
         failure["problem"] = problem.message
     logger.log(

@@ -25,7 +25,7 @@ from outrider.wire.spec_stats_accumulator import describe_decision
 
 
 class SpecCounters:
-    """Mutable `SpecStats`: adding a round allocates no object."""
+    """Mutable counters behind `SpecStats`; adding a round allocates no object."""
 
     __slots__ = (
         "_by_accepted",
@@ -54,12 +54,12 @@ class SpecCounters:
         self.hit_rounds = self.hit_accepted = 0
         self.fresh_rounds = self.fresh_accepted = 0
         self.planned = 0
-        """What the planner had in force for the newest round."""
+        """Planner decision of the newest round, as bits of `SessionEvents.flags`."""
         self._by_accepted: list[int] = []
-        """Rounds by the number of draft nodes that they accepted."""
+        """Number of rounds by the number of draft nodes that they accepted."""
 
     def add_round(self, *, emitted: int, flags: int, proposed: int, accepted: int) -> None:
-        """Count one round; `flags` as in `SessionEvents`."""
+        """Count one round. `flags` are bits as in `SessionEvents`."""
         self.rounds += 1
         self.emitted += emitted
         if flags & FALLBACK:
@@ -88,7 +88,7 @@ class SpecCounters:
             self.fresh_accepted += accepted
 
     def to_stats(self) -> SpecStats:
-        """The counters now."""
+        """Return the current values of the counters."""
         # A round that accepted d nodes accepted one at each depth up to d.
         reached = list(accumulate(reversed(self._by_accepted[1:])))
         per_depth = tuple(reversed(reached))
@@ -113,26 +113,27 @@ class SpecCounters:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestOutput:
-    """Tokens of one request over all of its sessions. A failover resumes from them."""
+    """Tokens of one request over all of its sessions, from which a failover resumes."""
 
     token_ids: list[int] = field(default_factory=list)
-    """Token ids that the verifier committed, in order; appended to as they arrive."""
+    """Token ids that the verifier committed, in order. New ids are appended as they arrive."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of each of `token_ids`, if the request asked for them."""
+    """Log-probabilities of each of `token_ids`; empty if the request did not ask for them."""
     first_token_at: float | None = None
-    """Clock time of the first token, in seconds."""
+    """Clock time of the first token in seconds; None before it."""
     last_token_at: float = 0.0
-    """Clock time of the newest token, in seconds."""
+    """Clock time of the newest token in seconds."""
     log_number: int = 0
-    """Number of the request in the durable log; 0: it is not logged."""
+    """Number of the request in the durable log; 0 if it is not logged."""
     counters: SpecCounters = field(default_factory=SpecCounters)
     """Speculation counters."""
 
     def add_tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float
     ) -> float | None:
-        """Append tokens that arrived at `now`; return the seconds since the tokens before, or None
-        if these are the first ones."""
+        """Append tokens that arrived at the clock time `now`. Return the seconds since the previous
+        tokens, or None if these are the first.
+        """
         self.token_ids += token_ids
         self.logprobs += logprobs
         previous_at, self.last_token_at = self.last_token_at, now
@@ -142,31 +143,35 @@ class RequestOutput:
         return now - previous_at
 
     def truncate_tokens(self, count: int) -> None:
-        """Keep the first `count` tokens, for an answer that ended before the others."""
+        """Keep only the first `count` tokens, because the output ended there."""
         del self.token_ids[count:], self.logprobs[count:]
 
     def record_logged(self, number: int) -> None:
-        """Note the number that the durable log gave to the request."""
+        """Set the number of the request in the durable log."""
         assert self.log_number == 0, "a request is logged once"
         self.log_number = number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputLimits:
-    """Limits that every row of a session's output must keep."""
+    """Limits that every row of a session's output must observe."""
 
     max_new_tokens: int
     """Maximum number of tokens that the request may emit in all of its sessions."""
     vocab_size: int
-    """Vocabulary size of the verifier: all token ids are below this."""
+    """Vocabulary size of the verifier; all token ids must be smaller."""
     top_logprobs: int | None
-    """Number of most probable ids that come with each token; None: no log-probabilities come."""
+    """Number of most probable ids that must come with each token; None if no log-probabilities must
+    come.
+    """
 
     def accepts(
         self, num_emitted: int, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> bool:
-        """Return whether these are valid next tokens behind `num_emitted` ones: not too many,
-        inside the vocabulary, and with the log-probabilities that were asked for."""
+        """Return whether these token ids and log-probabilities are valid after `num_emitted`
+        tokens: within the length limit and the vocabulary, and with the requested
+        log-probabilities.
+        """
         count, top, vocab_size = len(ids), self.top_logprobs, self.vocab_size
         if count:
             if num_emitted + count > self.max_new_tokens:
@@ -182,10 +187,10 @@ class OutputLimits:
 
 
 class OutputAssembler:
-    """Detokenizes one session and cuts its text at the first stop string.
+    """Detokenizes one request and ends its text at the first stop string.
 
-    The text is the same however many ids are pushed at once. Ids behind the one that completes a
-    stop string must not be pushed: `StopChecker` finds that id.
+    The text does not depend on how many ids are pushed at once. Ids after the one that completes a
+    stop string must not be pushed; `StopChecker` finds that id.
     """
 
     def __init__(
@@ -196,24 +201,27 @@ class OutputAssembler:
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """`include_stop`: whether what ends the text, string or id, is part of it; `min_tokens`:
-        stop strings that the first so many ids complete do not end the text."""
+        """Create an assembler without text. With `include_stop`, the text includes the stop string
+        or stop token that ended it. Stop strings that are complete within the first `min_tokens`
+        ids do not end the text.
+        """
         self._detokenizer = Detokenizer(pieces)
         self._stops = StopStringFilter(stops, include=include_stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens if stops else 0
         self.num_tokens = 0
-        """Ids passed on so far."""
+        """Number of ids that were pushed."""
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the text, if one did."""
+        """The stop string that ended the text; None if none did."""
         return self._stops.matched
 
     def push_tokens(self, token_ids: Sequence[int], *, last_is_stop: bool = False) -> str:
-        """Add ids; the text that can be shown now.
+        """Add token ids and return the text that can be sent now.
 
-        The id that stops a session (`last_is_stop`) contributes no text, unless it is included.
+        With `last_is_stop`, the last id is a stop token; its text is omitted unless stop texts are
+        included.
         """
         silent = last_is_stop and not self._include_stop
         spoken = token_ids[:-1] if silent else token_ids
@@ -228,7 +236,7 @@ class OutputAssembler:
         return text + self._stops.push_text(self._detokenizer.push_tokens(spoken))
 
     def flush(self) -> str:
-        """Text that was held back, at the end of a session that no stop string ended."""
+        """Return the text that was held back, at the end of an output that no stop string ended."""
         if self._stops.matched is not None:
             return ""
         text = self._stops.push_text(self._detokenizer.flush())
@@ -245,12 +253,14 @@ class ClientReply:
         self._assembler = assembler
         self._prompt_tokens = prompt_tokens
         self.told = 0
-        """Ids of the output that were passed on."""
+        """Number of the output's token ids that were sent to the client."""
         self.ended = False
-        """Whether the client has received the end of the answer."""
+        """Whether the last message was sent to the client."""
 
     def catch_up(self, reason: FinishReason | None) -> list[Delta | FinishInfo]:
-        """Messages for all ids that were not passed on; `reason` if they are the last ones."""
+        """Return the messages for all token ids that were not sent yet. If `reason` is not None,
+        these are the last ids and the finish message follows.
+        """
         ids = self._output.token_ids[self.told :]
         logprobs = self._output.logprobs[self.told :]
         self.told += len(ids)
@@ -288,16 +298,16 @@ class ClientReply:
 
 
 class StopChecker:
-    """Finds the id that completes a stop string of one request.
+    """Finds the token id that completes a stop string of one request.
 
-    A verifier knows no stop strings and emits whole rounds. The ids behind the stop are dropped
-    before anything counts, stores or logs them, so that every count ends there as it ends at an
-    end-of-turn id.
+    Verifiers do not check stop strings and emit whole rounds. The ids after the stop are dropped
+    before they are counted, stored or logged.
     """
 
     def __init__(self, assembler: OutputAssembler) -> None:
-        """`assembler` makes the same text as the one that writes for the client, and belongs to the
-        checker alone."""
+        """Create a checker. `assembler` must be a separate one with the same options as the
+        assembler of the client's text.
+        """
         self._assembler = assembler
 
     @property
@@ -306,9 +316,10 @@ class StopChecker:
         return self._assembler.stop_string is not None
 
     def count_tokens(self, token_ids: Sequence[int], *, last_is_stop: bool = False) -> int:
-        """Take the next ids; how many of them belong to the answer.
+        """Add token ids and return how many of them belong to the output: all of them, or those up
+        to the one that completes a stop string.
 
-        `last_is_stop`: whether the last one is an id that stops the session.
+        With `last_is_stop`, the last id is a stop token of the session.
         """
         last = len(token_ids) - 1
         for index, token_id in enumerate(token_ids):

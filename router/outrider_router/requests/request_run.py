@@ -1,9 +1,9 @@
-"""Request run: serves one request to its end, on one verifier session or several.
+"""Request run: serves one request to its end, on one or several verifier sessions.
 
-A session that is lost, refused or drained is followed by another one, which begins with all tokens
-that the request has emitted, in the next epoch and with the same seed, so that the text continues
-unchanged. `RequestRunner` runs all requests of a router, and moves their sessions off verifiers
-that are about to stop.
+A session that is lost, refused or drained is followed by another one. The new session starts from
+all tokens that the request has emitted, in the next epoch and with the same seed, so that the text
+continues unchanged. `RequestRunner` runs all requests of a router, and moves their sessions off
+verifiers that are about to stop.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunContext:
-    """Parts of the router that serve requests, the same for all of them."""
+    """Parts of the router that requests use while they run, shared by all requests."""
 
     admission: AdmissionQueue
     registry: PeerRegistry
@@ -87,40 +87,44 @@ class FailoverRecord:
     """Sessions that one request has had, and how they ended."""
 
     cause: FailoverCause | None = None
-    """Why the request needs another session; None: it has lost none."""
+    """Reason for which the request needs another session; None if it has lost none."""
     epoch: int = 0
     """Epoch of the newest session; a session that replaces a lost one has a higher epoch."""
     stuck_since: float | None = None
-    """Clock time since which the request has lost sessions and emitted nothing, in seconds."""
+    """Clock time in seconds since which the request has been losing sessions without emitting
+    tokens; None if it has lost none.
+    """
     losses: int = 0
-    """Sessions that were lost or failed."""
+    """Number of sessions that were lost or failed."""
     refusals: int = 0
-    """Sessions that found no room."""
+    """Number of sessions that verifiers refused for lack of capacity."""
     emitted_before: int = 0
-    """Tokens that were emitted when the newest session was opened."""
+    """Number of tokens that were emitted before the newest session was opened."""
 
     def record_session(self, num_emitted: int) -> None:
-        """Note that a session is opened behind `num_emitted` tokens."""
+        """Record that a session is opened after `num_emitted` tokens."""
         self.emitted_before = num_emitted
         if self.cause is not None:
             self.epoch += 1
 
     def record_error(self, cause: FailoverCause | None, num_emitted: int, since: float) -> None:
-        """Note that a session ended with an error; the client has heard nothing since `since`,
-        clock time in seconds, if the session emitted tokens or is the first one to be lost."""
+        """Record that a session ended with an error after `num_emitted` tokens. `since`, a clock
+        time in seconds, is when the client last got something; it starts the time limit of the
+        failover if the session emitted tokens or is the first that was lost.
+        """
         self.refusals += cause is FailoverCause.REFUSED
         self.losses += cause in (FailoverCause.VERIFIER_LOST, FailoverCause.FAILED)
         if self.stuck_since is None or num_emitted > self.emitted_before:
             self.stuck_since = since
 
     def record_failover(self, cause: FailoverCause) -> None:
-        """Note that the request goes on in another session."""
+        """Record that the request continues in another session."""
         self.cause = cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ServingSession:
-    """Session that serves a request, or the last one that did."""
+    """The session that serves a request, or the last one that did."""
 
     peer: VerifierPeer
     feed: SessionFeed
@@ -139,8 +143,10 @@ class RequestRun:
         sequence: int,
         session_id: SessionId,
     ) -> None:
-        """`sequence`: number of the request in the order of arrival. `session_id`: id of all of
-        its sessions. An entry that has emitted tokens or was restored goes on behind them."""
+        """Create the run of a request. `sequence` is the arrival number of the request, and
+        `session_id` is the id of all of its sessions. If the entry has emitted tokens or was
+        restored, the run continues after these tokens.
+        """
         self._context = context
         self._entry = entry
         self._job = job
@@ -162,7 +168,9 @@ class RequestRun:
             prompt_tokens=len(job.prompt_ids),
         )
         self._stop_checker = _resumed_stop_checker(entry, job, context.tokenizer)
-        """Search for its stop strings, over all of its sessions; None: it has none."""
+        """Checker of the request's stop strings over all of its sessions; None if it has no stop
+        strings.
+        """
         self._failovers = FailoverRecord()
         if entry.is_restored or entry.output.token_ids:
             self._failovers = FailoverRecord(
@@ -182,7 +190,8 @@ class RequestRun:
     async def stream_messages(self) -> AsyncGenerator[StreamEvent, None]:
         """Yield the messages to the request's client, the finish last.
 
-        A request that continues after tokens yields all of them first, beginning with PromptInfo.
+        A request that continues after emitted tokens first yields PromptInfo and all of these
+        tokens.
         """
         reply, metrics = self._reply, self._context.metrics
         placed = self._failovers.cause is not None
@@ -204,20 +213,22 @@ class RequestRun:
                         yield message
             except OutriderError as error:
                 self._fail_over(error)
-                # What came after the reader last looked, and an end that nobody could tell of.
+                # Sends the tokens that arrived after the last message, and the end that they imply.
                 for known in reply.catch_up(self._implied_finish()):
                     yield known
 
     def free(self) -> None:
-        """Release what the request holds, at its end."""
+        """Release the reservations of the request and remove it from the queue."""
         for reservation in (self._reservation, self._next_reservation):
             if reservation is not None:
                 self._context.admission.release_capacity(reservation)
         self._context.admission.remove_request(self._entry.request_id)
 
     def relocate(self, peer: VerifierPeer, until: float) -> None:
-        """Move the session from `peer` to another verifier as soon as one has capacity. `until`:
-        clock time in seconds at which `peer` stops. No-op if the session is not on `peer`."""
+        """Move the session from `peer` to another verifier as soon as one has capacity. `until` is
+        the clock time in seconds at which `peer` stops. Has no effect if the session is not on
+        `peer`.
+        """
         session, lifecycle = self._session, self._entry.lifecycle
         if (
             session is not None
@@ -228,7 +239,9 @@ class RequestRun:
             self._relocation = asyncio.create_task(self._move_away(session, until))
 
     def _implied_finish(self) -> FinishReason | None:
-        """The end that its text has come to, although nobody said so."""
+        """Return the finish reason that follows from the emitted tokens although the verifier has
+        not reported it, or None.
+        """
         if self._stop_checker is not None and self._stop_checker.is_stopped:
             return FinishReason.STOP_STRING
         return implied_finish(
@@ -240,9 +253,8 @@ class RequestRun:
     # ---- reservations --------------------------------------------------------------------------
 
     async def _admit(self) -> None:
-        """Wait for a reservation.
-
-        Raises what admission raises; an error that says so where part of the answer was emitted.
+        """Wait for a reservation. Raises the errors of admission; if tokens were emitted and no
+        verifier is left, the error says that the output is incomplete.
         """
         self._reservation, self._next_reservation = self._next_reservation, None
         if self._reservation is not None:
@@ -275,7 +287,7 @@ class RequestRun:
             return reservation
 
     async def _back_off(self, seconds: float) -> None:
-        """Let some time pass, unless the request fails first."""
+        """Wait for `seconds`, or until the request fails."""
         if seconds <= 0:
             return
         failed = asyncio.Event()
@@ -287,7 +299,9 @@ class RequestRun:
                 await failed.wait()
 
     def _give_back(self) -> None:
-        """End the reservation of a session that has ended, however slowly the client reads."""
+        """Release the reservation of a session that has ended, even if the client has not read all
+        of its output.
+        """
         if self._reservation is not None:
             self._context.admission.release_capacity(self._reservation)
             self._reservation = None
@@ -295,13 +309,14 @@ class RequestRun:
     # ---- failover ------------------------------------------------------------------------------
 
     def _fail_over(self, error: OutriderError) -> None:
-        """Prepare another session after one that ended with `error`; raises unless the request
-        goes on in another one."""
+        """Prepare another session after one that ended with `error`. Raises an error if the request
+        does not continue.
+        """
         entry, failovers = self._entry, self._failovers
         if entry.lifecycle.error is not None:
             raise error
         cause, num_emitted = failover_cause(error), len(entry.output.token_ids)
-        # A verifier that hung had kept the client waiting before it was given up.
+        # A verifier that hung kept the client waiting before it counted as lost.
         stalled_s = 0.0 if self._session is None else self._session.peer.stalled_s
         failovers.record_error(cause, num_emitted, self._context.clock() - stalled_s)
         history = self._history()
@@ -345,7 +360,7 @@ class RequestRun:
     # ---- sessions ------------------------------------------------------------------------------
 
     async def _stream_session(self) -> AsyncGenerator[StreamEvent, None]:
-        """What the client hears of one session, which is opened and left here."""
+        """Open a session, yield its messages to the client, and leave the session."""
         entry, registry, reservation = self._entry, self._context.registry, self._reservation
         assert reservation is not None, "a session needs a reservation"
         # No session is opened for a request that ends anyway.
@@ -358,14 +373,15 @@ class RequestRun:
         try:
             with span:
                 if not self._has_sent_prompt_info:
-                    # Once the session is on its way: the verifier need not wait for the client.
+                    # Sent after the session is opened, so that the verifier does not wait for the
+                    # client.
                     self._has_sent_prompt_info = True
                     yield self._job.prompt_info(entry.request_id)
                 async with aclosing(session_messages(session.feed, self._reply)) as messages:
                     async for message in messages:
                         yield message
         finally:
-            # Nothing that is said of this session from here on reaches the entry.
+            # From here on, events of this session do not reach the entry.
             session.opened.leave_session()
             session.feed.detach_reader()
             entry.leave_session()
@@ -377,7 +393,7 @@ class RequestRun:
     def _open_session(
         self, peer: VerifierPeer, info: VerifierInfo
     ) -> tuple[_ServingSession, RequestSpan]:
-        """Open the request's next session on a verifier, which said `info`."""
+        """Open the request's next session on a verifier, whose latest info is `info`."""
         entry, job, streams = self._entry, self._job, self._context.streams
         plan = plan_for_verifier(job.plan, info)
         drafter = self._choose_drafter(peer, info, plan)
@@ -415,7 +431,9 @@ class RequestRun:
     def _choose_drafter(
         self, peer: VerifierPeer, info: VerifierInfo, plan: SpeculationPlan
     ) -> DrafterAttachment:
-        """The drafter of the request's next session, if it needs one and there is one."""
+        """Return the drafter attachment of the request's next session, which has no drafter if none
+        is needed or available.
+        """
         last = self._entry.session
         last_move_at = -math.inf if last is None else last.drafter.last_move_at
         if not plan.is_speculative or needs_no_drafter(plan, info):
@@ -436,14 +454,17 @@ class RequestRun:
         )
 
     def _finish_session(self, reason: FinishReason) -> None:
-        """A session has come to its end, before a slow client reads of it. At a stop string it
-        is ended here: the verifier knows nothing of these."""
+        """Handle the end of a session, even if the client has not read all of its output. After a
+        stop string the router ends the session itself, because verifiers do not check stop strings.
+        """
         if reason is FinishReason.STOP_STRING and self._session is not None:
             self._session.opened.leave_session()
         self._give_back()
 
     def _interrupt_session(self, session: _ServingSession, _error: OutriderError) -> None:
-        """The request fails, and its session ends with it, before a slow client reads of it."""
+        """End the session because its request fails, even if the client has not read all of its
+        output.
+        """
         session.opened.leave_session()
         self._give_back()
         session.feed.wake_reader()
@@ -462,7 +483,9 @@ class RequestRun:
             )
 
     async def _stop_relocation(self) -> None:
-        """Stop waiting for a reservation on another verifier; one that was made is kept."""
+        """Stop waiting for a reservation on another verifier. A reservation that was already made
+        is kept.
+        """
         relocation, self._relocation = self._relocation, None
         if relocation is not None:
             relocation.cancel()
@@ -472,8 +495,9 @@ class RequestRun:
 def _resumed_stop_checker(
     entry: RequestEntry, job: ValidatedRequest, tokenizer: Tokenizer
 ) -> StopChecker | None:
-    """The search for the request's stop strings, behind what the entry has emitted; ids behind a
-    stop that is among these are dropped from it."""
+    """Return the checker of the request's stop strings after the emitted tokens, or None if there
+    are no stop strings. Emitted tokens after a stop are dropped.
+    """
     checker, ids = job.stop_checker(tokenizer), entry.output.token_ids
     if checker is not None and ids:
         kept = checker.count_tokens(ids, last_is_stop=ids[-1] in job.stop_ids)
@@ -482,7 +506,7 @@ def _resumed_stop_checker(
 
 
 def _doubt_verifier(registry: PeerRegistry, peer: VerifierPeer, error: OutriderError) -> None:
-    """Let nothing be placed on a verifier whose sessions end with such an error."""
+    """Mark a verifier as draining or lost if the error of its session says so."""
     if error.reason == DRAINING:
         registry.mark_verifier_draining(peer)
     elif error.reason in FINAL_REASONS:
@@ -490,7 +514,7 @@ def _doubt_verifier(registry: PeerRegistry, peer: VerifierPeer, error: OutriderE
 
 
 class RequestRunner:
-    """Runs requests on the sessions that they need; one for each router."""
+    """Runs the requests of one router."""
 
     def __init__(
         self,
@@ -504,7 +528,9 @@ class RequestRunner:
         clock: Callable[[], float],
         on_emitted: Callable[[list[EmittedRow]], None],
     ) -> None:
-        """`on_emitted` logs ids of entries with a number, before anybody is told of them."""
+        """Create a runner. `on_emitted` logs the new token ids of logged requests, and is called
+        before clients receive them.
+        """
         self._registry = registry
         self._metrics = metrics
         self._clock = clock
@@ -534,11 +560,11 @@ class RequestRunner:
     async def run_request(
         self, entry: RequestEntry, job: ValidatedRequest
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Yield the messages to the request's client; closing the generator releases what the
-        request holds.
+        """Yield the messages to the request's client. Closing the generator releases the resources
+        of the request.
 
-        An entry that has emitted tokens, or was restored after its router ended, continues after
-        them: the client gets all of them first, beginning with PromptInfo.
+        If the entry has emitted tokens or was restored from the durable log, the client first gets
+        PromptInfo and all of these tokens.
         """
         number = next(self._numbers)
         session_id = SessionId(f"{self._incarnation}-{number}")
@@ -558,11 +584,13 @@ class RequestRunner:
             self._runs.discard(run)
             run.free()
         assert finish is not None, "a request that ends without an error ends with a finish"
-        # Last, so that whoever hears of the end finds everything freed.
+        # Yielded last, so that all resources are free when the client sees the end.
         yield finish
 
     def _on_draining(self, peer: VerifierPeer, seconds: float) -> None:
-        """A verifier stops in so many seconds: its sessions leave it as others have capacity."""
+        """Handle a verifier that will stop in `seconds`: its sessions move to other verifiers when
+        these have capacity.
+        """
         logger.info("verifier drain started", extra={"address": peer.address, "seconds": seconds})
         self._registry.mark_verifier_draining(peer)
         until = self._clock() + max(0.0, seconds)

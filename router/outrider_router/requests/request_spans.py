@@ -1,6 +1,6 @@
 """OpenTelemetry spans of a request: the request, its queue waits and its sessions.
 
-Attribute names follow OpenTelemetry's GenAI conventions where these have one.
+Attribute names follow OpenTelemetry's GenAI conventions where the conventions define one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from outrider_router.requests.running_requests import RequestEntry
 
 
 def request_span(request_id: RequestId, traceparent: str) -> RequestSpan:
-    """Start the span of a new request; `traceparent` comes from its client."""
+    """Start the span of a new request. `traceparent` is the W3C Trace Context that the client sent,
+    or "".
+    """
     about = {"gen_ai.response.id": request_id, "gen_ai.provider.name": "outrider"}
     return spans.start_span("outrider.request", traceparent, about, may_begin=True)
 
@@ -39,15 +41,16 @@ def describe_request(span: RequestSpan, job: ValidatedRequest) -> None:
 
 
 def queue_span(entry: RequestEntry, priority: int) -> RequestSpan:
-    """Return the span of a wait in the queue."""
+    """Start the span of a wait in the queue."""
     return entry.span.child("outrider.queue", {"outrider.priority": priority})
 
 
 def start_session_span(
     entry: RequestEntry, spec: SessionSpec, *, verifier_id: VerifierId
 ) -> tuple[RequestSpan, SessionSpec]:
-    """Start the span of a request's new session; return it with the trace context for the verifier,
-    whose span is its child."""
+    """Start the span of a request's new session. Return it with the session specification, to which
+    the trace context is added so that the verifier's span becomes a child.
+    """
     if not entry.span.is_sampled:
         return NO_SPAN, spec
     about: Attributes = {
@@ -62,7 +65,7 @@ def start_session_span(
 
 
 def end_request_span(entry: RequestEntry, outcome: str, error: Exception | None) -> None:
-    """End the span of a request."""
+    """Add the result to the span of a request and end the span."""
     if not entry.span.is_sampled:
         return
     stats = entry.output.counters.to_stats()

@@ -1,6 +1,6 @@
 """Running requests: their lifecycle, sessions and emitted tokens, from which a failover resumes.
 
-They are in memory; the durable log of `--journal` is `resumption.durable_log`.
+All of this state is in memory only; `resumption.durable_log` is the log on disk (`--journal`).
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from outrider_router.base.tenants import ANONYMOUS, Caller
 from outrider_router.requests.request_output import RequestOutput
 
 Interrupt = Callable[[OutriderError], None]
-"""Ends a wait of the request at once, because the request fails with this error."""
+"""Function that ends a wait of the request at once, because the request fails with this error."""
 
 
 class RequestPhase(Enum):
     """Phase of a request."""
 
     ACCEPTED = "accepted"
-    """Its task has not begun."""
+    """The request's task has not begun."""
     VALIDATING = "validating"
-    """Its prompt is tokenized, its grammar compiled, and its options are checked."""
+    """The request's prompt is tokenized, its grammar is compiled and its options are checked."""
     PENDING = "pending"
-    """It has no session and waits for none: it is between two steps."""
+    """The request is between two steps: it has no session and does not wait for one."""
     BACKING_OFF = "backing off"
-    """It has lost sessions and waits for a moment before it is queued again."""
+    """The request has lost sessions and pauses before it is queued again."""
     QUEUED = "queued"
-    """It waits for capacity of a verifier."""
+    """The request waits for capacity of a verifier."""
     STREAMING = "streaming"
-    """A session on a verifier serves it."""
+    """A session on a verifier serves the request."""
     RELOCATING = "relocating"
-    """A session serves it on a verifier that is about to stop, while it waits for capacity of
-    another one."""
+    """A session on a verifier that is about to stop serves the request, while the request waits for
+    capacity of another verifier.
+    """
     FAILING = "failing"
-    """It must end with an error, and its task has not ended yet."""
+    """The request must end with an error, and its task has not ended yet."""
     ENDED = "ended"
-    """It is over."""
+    """The request has ended."""
 
 
 _P = RequestPhase
@@ -66,13 +67,15 @@ ALLOWED_TRANSITIONS: Final[Mapping[RequestPhase, frozenset[RequestPhase]]] = {
 INTERRUPTIBLE_PHASES: Final = frozenset(
     {_P.VALIDATING, _P.BACKING_OFF, _P.QUEUED, _P.STREAMING, _P.RELOCATING}
 )
-"""Phases in which the request's task waits for something that a failure must end."""
+"""Phases in which the request's task waits for something that a failure must interrupt."""
 SESSION_PHASES: Final = frozenset({_P.STREAMING, _P.RELOCATING})
 """Phases in which a session on a verifier serves the request."""
 
 
 class PhaseTransitionError(RuntimeError):
-    """A transition that the lifecycle of a request does not have: a bug of the router."""
+    """A phase transition that `ALLOWED_TRANSITIONS` does not contain, which is a bug of the
+    router.
+    """
 
 
 class RequestLifecycle:
@@ -82,9 +85,9 @@ class RequestLifecycle:
 
     def __init__(self) -> None:
         self.phase = RequestPhase.ACCEPTED
-        """Changed by the methods alone."""
+        """Current phase. Only the methods of this class change it."""
         self.error: OutriderError | None = None
-        """Error with which the request must end; None: it does not fail."""
+        """Error with which the request must end; None if the request has not failed."""
         self._interrupt: Interrupt | None = None
 
     @property
@@ -93,10 +96,11 @@ class RequestLifecycle:
         return self.phase in SESSION_PHASES
 
     def enter(self, phase: RequestPhase, interrupt: Interrupt | None = None) -> None:
-        """Make the transition to `phase`. A failure calls `interrupt` for as long as this phase
-        lasts; the phases of `INTERRUPTIBLE_PHASES` need one, the others have none.
+        """Make the transition to `phase`.
 
-        Raises PhaseTransitionError for a transition that is not allowed.
+        If the request fails in this phase, `interrupt` is called. The phases of
+        `INTERRUPTIBLE_PHASES` need an `interrupt`, the other phases must not have one. Raises
+        PhaseTransitionError for a transition that is not allowed.
         """
         if phase not in ALLOWED_TRANSITIONS[self.phase]:
             raise PhaseTransitionError(
@@ -108,18 +112,22 @@ class RequestLifecycle:
         self.phase, self._interrupt = phase, interrupt
 
     def begin_phase(self, phase: RequestPhase, interrupt: Interrupt) -> None:
-        """Enter a phase from ACCEPTED or PENDING. Raises the request's error if it fails."""
+        """Enter a phase from ACCEPTED or PENDING. Raises the request's error if the request has
+        failed.
+        """
         self.raise_error()
         self.enter(phase, interrupt)
 
     def end_phase(self) -> None:
-        """Return to PENDING; a request that fails stays FAILING."""
+        """Return to PENDING. A request that has failed stays FAILING."""
         if self.phase is not RequestPhase.FAILING:
             self.enter(RequestPhase.PENDING)
 
     @contextmanager
     def during(self, phase: RequestPhase, interrupt: Interrupt) -> Iterator[None]:
-        """Be in a phase for the length of a block. Raises the request's error if it fails."""
+        """Stay in a phase for the duration of a `with` block. Raises the request's error if the
+        request has failed before.
+        """
         self.begin_phase(phase, interrupt)
         try:
             yield
@@ -127,18 +135,19 @@ class RequestLifecycle:
             self.end_phase()
 
     def raise_error(self) -> None:
-        """Raise the request's error if it fails."""
+        """Raise the request's error if the request has failed."""
         if self.error is not None:
             raise self.error
 
     def relocate(self) -> None:
-        """Note that the session's verifier is about to stop; the session goes on meanwhile."""
+        """Enter RELOCATING, because the session's verifier is about to stop. The session continues
+        meanwhile.
+        """
         self.enter(RequestPhase.RELOCATING, self._interrupt)
 
     def fail(self, error: OutriderError) -> bool:
-        """Enter FAILING and interrupt what the request waits for; return whether this call did it.
-
-        A request that fails already or has ended stays as it is.
+        """Enter FAILING and interrupt the wait of the request. Return False, without an effect, if
+        the request has already failed or ended.
         """
         if self.phase is RequestPhase.FAILING or self.phase is RequestPhase.ENDED:
             return False
@@ -155,38 +164,42 @@ class DrafterAttachment:
     """Drafter of one session, and the moves to other drafters that were requested."""
 
     method: DraftMethod | None = None
-    """Draft method of the drafter; None: the session needs no drafter."""
+    """Draft method of the session; None if the session needs no drafter."""
     drafter_id: DrafterId | None = None
-    """Drafter chosen for the session, or the one that the verifier last reported; None: none."""
+    """Drafter that the verifier last reported, or before its first report the drafter that was
+    chosen; None if there is none.
+    """
     is_attached: bool = False
-    """Whether a drafter is attached, by the session's newest event."""
+    """Whether a drafter is attached, according to the session's newest event."""
     moving_to: DrafterId | None = None
     """Drafter of a requested move that the verifier has not answered yet."""
     last_move_at: float = -math.inf
-    """Clock time of the request's last requested move, in this session or before, in seconds."""
+    """Clock time in seconds of the request's last requested move, in this or an earlier session."""
     refused_moves: int = 0
     """Number of requested moves that the verifier did not carry out."""
 
     @property
     def next_drafter_id(self) -> DrafterId | None:
-        """Return the drafter of the session once a requested move is done; None: none."""
+        """Drafter of the session after a requested move; None if there is none."""
         return self.moving_to or self.drafter_id
 
     def record_requested_move(self, drafter_id: DrafterId | None, now: float) -> None:
-        """Note that the verifier was asked to move the session to another drafter, or to none."""
+        """Record that the verifier was asked to move the session to another drafter, or to none."""
         self.moving_to, self.last_move_at = drafter_id, now
         if drafter_id is None:
-            # A verifier never refuses that.
+            # A verifier never refuses to remove the drafter.
             self.drafter_id = None
 
     def record_drafter(self, drafter_id: DrafterId | None) -> None:
-        """Note the drafter that the verifier reports: the answer to a requested move, if any."""
+        """Record the drafter that the verifier reports. The report answers a requested move, if
+        there is one.
+        """
         if self.moving_to not in (None, drafter_id):
             self.refused_moves += 1
         self.drafter_id, self.moving_to = drafter_id, None
 
     def record_attached(self, is_attached: bool) -> None:
-        """Note whether a drafter is attached, by an event of the session."""
+        """Record whether a drafter is attached, according to an event of the session."""
         self.is_attached = is_attached
 
 
@@ -200,7 +213,7 @@ class RequestSession:
     """Number of tokens of the request's prompt."""
     drafter: DrafterAttachment
     opened: OpenedSession
-    """The session on the verifier's stream."""
+    """Handle of the session on the verifier's stream."""
 
     def move_to_drafter(self, drafter_id: DrafterId | None, now: float) -> None:
         """Ask the verifier to move the session to another drafter, or to none."""
@@ -212,11 +225,11 @@ MadeT = TypeVar("MadeT")
 
 
 def _release_nothing() -> None:
-    """Release nothing, for a request that holds no place of its caller's key."""
+    """Do nothing, for a request that holds no access grant."""
 
 
 def _ignore_failure(_entry: RequestEntry, _error: OutriderError) -> None:
-    """Do nothing, for a request whose output nobody holds up."""
+    """Do nothing, for a request whose client cannot delay its task."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -225,42 +238,44 @@ class RequestEntry:
 
     request_id: RequestId
     arrived_at: float
-    """Clock time of the arrival, in seconds."""
+    """Clock time of the arrival in seconds."""
     caller: Caller = ANONYMOUS
     """Caller of the request. Only callers of its tenant may resume or abort it."""
     group: RequestGroup | None = None
-    """Requests of the same call, admitted to the queue together or not at all; None: there is no
-    other one."""
+    """Group of the requests of the same call, which are admitted to the queue together or not at
+    all; None if the call has one request.
+    """
     deadline: float | None = None
-    """Clock time at which the request ends with an error, in seconds; None: it has no deadline."""
+    """Clock time in seconds at which the request ends with an error; None if it has no deadline."""
     is_restored: bool = False
     """Whether the request comes from the durable log of a router that was restarted."""
     span: RequestSpan = NO_SPAN
     """Trace span of the request."""
     release: Callable[[], None] = _release_nothing
-    """Releases the place that the request takes among those of its caller's API key."""
+    """Releases the access grant of the request."""
     on_failing: Callable[[RequestEntry, OutriderError], None] = _ignore_failure
-    """Called once the request fails, after what its phase waited for was interrupted; stops a
-    write to a client that does not read."""
+    """Called when the request fails, after the wait of its phase was interrupted. Ends a write to a
+    client that does not read.
+    """
     output: RequestOutput = field(default_factory=RequestOutput)
     lifecycle: RequestLifecycle = field(default_factory=RequestLifecycle, init=False)
     session: RequestSession | None = field(default=None, init=False)
-    """The newest session; None: none was opened."""
+    """The newest session; None if none was opened."""
 
     @property
     def open_session(self) -> RequestSession | None:
-        """Return the session that serves the request; None: there is none at the moment."""
+        """The session that serves the request now; None if there is none."""
         return self.session if self.lifecycle.has_session else None
 
     @property
     def drafter(self) -> DrafterAttachment | None:
-        """Return the drafter of the session that serves the request; None: there is no session."""
+        """Drafter of the session that serves the request now; None if there is no session."""
         session = self.open_session
         return None if session is None else session.drafter
 
     @property
     def log_ids(self) -> dict[str, str]:
-        """Return the ids that the request's log lines have in all processes."""
+        """Ids that identify the request in the log lines of all processes."""
         ids = {"request_id": str(self.request_id)}
         if self.session is not None:
             ids["session_id"] = self.session.session_id
@@ -269,22 +284,25 @@ class RequestEntry:
         return ids
 
     def start_session(self, session: RequestSession, interrupt: Interrupt) -> None:
-        """Note that a session was opened; a failure of the request calls `interrupt` while the
-        session lasts. Raises the request's error if it fails already."""
+        """Record that a session was opened. A failure of the request calls `interrupt` while the
+        session lasts. Raises the request's error if the request has already failed.
+        """
         self.lifecycle.begin_phase(RequestPhase.STREAMING, interrupt)
         self.session = session
 
     def leave_session(self) -> None:
-        """Note that the session has ended."""
+        """Record that the session has ended."""
         self.lifecycle.end_phase()
 
     def fail_request(self, error: OutriderError) -> None:
-        """End the request with `error`, wherever it is. Only the first call has an effect."""
+        """Let the request fail with `error`, in whatever phase it is. Only the first call has an
+        effect.
+        """
         if self.lifecycle.fail(error):
             self.on_failing(self, error)
 
     def end_request(self) -> None:
-        """Note that the request is over, and release what it holds of its caller's key."""
+        """Record that the request has ended, and release its access grant."""
         self.release()
         self.lifecycle.enter(RequestPhase.ENDED)
 
@@ -302,16 +320,16 @@ class RunningRequests:
         return iter(list(self._entries.values()))
 
     def get_entry(self, request_id: RequestId) -> RequestEntry | None:
-        """Return the entry of a running request; None if it is not running."""
+        """Return the entry of a running request, or None if it is not running."""
         return self._entries.get(request_id)
 
     def num_emitted(self, request_id: RequestId) -> int:
-        """Return the number of tokens that a request has emitted; 0 if it is not running."""
+        """Return the number of tokens that a request has emitted, or 0 if it is not running."""
         entry = self._entries.get(request_id)
         return len(entry.output.token_ids) if entry is not None else 0
 
     def check_unused(self, request_id: RequestId) -> None:
-        """Raise AlreadyExistsError if a request of this id is running."""
+        """Raise AlreadyExistsError if a request with this id is running."""
         if request_id in self._entries:
             raise AlreadyExistsError(
                 f"request {request_id!r} is already running; request ids must be unique",
@@ -319,18 +337,18 @@ class RunningRequests:
             )
 
     def add_entry(self, entry: RequestEntry) -> None:
-        """Add a new request. Raises AlreadyExistsError if a request of its id is running."""
+        """Add a new request. Raises AlreadyExistsError if a request with its id is running."""
         self.check_unused(entry.request_id)
         self._entries[entry.request_id] = entry
 
     def close_entry(self, entry: RequestEntry) -> None:
-        """Remove the entry of a request that ends now."""
+        """Remove the entry of a request that has ended, and end the request."""
         if self._entries.get(entry.request_id) is entry:
             del self._entries[entry.request_id]
         entry.end_request()
 
     def sessions_by_drafter(self) -> dict[DrafterId, int]:
-        """Return the number of running sessions by drafter; a requested move counts as done."""
+        """Return the number of running sessions by drafter. A requested move counts as done."""
         counts: dict[DrafterId, int] = {}
         for entry in self._entries.values():
             drafter_id = None if entry.drafter is None else entry.drafter.next_drafter_id
@@ -341,7 +359,9 @@ class RunningRequests:
 
 async def run_unless_failed(entry: RequestEntry, make: Callable[[], Awaitable[MadeT]]) -> MadeT:
     """Return the result of `make`, which validates the request. If the request fails meanwhile,
-    cancel it and raise the request's error at once: tokenizing a long prompt takes long."""
+    cancel `make` and raise the request's error at once, because tokenizing a long prompt may take
+    long.
+    """
 
     def stop(_error: OutriderError) -> None:
         task.cancel()

@@ -58,16 +58,19 @@ from outrider_router.requests.running_requests import (
 logger = logging.getLogger(__name__)
 
 OTHER_ROUTER_RETRY_S = 0.02
-"""Retry hint in seconds of a router that shares its address and does not have the requested answer:
-another connection may reach the router that has it."""
+"""Retry hint in seconds of a router that shares its address with other routers and does not have
+the requested answer. The next connection may reach the router that has it.
+"""
 RESTART_RETRY_S = 1.0
-"""Retry hint in seconds of a router that stops: another router, or the same one, may serve by
-then."""
+"""Retry hint in seconds of a router that is shutting down. By then another router, or this one
+after a restart, may serve.
+"""
 
 
 class RouterService:
-    """Serves requests. Every end of `stream` (finish, error, cancellation, deadline) releases all
-    resources."""
+    """Serves requests. All resources of a request are released when `stream` ends, whether by a
+    finish, an error, a cancellation or a deadline.
+    """
 
     def __init__(
         self,
@@ -78,8 +81,9 @@ class RouterService:
         metrics: RouterMetrics,
         clock: Callable[[], float],
     ) -> None:
-        """`clock` is monotonic, in seconds. Raises NotFoundError or InvalidRequestError for a file
-        of API keys that is no good."""
+        """Create a service that is not started. `clock` returns monotonic seconds. Raises
+        NotFoundError or InvalidRequestError if the API key file is missing or invalid.
+        """
         self.config = config
         self.metrics = metrics
         self.tokenizer = tokenizer
@@ -87,7 +91,9 @@ class RouterService:
         self.readiness = Readiness()
         self.access_control = AccessControl(config, metrics, clock=clock)
         self.arrivals = ArrivalQueue()
-        """Where both fronts let new requests in, one a turn of the event loop."""
+        """Queue of new requests of the gRPC and HTTP APIs, which admits one per iteration of the
+        event loop.
+        """
         self.running_requests = RunningRequests()
         self.admission = AdmissionQueue(
             config, metrics, clock=clock, emitted=self.running_requests.num_emitted
@@ -146,9 +152,9 @@ class RouterService:
         self._draining = False
 
     def restore_journal(self) -> None:
-        """Restore the requests in the journal, whose streams can then be resumed. Idempotent.
+        """Restore the requests in the journal, so that their streams can be resumed. Idempotent.
 
-        Raises FailedPreconditionError if the journal cannot be used.
+        Raises FailedPreconditionError if another router uses the journal.
         """
         if not self._restored:
             self._restored = True
@@ -163,7 +169,7 @@ class RouterService:
         self.mover.start()
 
     async def close(self) -> None:
-        """End every request with UnavailableError and stop; requests in the journal stay there."""
+        """End every request with UnavailableError and stop. Requests in the journal stay there."""
         self._draining = True
         self.resumables.prepare_close()
         for entry in self.running_requests:
@@ -176,8 +182,11 @@ class RouterService:
         self._intake.close()
 
     async def drain(self, timeout_s: float, enough: asyncio.Event | None = None) -> bool:
-        """Refuse new requests and wait for those that a restart would lose, or until `enough` is
-        set; return whether all ended."""
+        """Refuse new requests, and wait until no request is left that a restart would lose.
+
+        The wait ends after `timeout_s` seconds or when `enough` is set. Return whether no such
+        request is left.
+        """
         self._draining = True
         self._note_readiness()
         end = self._clock() + timeout_s
@@ -197,7 +206,9 @@ class RouterService:
         caller: Caller = ANONYMOUS,
         traceparent: str = "",
     ) -> GenerateResult:
-        """Serve a request and return the whole answer; a resumable request outlives the call."""
+        """Serve a request and return its whole output. A resumable request continues if the call is
+        cancelled. Raises as `stream` does.
+        """
         if request.resumable:
             answer = self.resumables.start_request(
                 *self._open(request, timeout_s, caller, traceparent)
@@ -240,9 +251,10 @@ class RouterService:
         caller: Caller = ANONYMOUS,
         traceparent: str = "",
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Serve a request as a stream; closing the generator aborts it, even a resumable one.
+        """Serve a request as a stream. Closing the generator aborts the request, even a resumable
+        one.
 
-        `traceparent` is the client's W3C Trace Context, if it has one. Raises any error of
+        `traceparent` is the client's W3C Trace Context, or "". Raises any error of
         `outrider.errors`; each is counted and logged with the request's id.
         """
         opened = self._open(request, timeout_s, caller, traceparent)
@@ -264,10 +276,10 @@ class RouterService:
     ) -> None:
         """Serve a request and pass its messages to `write`. Raises as `stream` does.
 
-        Cancelling this aborts the request, unless it is resumable: then it continues for a while
-        without a client. `own_id` names a request whose client chose no id; by default an id is
-        generated. `passed` is the grant of a request that was admitted along with others; without
-        one it is admitted now. `group` is the request group of the request.
+        Cancelling the call aborts the request. A resumable request instead continues without a
+        client for `resume_grace_s`. `own_id` is the id of a request whose client chose none; by
+        default an id is generated. `passed` is the grant of a request that access control has
+        already admitted. `group` is the request group of the request.
         """
         opened = self._open(request, timeout_s, caller, traceparent, own_id, passed, group)
         if request.resumable:
@@ -283,14 +295,15 @@ class RouterService:
     ) -> None:
         """Send a client the rest of a resumable request of its tenant.
 
-        Raises NotFoundError without such a request, InvalidRequestError for a position that it has
-        not reached, and the request's own error. A client that listened before gets AbortedError.
+        Raises NotFoundError if there is no such request, InvalidRequestError for a position that
+        the answer has not reached, and the request's own error. A client that listened before gets
+        AbortedError.
         """
         answer = self.resumables.get_answer(position.request_id)
         if self._draining:
             raise _stopping()
         if answer is None or answer.entry.caller.tenant != caller.tenant:
-            # Not a word of whether somebody else has one of this id.
+            # The error does not reveal whether another tenant has a request with this id.
             raise NotFoundError(
                 f"no resumable request {position.request_id!r} is running or ended recently",
                 reason="NO_STREAM",
@@ -302,8 +315,9 @@ class RouterService:
     def abort_requests(
         self, request_ids: Iterable[RequestId], caller: Caller = ANONYMOUS
     ) -> tuple[RequestId, ...]:
-        """Abort requests of the caller's tenant by id and return the ids of those that were queued
-        or running."""
+        """Abort requests of the caller's tenant. Return the ids of those that were queued or
+        running.
+        """
         aborted: list[RequestId] = []
         for request_id in dict.fromkeys(request_ids):
             entry = self.running_requests.get_entry(request_id)
@@ -318,7 +332,9 @@ class RouterService:
     async def _events(
         self, entry: RequestEntry, make: RequestFactory
     ) -> AsyncGenerator[StreamEvent, None]:
-        """What a request says; however it ends, everything is freed."""
+        """Validate and run a request, and yield its messages. All resources are released at the
+        end.
+        """
         timer = self._arm(entry)
         outcome: str = CancelledRequestError.code
         problem: Exception | None = None
@@ -350,7 +366,9 @@ class RouterService:
         passed: AccessGrant | None = None,
         group: RequestGroup | None = None,
     ) -> tuple[RequestEntry, RequestFactory]:
-        """The entry of a new request, and what makes its job."""
+        """Open the entry of a new request. Return it with the function that validates the
+        request.
+        """
         if self._draining:
             raise _stopping()
         name = request.request_id or own_id
@@ -368,8 +386,9 @@ class RouterService:
         return entry, partial(self._intake.validate_request, allowed, caller)
 
     def _check_owner(self, name: RequestId | None, caller: Caller) -> None:
-        """Raise AlreadyExistsError if a resumable request would replace the answer, kept under its
-        id, of another tenant's request."""
+        """Raise AlreadyExistsError if `name` is the id of an answer of another tenant, which a
+        resumable request with this id would replace.
+        """
         answer = None if name is None else self.resumables.get_answer(name)
         if answer is not None and answer.entry.caller.tenant != caller.tenant:
             raise AlreadyExistsError(
@@ -398,7 +417,7 @@ class RouterService:
 
 
 async def _nobody(_event: StreamEvent) -> None:
-    """The client hears of the whole at the end."""
+    """Ignore a message, because the client gets the whole answer at the end."""
 
 
 def _stopping() -> UnavailableError:

@@ -1,13 +1,13 @@
 """Session output: turns the events of a verifier session into messages for the client.
 
 The tokens of a round arrive as one message for all sessions. Its rows are appended to the feeds of
-their sessions; a client's stream sends whatever is there by the time it runs, so that rounds which
+their sessions. When a client's stream runs, it sends all tokens in its feed, so rounds that have
 arrived meanwhile become one message.
 
-A message to a client costs some tens of microseconds, most of them gRPC's, whatever its size. So
-`WakeupPacer` passes the next round on when most messages of the one before have been sent, and a
-little later, so that what has arrived meanwhile is read first and sent with it: a router that is
-behind does less work for each event instead of falling further behind.
+A message to a client costs some tens of microseconds, mostly in gRPC, regardless of its size. So
+`WakeupPacer` passes the next round on only when most messages of the previous round have been sent
+and a short pause has passed. Rounds that arrive meanwhile are sent together with it. A router that
+falls behind thus does less work per event.
 """
 
 from __future__ import annotations
@@ -41,47 +41,53 @@ from outrider_router.requests.running_requests import DrafterAttachment, Request
 logger = logging.getLogger(__name__)
 
 MAX_SLOW_SHARE = 8
-"""One reader in so many may take longer without holding up the others."""
+"""One in this many readers may be slow without delaying the next round."""
 MAX_DELAY_S = 0.02
-"""Nobody waits longer than this for messages of others to leave."""
+"""Longest time in seconds that a round waits for the messages of the previous round."""
 MIN_DELAY_S = 0.0005
-"""A pause shorter than this is none: timers are not finer."""
+"""Shortest pause in seconds that is waited for, because timers have a coarse resolution."""
 PAUSE_SHARE = 0.25
-"""Pause after a round of messages, as a share of what it took: then arrivals are read."""
+"""Pause after a round of messages, as a fraction of the time that sending the round took. Messages
+of verifiers are read in the pause.
+"""
 
 
 class WakeableReader(Protocol):
     """A reader that waits for output."""
 
     def wake_reader(self) -> bool:
-        """Look again; whether it was waiting."""
+        """Let the reader check for output again. Return whether it was waiting."""
         ...
 
 
 class WakeupPacer:
-    """Wakes readers; one for all that share an event loop."""
+    """Decides when waiting readers are woken. All readers of one event loop share one pacer."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` is monotonic, in seconds."""
+        """Create a pacer without readers. `clock` returns monotonic seconds."""
         self._clock = clock
         self._waiting: dict[WakeableReader, None] = {}
-        """Readers for whom something has arrived since the last round was passed on."""
+        """Readers with output that has arrived since the last round was passed on. A dict is used
+        as an ordered set.
+        """
         self._busy: set[WakeableReader] = set()
-        """Readers that were woken and have not come back for more."""
+        """Readers that were woken and do not wait again yet."""
         self._slow = 0
-        """So many of them may be left when the next round is passed on."""
+        """Number of readers in `_busy` at which the next round may be passed on."""
         self._began = 0.0
         self._next = 0.0
-        """Clock time before which no round is passed on."""
+        """Clock time in seconds before which no round is passed on."""
         self._timer: asyncio.TimerHandle | None = None
 
     def wake_readers(self, readers: Iterable[WakeableReader]) -> None:
-        """Wake these, now or when those that were woken before have come back."""
+        """Wake these readers, now or when the readers that were woken before wait again."""
         self._waiting.update(dict.fromkeys(readers))
         self._pass_on()
 
     def record_reader_return(self, reader: WakeableReader, *, more: bool = False) -> None:
-        """A reader waits, or has left; `more`: something has arrived for it already."""
+        """Record that a reader waits again or has left. With `more`, output for it has already
+        arrived.
+        """
         if more:
             self._waiting[reader] = None
         if reader in self._busy:
@@ -111,7 +117,9 @@ class WakeupPacer:
 
 
 class SessionFeed:
-    """Output of one session; the verifier's stream fills it, its request reads it."""
+    """Output of one session. The stream of the verifier writes to it, and the request's task reads
+    it.
+    """
 
     __slots__ = (
         "_on_finish",
@@ -139,11 +147,14 @@ class SessionFeed:
         drafter: DrafterAttachment,
         stop_checker: StopChecker | None = None,
     ) -> None:
-        """`pacer` hears when the reader comes back for more; `on_finish` when the session has
-        ended by itself or its text has come to a stop string, however long its reader takes to
-        hear of it. `end` is the end that the text has come to by what was emitted. `limits` are
-        those of what the verifier may emit, `drafter` is the session's. `stop_checker` is the
-        request's; None: it has no stop strings."""
+        """Create an empty feed.
+
+        `pacer` is told when the reader waits again. `on_finish` is called when the session ends by
+        itself or its text reaches a stop string, even if the reader is slow. `end` returns the
+        finish reason that follows from the emitted tokens. `limits` are checked for each row of the
+        verifier. `drafter` is the drafter attachment of the session. `stop_checker` is the stop
+        string checker of the request; None if the request has no stop strings.
+        """
         self.entry = entry
         self.output = entry.output
         self.limits = limits
@@ -153,15 +164,15 @@ class SessionFeed:
         self._on_finish = on_finish
         self.end = end
         self.reason: FinishReason | None = None
-        """Set by the session's last event."""
+        """Finish reason in the session's last event; None before it."""
         self.error: OutriderError | None = None
-        """Why the session failed; what came before is read first."""
+        """Error with which the session failed. The reader gets it after all tokens before it."""
         self._turn = False
-        """Whether the pacer has let the reader go on."""
+        """Whether the pacer has woken the reader."""
         self._waiter: asyncio.Future[None] | None = None
 
     def wake_reader(self) -> bool:
-        """Let the reader look again; whether it was waiting."""
+        """Let the reader check for output again. Return whether it was waiting."""
         waiter, self._waiter = self._waiter, None
         if waiter is None or waiter.done():
             return False
@@ -170,8 +181,9 @@ class SessionFeed:
         return True
 
     def count_tokens(self, token_ids: list[int], reason: FinishReason | None) -> int:
-        """How many of a row's ids belong to the answer: those up to a stop string, if the row
-        completes one. `reason` is the row's."""
+        """Return how many token ids of a row belong to the output: all of them, or those up to the
+        one that completes a stop string. `reason` is the finish reason of the row.
+        """
         if self.stop_checker is None:
             return len(token_ids)
         return self.stop_checker.count_tokens(
@@ -179,51 +191,54 @@ class SessionFeed:
         )
 
     def finish_session(self, reason: FinishReason) -> None:
-        """The session has said its last."""
+        """Record that the session has ended with this finish reason."""
         self.reason = reason
         self.wake_reader()
         if reason is not FinishReason.CANCELLED:
             self._on_finish(reason)
 
     def fail_session(self, error: OutriderError) -> None:
-        """The session was refused or failed, or its verifier is lost."""
+        """Record that the session was refused or failed, or that its verifier was lost."""
         self.error = error
         self.wake_reader()
 
     def handle_drafter_change(self, drafter_id: DrafterId | None) -> None:
-        """The verifier has said who drafts for the session."""
+        """Record the drafter that the verifier reports for the session."""
         self.drafter.record_drafter(drafter_id)
         self.entry.span.event("drafter_moved", {"outrider.drafter": drafter_id or ""})
 
     def detach_reader(self) -> None:
-        """Nobody reads any more."""
+        """Record that the request does not read the feed any more."""
         self._pacer.record_reader_return(self)
 
     async def wait_news(self, told: int) -> None:
-        """Wait until the entry has more than `told` ids and it is time to pass them on, or until
-        the end.
+        """Wait until the output has more than `told` token ids and the pacer lets the reader
+        continue, or until the session has ended.
 
-        Raises the request's error at once, the session's once everything before it was read.
+        Raises the request's error at once, and the session's error after all tokens before it were
+        read.
         """
         lifecycle, token_ids = self.entry.lifecycle, self.output.token_ids
         while True:
             if lifecycle.error is not None:
                 raise lifecycle.error.copy()
             more = len(token_ids) > told
-            # First tokens and ends do not wait for their turn.
+            # First tokens and ends do not wait for the pacer.
             if self.reason is not None or (more and (self._turn or not told)):
                 self._turn = False
                 return
             if self.error is not None and not more:
                 raise self.error.copy()
-            # Coming back may wake this very reader.
+            # The waiter must exist first, because this call may wake this reader.
             waiter = self._waiter = asyncio.get_running_loop().create_future()
             self._pacer.record_reader_return(self, more=more)
             await waiter
 
 
 class _MessageUpdates:
-    """What one message brought all its sessions together."""
+    """Output of all sessions in one message of a verifier, collected for readers, log and
+    metrics.
+    """
 
     __slots__ = ("_now", "cuts", "gaps", "logged", "readers", "waits")
 
@@ -231,15 +246,17 @@ class _MessageUpdates:
         self._now = now
         self.readers: list[SessionFeed] = []
         self.waits: list[float] = []
-        """Seconds to first tokens."""
+        """Times in seconds from arrival to the first token."""
         self.gaps: list[float] = []
-        """Seconds between tokens, the mean of each row."""
+        """Times in seconds between tokens; one mean for each row."""
         self.logged: list[EmittedRow] = []
         self.cuts: list[tuple[int, int]] = []
-        """Rows of which not all ids belong to an answer, and how many do."""
+        """Rows with token ids that do not belong to the output, and the number of ids that do."""
 
     def add_row(self, feed: SessionFeed, tokens: list[int], told: list[TokenLogprobs]) -> None:
-        """Append a row's ids to its entry, and wake the reader of the first one."""
+        """Append a row's token ids to its entry. Wake the reader at once if these are the first
+        tokens.
+        """
         output = feed.output
         if output.log_number:
             self.logged.append(EmittedRow(output.log_number, len(output.token_ids), tokens, told))
@@ -253,7 +270,7 @@ class _MessageUpdates:
 
 
 class EventDispatcher:
-    """Takes the events of one verifier to the feeds of its sessions."""
+    """Delivers the events of one verifier to the feeds of its sessions."""
 
     def __init__(
         self,
@@ -265,8 +282,10 @@ class EventDispatcher:
         on_drafter_lost: Callable[[DrafterId], None],
         on_emitted: Callable[[list[EmittedRow]], None],
     ) -> None:
-        """`on_events` hears of every message: a sign of life. `on_emitted` hears of a message's
-        ids of entries with a number, before any reader does."""
+        """Create a dispatcher. `on_events` is called for every message, as a sign of life.
+        `on_drafter_lost` is called with the drafter that a session lost. `on_emitted` is called
+        with the new token ids of logged requests, before any reader is woken.
+        """
         self._metrics = metrics
         self._pacer = pacer
         self._clock = clock
@@ -275,14 +294,13 @@ class EventDispatcher:
         self._on_emitted = on_emitted
 
     def deliver_events(self, events: SessionEvents, feeds: Mapping[int, SessionFeed]) -> None:
-        """Append each row to its session's feed and wake its reader: at once for a first token and
-        for an end, otherwise at the pacer's pace.
+        """Append each row to its session's feed and wake its reader: at once for a first token or
+        an end, otherwise when the pacer allows it.
 
-        A row with more ids than its request may have, with ids beyond the vocabulary, or without
-        the log-probabilities that its request wants becomes a malformed one. Tokens after
-        a stop string, and tokens of sessions that nobody reads, are dropped and appear in no
-        metric. A request that has reached its token limit ends, even if its verifier has not
-        reported the end.
+        A row is treated as malformed if it has more ids than its request may have, ids beyond the
+        vocabulary, or not the requested log-probabilities. Tokens after a stop string, and tokens
+        of sessions that are not read any more, are dropped and not counted in metrics. A request
+        that has reached its token limit ends even if its verifier has not reported the end.
         """
         self._on_events()
         news = _MessageUpdates(self._clock())
@@ -336,7 +354,7 @@ class EventDispatcher:
             self._on_emitted(news.logged)
         self._pacer.wake_readers(news.readers)
         if news.waits:
-            # Behind the readers: a first token is not to wait for it.
+            # Runs after the readers, so that it does not delay a first token.
             asyncio.get_running_loop().call_soon(self._count, events, news)
         else:
             self._count(events, news)
@@ -360,7 +378,7 @@ class EventDispatcher:
 
 
 def _logprobs(events: SessionEvents, counts: list[int]) -> list[list[TokenLogprobs]]:
-    """What comes with the ids of each row."""
+    """Return the log-probabilities of the token ids of each row."""
     if events.logprobs is None:
         return [_NO_LOGPROBS] * len(counts)
     return list(events.logprobs.split_rows(counts))
@@ -370,8 +388,9 @@ _NO_LOGPROBS: Final[list[TokenLogprobs]] = []
 
 
 def _cut(events: SessionEvents, cuts: list[tuple[int, int]]) -> SessionEvents:
-    """The counts of a message where only so many ids of some rows belong to an answer; its ids
-    stay as they are."""
+    """Return events whose counts include only the token ids that belong to the output. `cuts` has
+    the rows concerned and the number of ids of each. The token ids themselves are unchanged.
+    """
     counts, accepted = events.counts.copy(), events.accepted.copy()
     for row, kept in cuts:
         counts[row], accepted[row] = kept, min(int(accepted[row]), kept)
@@ -381,7 +400,9 @@ def _cut(events: SessionEvents, cuts: list[tuple[int, int]]) -> SessionEvents:
 async def session_messages(
     feed: SessionFeed, reply: ClientReply
 ) -> AsyncGenerator[Delta | FinishInfo, None]:
-    """What the client hears of a session: deltas, then the finish if it ends there."""
+    """Yield the messages of a session to the client: deltas, then the finish if the request ends in
+    this session. Raises UnavailableError if the verifier cancelled the session.
+    """
     while not reply.ended:
         await feed.wait_news(reply.told)
         if feed.reason is FinishReason.CANCELLED:
@@ -393,12 +414,14 @@ async def session_messages(
 
 
 def verifier_lost_error(verifier_id: VerifierId) -> UnavailableError:
-    """The error of the sessions whose verifier died."""
+    """Return the error of the sessions of a verifier that was lost."""
     return UnavailableError(f"verifier {verifier_id} was lost", reason="VERIFIER_LOST")
 
 
 class VerifierStreams:
-    """Session streams of one router; they report the state of peers to registry and rebalancer."""
+    """Session streams from one router to its verifiers. They report lost and draining peers to the
+    registry and the rebalancer.
+    """
 
     def __init__(
         self,
@@ -410,10 +433,12 @@ class VerifierStreams:
         on_emitted: Callable[[list[EmittedRow]], None],
         on_draining: Callable[[VerifierPeer, float], None],
     ) -> None:
-        """`on_emitted` logs what was emitted before it is told; `on_draining` hears which verifier
-        stops in how many seconds."""
+        """Create an object without streams. `on_emitted` logs new token ids of logged requests
+        before clients receive them. `on_draining` is called with a verifier that is about to stop
+        and the seconds until then.
+        """
         self.pacer = WakeupPacer(clock)
-        """When messages to clients leave, of all streams."""
+        """Pacer of the messages to clients, shared by all streams."""
         self._metrics = metrics
         self._registry = registry
         self._rebalancer = rebalancer
@@ -421,26 +446,28 @@ class VerifierStreams:
         self._on_emitted = on_emitted
         self._on_draining = on_draining
         self._streams: dict[VerifierPeer, SessionStream[SessionFeed]] = {}
-        """Not by address: another verifier may come to the address of one that is gone."""
+        """Streams by peer record. The address is no key, because another verifier may get the
+        address of one that was removed.
+        """
 
     async def close(self) -> None:
-        """Close all of them."""
+        """Close all streams."""
         for stream in self._streams.values():
             await stream.close()
 
     def drop_verifier(self, verifier_id: VerifierId) -> None:
-        """A verifier is gone: its sessions are, too."""
+        """Close the stream to a verifier that was lost, which ends its sessions."""
         for peer, stream in self._streams.items():
             if peer.info is not None and peer.info.verifier_id == verifier_id:
                 stream.close_in_background()
 
     def get_stream(self, peer: VerifierPeer) -> SessionStream[SessionFeed]:
-        """The stream to a verifier."""
+        """Return the stream to a verifier; create it if there is none."""
         stream = self._streams.get(peer)
         if stream is None:
             known = self._registry.verifiers
             for gone in [other for other in self._streams if known.get(other.address) is not other]:
-                # It was lost before it was forgotten: nothing is open there.
+                # The peer was lost before it was removed, so its stream has no open session.
                 del self._streams[gone]
             stream = self._streams[peer] = self._make(peer)
         return stream

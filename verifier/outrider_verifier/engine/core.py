@@ -1,7 +1,7 @@
-"""EngineCore: the state of all sessions, and how commands change it; engine thread only.
+"""EngineCore holds the state of all sessions and changes it by commands; engine thread only.
 
-It has no threads, sockets or clocks: times come in as arguments, effects go to an `Outbox`.
-That makes it testable step by step.
+It has no threads, sockets or clocks: callers pass the time as an argument, and effects are posted
+to an `Outbox`. So tests can run it step by step.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from outrider_verifier.state.session_phase import ENDED
 logger = logging.getLogger(__name__)
 
 IN_PROCESS_METHODS = (DraftMethod.EAGLE3,)
-"""How a verifier with a head of its in-process drafts."""
+"""Draft methods that a verifier with an in-process draft head can run."""
 
 
 class EngineCore:
@@ -93,9 +93,9 @@ class EngineCore:
         outbox: Outbox,
         remote_draft_length: Callable[[SessionSpec], int] = lambda _: 0,
     ) -> None:
-        """`max_sessions`: those that wait included. `counters`: see the attribute.
-        `remote_draft_length`: of the drafts that a session would get between devices, see
-        `DeviceExchange`."""
+        """`max_sessions` bounds the running and waiting sessions together. `counters` are the
+        metrics counts of this verifier. `remote_draft_length` returns the draft length, in tokens,
+        that a session would get from a drafter by device exchange, or 0 (see `DeviceExchange`)."""
         self._pool = pool
         self.runner = runner
         self.inbox = inbox
@@ -109,14 +109,16 @@ class EngineCore:
         self.outbox = outbox
         """Effects that were posted and not yet handed over."""
         self.remote_draft_length = remote_draft_length
-        """Of the drafts that a session would get between devices now; 0: it gets none."""
+        """Returns the draft length, in tokens, that a session would get by device exchange now; 0
+        means that it gets no such drafts."""
         self.sessions: dict[SessionId, Session] = {}
         """Sessions being served, in order of opening."""
         self._handles = SessionHandles(max_sessions)
         self.touched = 0
-        """Grows when sessions may have changed otherwise than by a round's outcome."""
+        """Counter that grows whenever sessions may have changed for a reason other than a round's
+        outcome."""
         self.counters = counters
-        """Monotonic counts for metrics; written here, read anywhere."""
+        """Monotonic counts for metrics; written on the engine thread, read on any thread."""
         self.drafters = SessionAnnouncer(
             verdict_builder,
             post=outbox.post_effect,
@@ -142,28 +144,29 @@ class EngineCore:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions being served, those that wait included."""
+        """Number of sessions being served, including waiting ones."""
         return len(self.sessions)
 
     @property
     def num_proposals(self) -> int:
-        """Proposals in the inbox."""
+        """Number of proposals in the inbox."""
         return len(self.inbox)
 
     def sessions_of_drafter(self, drafter_id: DrafterId) -> int:
-        """Sessions that are announced to this drafter now."""
+        """Return the number of sessions that this drafter drafts for now, by messages or by device
+        exchange."""
         link = self.drafters.link_of(drafter_id)
         if link is None:
             return 0
         return sum(
             s.link_id == link.link_id
-            # Its drafts come between devices.
+            # # These drafts come by device exchange.
             or (s.in_process_draft_length > 0 and s.spec.drafter_id == drafter_id)
             for s in list(self.sessions.values())
         )
 
     def describe_drafter(self, link: ExchangeLink, now: float) -> AttachedDrafter:
-        """What routers are told of a drafter; any thread may ask."""
+        """Return the description of a drafter that is sent to routers; any thread may call this."""
         drafter_health = self.drafters.health_of_drafter(link.drafter_id) or DrafterHealth()
         return AttachedDrafter(
             drafter_id=link.drafter_id,
@@ -181,7 +184,8 @@ class EngineCore:
     # ---- commands ------------------------------------------------------------------------------
 
     def handle_command(self, command: Command, now: float) -> None:
-        """Apply one command. Errors of a command with an answer go there."""
+        """Apply one command. The errors of a command that has an answer are reported in that
+        answer."""
         self.touched += not isinstance(command, ProposalsReceived | MalformedMessage)
         match command:
             case ProposalsReceived():
@@ -200,7 +204,7 @@ class EngineCore:
             case DrafterDetached(link_id=link_id):
                 self.drafters.detach(link_id)
             case ReplicaAnswered():
-                # The loop has handed it to the exchange.
+                # # The engine loop has already passed this command to the device exchange.
                 pass
             case StopEngine():
                 self.fail_all_sessions(
@@ -271,13 +275,14 @@ class EngineCore:
                 session.has_dropped_features = True
             self.drafters.announce(session)
         except Exception:
-            # From here on there is a session to be freed, its device slot included.
+            # # The session exists from here on, so it has to be freed, its device slot included.
             self.free_session(session, failed=True)
             raise
         self.counters["sessions"] += 1
 
     def _check_capacity(self, old: Session | None) -> None:
-        """Refuse a session for which there is no place, `old` being gone: it goes on if this
+        """Raise ResourceExhaustedError if `max_sessions` sessions, not counting `old`, are being
+        served. `old` is the session that the new one replaces, if any; it goes on if this
         raises."""
         if len(self.sessions) - int(old is not None) >= self._handles.count:
             raise ResourceExhaustedError(
@@ -286,7 +291,8 @@ class EngineCore:
             )
 
     def _in_process_draft(self, spec: SessionSpec, plan: SpeculationPlan) -> int:
-        """Length of the drafts that this process makes for a session; 0: it makes none."""
+        """Return the length, in tokens, of a session's in-process or device-exchange drafts; 0 if
+        it gets none."""
         if not plan.is_speculative or plan.method not in IN_PROCESS_METHODS:
             return 0
         if spec.drafter_id is None:
@@ -294,19 +300,20 @@ class EngineCore:
         return self.remote_draft_length(spec)
 
     def _draft_length_of(self, session: Session, plan: SpeculationPlan) -> int:
-        """The same for a session that has begun, by this plan: one whose in-process drafts were
-        dropped gets none again."""
+        """Return the length, in tokens, of an open session's in-process or device-exchange drafts
+        under `plan`; 0 if it gets none. A session whose in-process drafts were dropped never gets
+        them again."""
         dropped = session.drafter_record.has_dropped_drafts
         return 0 if dropped else self._in_process_draft(session.spec, plan)
 
     def _has_remote_drafts(self, session: Session) -> bool:
-        """Whether a session is one of those that are drafted for between devices now."""
+        """Return whether the session's drafter can draft for it by device exchange now."""
         drafted = session.spec.drafter_id is not None
         return drafted and self._draft_length_of(session, session.plan) > 0
 
     def _begin_remote_drafts(self, session: Session) -> None:
-        """Let a session be drafted for between devices, and by messages no more, if the planner
-        does not turn that off at once."""
+        """Switch a session from drafts by messages to drafts by device exchange, unless the planner
+        turns speculation off at once."""
         self.touched += 1
         self.drafters.withdraw(session)
         self.inbox.drop_session(session.handle)
@@ -317,15 +324,15 @@ class EngineCore:
         self.policy.update_session(session)
 
     def drop_features(self, session: Session) -> None:
-        """Keep nothing any more that a drafter by messages would need of a session, which is
-        announced to none."""
+        """Drop the session's stored features, which only drafters by messages need. The session
+        must not be announced to a drafter."""
         session.has_dropped_features, session.keeps_features = True, False
         if self.store is not None:
             self.store.close(session.handle)
 
     def open_remote_drafts(self) -> None:
-        """A drafter drafts between devices from here on: for sessions that are about to begin, and
-        for those that it has to catch up with."""
+        """Note that a drafter by device exchange was attached: its draft KV is empty, and all
+        sessions are queued for draft recovery."""
         self.block_manager.forget_draft_kv()
         for session in self.sessions.values():
             self.draft_recovery.add_session(session)
@@ -369,7 +376,7 @@ class EngineCore:
         self.policy.update_session(session)
         self.draft_recovery.add_session(session)
         if lags:
-            # Its drafter was told of the old plan only, and starts anew.
+            # # The drafter knows only the old plan and missed the rounds without speculation.
             self.drafters.withdraw(session)
             self.drafters.advance_without_speculation(session)
         if session.link_id is None:
@@ -389,7 +396,8 @@ class EngineCore:
         elif command.ticket == session.ticket:
             self.counters["cancelled"] += 1
             if session.emitted:
-                # Most who leave have what they wanted: a stop string ends an answer so.
+                # # Clients usually close a stream because the answer is complete, for example at a
+                # stop string.
                 self.block_manager.lengths.observe(session.length - session.spec.prompt_len)
             self.free_session(session)
 
@@ -410,10 +418,11 @@ class EngineCore:
         proposed: int = 0,
         accepted: int = 0,
     ) -> None:
-        """Send an event of the session; those of a round leave together. `logprobs` may go on
-        behind the tokens; the last three tell of the round: see `SessionEvents`."""
+        """Add an event to the batch of the session's round. `flags`, `proposed` and `accepted`
+        describe the round (see `SessionEvents`). `logprobs` may cover more positions than
+        `tokens`."""
         reason = 0 if finish_reason is None else REASON_CODES[finish_reason]
-        # In the order of an `SessionEventRow`.
+        # # In the order of a `SessionEventRow`.
         fields = (
             session.ticket,
             session.round_id,
@@ -426,8 +435,8 @@ class EngineCore:
         self.outbox.pending_events().add_event(fields, tokens, logprobs)
 
     def free_session(self, session: Session, *, failed: bool = False) -> None:
-        """End a session and give back its blocks, proposals and features; what it has written may
-        be of use to others, unless it failed."""
+        """End a session and free its blocks, proposals and features. Unless the session failed, its
+        KV is stored in the prefix cache."""
         if not failed:
             self.block_manager.store_prefix(session)
         self.drafters.withdraw(session)
@@ -443,7 +452,7 @@ class EngineCore:
         self.block_manager.remove_session(session)
 
     def fail_session(self, session: Session, error: OutriderError) -> None:
-        """End a session's stream by an error and free all it holds."""
+        """End a session's stream with an error and free its resources."""
         self.counters["failed"] += 1
         self.outbox.post_effect(FailSession(session.ticket, error))
         self.free_session(session, failed=True)
@@ -454,7 +463,7 @@ class EngineCore:
             self.fail_session(session, error)
 
     def drop_all_sessions(self) -> None:
-        """Forget all sessions where not even failing them works; what they held is lost."""
+        """Forget all sessions after failing them was impossible; their resources are lost."""
         for session in self.sessions.values():
             if session.phase is not ENDED:
                 session.mark_ended()

@@ -1,7 +1,7 @@
-"""DraftRecovery: gives sessions drafts between devices that have none, or have them no more.
+"""DraftRecovery starts or restores drafts by device exchange for running sessions.
 
-A session lacks them whose drafter was lost, that began before its drafter could exchange, whose
-KV was swapped, for the draft's is not copied, or whose rows the drafter has refused. Engine thread
+A session lacks these drafts if its drafter was lost, if it began before its drafter could exchange,
+if its KV was swapped (draft KV is not copied), or if the drafter refused its rows. Engine thread
 only.
 """
 
@@ -24,7 +24,7 @@ from outrider_verifier.state.session_phase import ENDED, SWAPPED
 
 
 class DraftRecovery:
-    """Sessions whose draft KV is to be computed once more, a few at a time."""
+    """Recomputes the draft KV of sessions without drafts, a few sessions at a time."""
 
     def __init__(
         self,
@@ -35,24 +35,26 @@ class DraftRecovery:
         begin_drafts: Callable[[Session], None],
         counters: Counter[str],
     ) -> None:
-        """`has_remote_drafts`: whether a session is one of those that a drafter drafts for between
-        devices now. `begin_drafts`: has it draft for a session, unless the planner is against
-        it."""
+        """`has_remote_drafts` returns whether a drafter can draft for the session by device
+        exchange now. `begin_drafts` makes the drafter draft for a session, unless the planner
+        decides against it."""
         self._runner, self._block_manager = runner, block_manager
         self._has_remote_drafts, self._begin_drafts = has_remote_drafts, begin_drafts
         self._counters = counters
         self.undrafted: dict[SessionId, Session] = {}
-        """Sessions to look at before the next round; without any, `recover_drafts` does nothing."""
+        """Sessions to check before the next round. If empty, `recover_drafts` does nothing."""
         self._refused: set[SessionId] = set()
-        """Those whose drafter does not draft for them, though it should have their draft KV."""
+        """Sessions without drafts although their drafter should have their draft KV."""
 
     def add_session(self, session: Session) -> None:
-        """Look at a session before the next round; it need not lack anything."""
+        """Queue a session for the check before the next round; the session may turn out to lack
+        nothing."""
         self.undrafted[session.session_id] = session
 
     def record_undrafted_round(self, session: Session) -> None:
-        """A round of the session found no draft. Late drafters catch up; one that has refused a row
-        of a session has none for it any more."""
+        """Record that a round of the session had no draft. A late drafter catches up, but a drafter
+        that refused a row stops drafting for the session. So after `MAX_UNDRAFTED_ROUNDS` such
+        rounds the session is queued for recovery."""
         rounds = session.drafter_record.record_undrafted_round(session.round_id)
         if session.spec.drafter_id is not None and rounds >= MAX_UNDRAFTED_ROUNDS:
             session.drafter_record.reset_undrafted_rounds()
@@ -60,19 +62,19 @@ class DraftRecovery:
             self.add_session(session)
 
     def clear(self) -> None:
-        """Nobody drafts between devices any more."""
+        """Forget all queued sessions, because no drafter exchanges between devices any more."""
         self.undrafted.clear()
         self._refused.clear()
 
     def recover_drafts(
         self, now: float, *, in_flight: Container[SessionId], round_s: float
     ) -> bool:
-        """Before a round is planned, have a few sessions prefill once more. False: the round in
-        flight, with the sessions `in_flight`, is to be settled first. `round_s`: see
-        `recovery_order`."""
+        """Before a round is planned, make a few sessions recompute their draft KV. Return False if
+        the round in flight must be finished first, because a chosen session is in `in_flight`.
+        `round_s` is the time of a round in seconds (see `recovery_order`)."""
         manager, running = self._block_manager, self._block_manager.running.values()
         recomputing = sum([session.emitted > 0 and session.prefill_left > 0 for session in running])
-        # A session that gains too little gains even less later: it is looked at no more.
+        # # A session that gains too little now gains even less later, so it is dropped.
         order = recovery_order(self._lacking(), round_s=round_s)
         self.undrafted = {name: self.undrafted[name] for name in order}
         self._refused &= self.undrafted.keys()
@@ -83,7 +85,7 @@ class DraftRecovery:
             return False
         for session in chosen:
             if not manager.can_recompute(session):
-                # The one before it took the blocks.
+                # # The session before this one took the blocks.
                 continue
             del self.undrafted[session.session_id]
             self._refused.discard(session.session_id)
@@ -94,8 +96,8 @@ class DraftRecovery:
         return True
 
     def _lacking(self) -> Iterator[UndraftedSession]:
-        """Running sessions that lack drafts. Waiting ones get them with their KV; those that were
-        swapped come here again once they run."""
+        """Yield the running sessions that lack drafts. Waiting sessions get drafts when they are
+        admitted; swapped ones are queued again once they run."""
         for session in self.undrafted.values():
             if session.phase is ENDED or not self._has_remote_drafts(session):
                 continue

@@ -15,18 +15,18 @@ def move_session(
     policy: SpeculationPolicy,
 ) -> bool:
     """Assign `drafter_id` to the session, starting at its current prefix; None removes the drafter.
-    Returns whether the assignment is in force.
+    Return whether the assignment is in force.
 
-    The drafter must be attached. If the earlier features were dropped, the session keeps its old
-    drafter. A waiting proposal stays usable, unless `drafter_id` is None: then nothing would follow
-    its prefix.
+    The drafter must be attached. If the session's features were dropped, the session keeps its old
+    drafter. A waiting proposal stays usable unless `drafter_id` is None, since no drafter would
+    then follow the proposal's prefix.
     """
     if session.in_process_draft_length:
         return False
     if drafter_id is not None and not drafters.can_announce(session, drafter_id):
         if not can_never_draft(session) or drafters.link_of(drafter_id) is None:
             return False
-        # Nobody drafts for it, whoever would.
+        # # No drafter can draft for the session, so only the assignment is recorded.
         session.assign_drafter(drafter_id)
         session.has_stalled_drafter = False
         policy.update_session(session)
@@ -35,7 +35,7 @@ def move_session(
         return True
     drafters.withdraw(session)
     if session.is_speculation_off:
-        # What it committed meanwhile was told to nobody.
+        # # The drafter did not receive the tokens committed meanwhile.
         drafters.advance_without_speculation(session)
     session.assign_drafter(drafter_id)
     session.has_stalled_drafter = session.is_speculation_off = False

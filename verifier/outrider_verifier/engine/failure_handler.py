@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 def device_lost_error() -> UnavailableError:
-    """For whoever is served by, or calls, a verifier whose device does not work any more."""
+    """Return the error for sessions and calls of a verifier whose device no longer works."""
     return UnavailableError("the verifier has lost its device", reason="DEVICE_LOST")
 
 
 def engine_stalled_error() -> UnavailableError:
-    """The error of sessions and calls of a verifier whose engine thread hangs."""
+    """Return the error for sessions and calls of a verifier whose engine thread hangs."""
     return UnavailableError("the engine of the verifier makes no progress", reason="ENGINE_STALLED")
 
 
@@ -31,10 +31,11 @@ class FailureHandler:
     def __init__(self, core: EngineCore, engine: ModelRunner) -> None:
         self._core, self._engine = core, engine
         self.device_lost = False
-        """Whether the device was found not to work after a failure; no round can follow."""
+        """Whether the device stopped working; if True, no further round can run."""
 
     def check_device(self, bug: BaseException | None) -> None:
-        """After a failure, `bug` if it is known: note whether the device is the reason."""
+        """After a failure, set `device_lost` if the device no longer works. `bug` is the exception
+        to log, if there is one."""
         if self.device_lost or self._engine.is_usable:
             return
         self.device_lost = True
@@ -42,14 +43,14 @@ class FailureHandler:
         logger.critical("the device is lost", exc_info=bug)
 
     def fail_session(self, session: Session, bug: Exception) -> None:
-        """A session could not be admitted."""
+        """Fail a session that could not be admitted because of `bug`."""
         if isinstance(bug, OutriderError):
             self._core.fail_session(session, bug)
         else:
             self.fail_round([session], bug)
 
     def fail_round(self, sessions: Sequence[Session], bug: Exception) -> None:
-        """A round failed, and with it whoever was to be in it."""
+        """Record a failed round and fail all `sessions` that were to be in the round."""
         self._core.counters["failed_rounds"] += 1
         record_step()
         self.check_device(bug)

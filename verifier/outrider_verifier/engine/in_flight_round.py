@@ -1,4 +1,5 @@
-"""InFlightRound: a submitted, unfinished round; and helpers that make its rows. No effects."""
+"""InFlightRound, a round that was submitted and is not finished, and helpers that build rows. No
+effects."""
 
 from __future__ import annotations
 
@@ -27,14 +28,15 @@ class InFlightRound:
     began: float
     waited_s: float
     expected_end: float = math.inf
-    """When it should end, on the clock of `time.perf_counter`; inf: not known."""
+    """Expected end on the clock of `time.perf_counter`; inf if unknown."""
     hit_idle_s: float | None = None
     """See `RoundReport`."""
     _verdict_inputs: VerdictInputs | None = None
     _touched: int = -1
 
     def set_expected_end(self, verify_s: Callable[[int, int], float | None]) -> None:
-        """Note when it should end, by what a round of so many rows and nodes takes."""
+        """Set `expected_end` from `verify_s`, which returns the seconds of a round by its rows and
+        nodes per row."""
         if math.isinf(self.expected_end):
             lasts_s = verify_s(len(self.verify), 1 + self.max_nodes)
             if lasts_s is not None:
@@ -42,17 +44,18 @@ class InFlightRound:
 
     @property
     def max_nodes(self) -> int:
-        """Nodes of its largest draft from outside."""
+        """Number of nodes of the round's largest draft from a drafter process."""
         return max([row.nodes for row in self.verify], default=0)
 
     @property
     def has_verdict_inputs(self) -> bool:
-        """Whether the round stays in flight until it lands, because drafts for its outcome come."""
+        """Whether the inputs of the round's verdicts exist, so that drafts for its outcome can be
+        used."""
         return self._verdict_inputs is not None
 
     def verdict_inputs(self, touched: int) -> VerdictInputs | None:
-        """What decides over the verdicts, with the sessions as they are; None if no drafter hears
-        of the round. Made anew only where `touched` (see `EngineCore`) is not what it was."""
+        """Return the session state that the round's verdicts are built from; None if no drafter
+        receives a verdict. The result is cached until `touched` (see `EngineCore`) changes."""
         if touched != self._touched:
             self._verdict_inputs, self._touched = (
                 VerdictInputs.of_sessions([row.session for row in self.verify]),
@@ -62,14 +65,16 @@ class InFlightRound:
 
     @property
     def expects_look_ahead(self) -> bool:
-        """Whether drafts for what the round may emit are to be expected while it runs."""
+        """Whether drafters may send drafts for the round's possible outcomes while the round
+        runs."""
         return any(
             row.session.looks_ahead and row.session.phase is not ENDED for row in self.verify
         )
 
     @property
     def is_all_hits(self) -> bool:
-        """Whether all that the round verifies was there before its prefix was."""
+        """Whether the round has no prompts and all its proposals arrived before their prefix was
+        committed."""
         return not self.prefill and all(row.held and row.held.is_hit for row in self.verify)
 
     @property
@@ -81,9 +86,9 @@ class InFlightRound:
 def make_verify_row(session: Session, held: HeldProposal) -> VerifyRow:
     """Build the verify row of a session; drafts beyond the session's limits are cut."""
     if held.is_hit:
-        # So its drafter is well, whatever came late before.
+        # # A hit shows that the drafter is healthy, even if earlier proposals were late.
         session.has_stalled_drafter = False
-    # What `max_draft_depth` says, without a call; no node is deeper than there are nodes.
+    # # This is `max_draft_depth` without a call: a draft is never deeper than its number of nodes.
     tokens_left = session.spec.max_new_tokens - session.emitted - 1
     if held.nodes <= tokens_left and held.nodes <= session.draft_limit:
         return VerifyRow(session, held)
@@ -93,7 +98,7 @@ def make_verify_row(session: Session, held: HeldProposal) -> VerifyRow:
 
 
 def prompt_verdicts(prompts: Sequence[RowResult]) -> VerdictBatch:
-    """What drafters hear of prompts, which are settled already."""
+    """Return the verdicts for finished prefill chunks whose sessions have a drafter."""
     rows = [
         row
         for row in prompts
@@ -105,11 +110,12 @@ def prompt_verdicts(prompts: Sequence[RowResult]) -> VerdictBatch:
 
 
 def must_await_drafts(in_flight: InFlightRound) -> bool:
-    """Whether no session of the round can go on without a draft."""
+    """Return whether every live session of the round has a drafter, so that none can continue
+    before drafts arrive."""
     sessions = [session for session in in_flight.sessions if session.phase is not ENDED]
     return bool(sessions) and all(session.has_drafter for session in sessions)
 
 
 def is_drafted(session: Session) -> bool:
-    """Whether the session's next round is to verify a drafter's drafts."""
+    """Return whether the session's next round should verify drafts of a drafter."""
     return session.has_drafter and session.prefill_left == 0

@@ -41,15 +41,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PROPOSAL_WAIT_S = MAX_PROPOSAL_TIMEOUT_MS / 1000.0
-"""Longest time without a round in which waiting for proposals counts as progress."""
+"""Maximum time without a round, in seconds, for which waiting for proposals counts as progress."""
 WAIT_SLICE_S = 1.0
-"""Longest wait for a command at a time while there are sessions: each slice is a step."""
+"""Maximum length of a single wait for commands, in seconds, while there are sessions. The end of
+each wait counts as a step of progress."""
 
 
 class EngineLoop:
-    """The thread that owns the core: it takes commands and runs rounds.
+    """Manages the engine thread, which owns the core, takes commands and runs rounds.
 
-    The verdicts of a round leave first, then its other effects.
+    After a round its verdicts are sent first, then its other effects.
     """
 
     def __init__(
@@ -61,9 +62,9 @@ class EngineLoop:
         on_lost: Callable[[], None],
         exchange: DeviceExchange | None = None,
     ) -> None:
-        """`exchange`: with a drafter between devices. `on_lost` is called on the engine thread, at
-        most once, when the device is lost and all effects were handed over. The thread takes no
-        command then."""
+        """`exchange` is the device exchange, if it is enabled. `on_lost` is called on the engine
+        thread, at most once, when the device is lost and all effects were handed over. The thread
+        takes no more commands then."""
         self._core = core
         self._rounds = rounds
         self._outbox = core.outbox
@@ -74,7 +75,7 @@ class EngineLoop:
         self.progress = Progress()
         """Steps of the thread: rounds, layers of a forward, waits for proposals."""
         self._idle_steps = 0
-        """Of these, waits without a session."""
+        """Number of steps of `progress` that were waits without a session."""
         self._patient_until = 0.0
         """Time until which waiting without a round counts as progress."""
         self._commands: PollableQueue[Command] = PollableQueue()
@@ -91,16 +92,17 @@ class EngineLoop:
 
     @property
     def backlog(self) -> int:
-        """Commands that the thread has not taken yet; any thread."""
+        """Number of commands that the thread has not taken yet; any thread."""
         return len(self._commands)
 
     def stop(self, timeout_s: float) -> None:
-        """Fail all sessions and end the thread; waits for the rounds in flight."""
+        """Fail all sessions and stop the thread, waiting up to `timeout_s` seconds for the rounds
+        in flight."""
         self.post_command(StopEngine())
         self._worker.join(timeout_s)
 
     def remaining_commands(self) -> list[Command]:
-        """Commands that the thread will never take; to be asked once it has ended."""
+        """Return the commands that the thread did not take. Call this once the thread has ended."""
         return self._commands.take_all()
 
     @property
@@ -110,12 +112,12 @@ class EngineLoop:
 
     @property
     def session_steps(self) -> int:
-        """Steps that sessions have made; any thread."""
+        """Number of steps of `progress` other than waits without a session; any thread."""
         return self.progress.steps - self._idle_steps
 
     def _run(self) -> None:
         self.progress.bind()
-        # Entered once for all: without it every copy passes through autograd.
+        # # Entered once per thread: without inference mode every copy passes through autograd.
         with torch.inference_mode():
             self._rounds.enter_thread()
             self._serve()
@@ -130,7 +132,8 @@ class EngineLoop:
             if self._failing.device_lost:
                 break
             if awaited and not taken and self._rounds.is_held_round_finished:
-                # Nothing has come since the last plan: the next one is made with the outcome.
+                # # No command has arrived since the last plan, so the next plan needs the round's
+                # outcome.
                 self._rounds.finish_round(go_on=True)
                 wait_until, idle_since = None, time.monotonic()
                 self._outbox.flush_unless_held()
@@ -156,7 +159,7 @@ class EngineLoop:
                     self._rounds.finish_round(go_on=True)
                     wait_until, idle_since = None, time.monotonic()
             self._outbox.flush_unless_held()
-        # Nothing may be left running on a device when the thread is gone.
+        # # No work may be left running on a device after the thread ends.
         self._rounds.finish_round()
         if self._exchange is not None:
             self._exchange.close()
@@ -168,8 +171,8 @@ class EngineLoop:
             self._on_lost()
 
     def _take_commands(self, wait_until: float | None, *, block: bool) -> bool:
-        """Handle every command that is there; if `block`, wait for one until `wait_until`. Whether
-        there was any."""
+        """Handle all commands that have arrived. If `block`, wait for a command until `wait_until`.
+        Return whether there was any command."""
         shm_channels = self._shm_channels
         readers = shm_channels.readers
         ready: set[int] = set()
@@ -206,7 +209,8 @@ class EngineLoop:
         return bool(posted or by_shm_channel)
 
     def _timeout(self, wait_until: float | None) -> float | None:
-        """How long to wait at first; a device says nothing when a round in flight has ended."""
+        """Return the timeout of the first wait, in seconds; None for no limit. It is 0 with a round
+        in flight, since the device does not signal the round's end."""
         if self._rounds.has_round_in_flight:
             return 0.0
         if wait_until is None:
@@ -214,8 +218,8 @@ class EngineLoop:
         return min(WAIT_SLICE_S, max(0.0, wait_until - time.monotonic()))
 
     def _record_wait(self) -> None:
-        """Count a wait as a step, unless it is a round in flight that does not end, or sessions
-        have had no round for longer than any proposal is waited for."""
+        """Count a wait as progress. It is not counted if a round is in flight, or if sessions have
+        had no round for longer than the maximum proposal timeout."""
         now = time.monotonic()
         if not self._core.sessions:
             self._patient_until = now + MAX_PROPOSAL_WAIT_S
@@ -249,8 +253,8 @@ class EngineLoop:
                 effects[place] = self._command_error(effect, effect.error)
 
     def _command_error(self, answer: CompleteCommand, bug: InternalError) -> CompleteCommand:
-        """The answer to a command that failed: opening a session writes to the device, which may
-        have failed while no round was in flight."""
+        """Return the answer to a failed command: DEVICE_LOST if the device has failed, else
+        `answer` itself."""
         self._failing.check_device(bug)
         return (
             CompleteCommand(answer.future, device_lost_error())
@@ -266,7 +270,8 @@ class EngineLoop:
             return RoundPlan()
 
     def _give_up(self, bug: Exception) -> None:
-        """State that cannot be trusted is dropped; the loop goes on with none."""
+        """Drop all sessions after an unexpected error, since the state may be inconsistent; the
+        loop continues."""
         logger.exception("engine failed; all sessions are dropped")
         self._failing.check_device(bug)
         error: OutriderError = InternalError(f"{type(bug).__name__}: {bug}", reason="ENGINE_FAILED")

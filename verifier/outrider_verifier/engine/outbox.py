@@ -1,4 +1,5 @@
-"""Outbox: effects that the engine thread has posted and not yet handed over; engine thread only."""
+"""Outbox: the effects that the engine thread has posted and not yet handed over; engine thread
+only."""
 
 from __future__ import annotations
 
@@ -19,36 +20,37 @@ class Outbox:
     def __init__(
         self, shm_channels: DrafterShmChannels, send: Callable[[list[Effect]], None]
     ) -> None:
-        """`send`: gives effects to the asyncio thread; raises RuntimeError if its event loop is
-        closed."""
+        """`send` passes effects to the asyncio thread. It raises RuntimeError if the event loop of
+        that thread is closed."""
         self._shm_channels, self._send = shm_channels, send
         self.effects: list[Effect] = []
         """Effects in the order in which they were posted."""
         self._events: EventBatch | None = None
-        """The batch that the next event joins; None: none is open."""
+        """The batch to which the next event is added; None if no batch is open."""
         self.is_held = False
-        """Whether the effects wait until the next round was submitted."""
+        """Whether the effects are held back until the next round was submitted."""
         self.is_closed = False
-        """Whether the asyncio thread takes no effects any more."""
+        """Whether the asyncio thread no longer accepts effects."""
 
     def post_effect(self, effect: Effect) -> None:
         """Add an effect."""
         self.effects.append(effect)
 
     def pending_events(self) -> EventBatch:
-        """The events that leave next; more may be added until the effects are handed over."""
+        """Return the batch of events to send next. Events may be added until the effects are handed
+        over."""
         if self._events is None:
             self._events = EventBatch()
             self.post_effect(self._events)
         return self._events
 
     def take_effects(self) -> list[Effect]:
-        """Remove and return all effects; no event may join their batch any more."""
+        """Remove and return all effects. Later events go to a new batch."""
         effects, self.effects, self._events = self.effects, [], None
         return effects
 
     def flush(self) -> bool:
-        """Hand over all effects; True if the asyncio thread gets some of them."""
+        """Hand over all effects. Return True if some of them went to the asyncio thread."""
         self.is_held = False
         if not self.effects:
             return False
@@ -60,17 +62,18 @@ class Outbox:
         try:
             self._send(others)
         except RuntimeError:
-            # Nobody is left to tell, and no command will come.
+            # # The asyncio thread has ended, so no command will come either.
             self.is_closed = True
         return True
 
     def flush_unless_held(self) -> None:
-        """Hand over all effects, unless they wait for the next round."""
+        """Hand over all effects, unless they are held back until the next round."""
         if not self.is_held:
             self.flush()
 
     def _send_by_shm(self, effects: list[Effect]) -> list[Effect]:
-        """Write to the shared-memory channels; returns the other effects."""
+        """Write messages to the shared-memory channels of their drafters. Return the remaining
+        effects."""
         mine: list[Effect] = []
         others: list[Effect] = []
         for effect in effects:

@@ -40,7 +40,7 @@ class ProposalIntake:
         counters: Counter[str],
         post: Post,
     ) -> None:
-        """`of_handle`: the session that is being served under a handle."""
+        """`of_handle` returns the session that is being served under a handle."""
         self._inbox = inbox
         self._verdict_builder = verdict_builder
         self._drafters = drafters
@@ -49,15 +49,16 @@ class ProposalIntake:
         self._counters = counters
         self._post = post
         self.arrivals: list[tuple[Session, int, float]] = []
-        """Usable proposals that the policy has yet to hear of: session, length of the prefix, when;
-        see `record_arrivals`."""
+        """Usable proposals that were not yet reported to the policy: (session, prefix length,
+        arrival time). See `record_arrivals`."""
 
     def take_proposals(self, command: ProposalsReceived, now: float) -> None:
-        """Proposals came."""
+        """Check the proposals of a message, store the valid ones in the inbox, and update the
+        drafter's health."""
         proposals, sound = command.proposals, command.valid
         drafter_health = self._drafters.health_of_link(command.link_id)
         if drafter_health is None or drafter_health.is_flooding:
-            # Its connection is over, or about to be.
+            # # The drafter's connection is closed or about to be closed.
             self._counters["proposals_unknown"] += len(proposals)
             return
         known = self._verdict_builder.announced_mask(command.link_id, proposals.handles)
@@ -95,7 +96,7 @@ class ProposalIntake:
             self.arrivals.append((session, length, now))
 
     def record_malformed(self, command: MalformedMessage, now: float) -> None:
-        """A message came that could not be read."""
+        """Count a message that could not be decoded in the drafter's health."""
         drafter_health = self._drafters.health_of_link(command.link_id)
         if drafter_health is None or drafter_health.is_flooding:
             return
@@ -104,7 +105,8 @@ class ProposalIntake:
             self._post(DisconnectDrafter(command.link_id))
 
     def reannounce_sessions(self, command: SessionsLostByDrafter, now: float) -> None:
-        """Begin anew with sessions that their drafter lost, a few times each."""
+        """Announce the sessions that a drafter lost to this drafter again, a limited number of
+        times each."""
         drafter_health = self._drafters.health_of_link(command.link_id)
         if drafter_health is None or drafter_health.is_flooding:
             return
@@ -118,9 +120,9 @@ class ProposalIntake:
             self._drafters.reannounce(self._of_handle(handle))
 
     def record_timeout(self, session: Session) -> None:
-        """A proposal timeout ran out. Where the drafter has said nothing to anybody since this wait
-        began, nobody waits for it until it does: it costs one proposal timeout, not one a
-        session."""
+        """Record that a proposal timeout ran out. If the drafter has sent nothing to any session
+        since the wait began, no session waits for the drafter until its next message. So a stopped
+        drafter costs one proposal timeout in all, not one per session."""
         self._policy.record_timeout(session)
         self._inbox.record_miss(session.handle)
         self._counters["proposal_timeouts"] += 1
@@ -131,17 +133,17 @@ class ProposalIntake:
             self._drafters.set_silent(session.link_id, silent=True)
 
     def record_arrivals(self) -> None:
-        """Let the policy know of the usable proposals that have come: when the round that uses
-        them is under way, for until then their sessions wait for nothing."""
+        """Report the usable proposals that have arrived to the policy. This is called after the
+        round that uses them was submitted, so that it delays no session."""
         arrivals, self.arrivals = self.arrivals, []
         for session, prefix_len, at in arrivals:
-            # For what came while a round of its session ran nobody waited.
+            # # Sessions did not wait for proposals that came during their round.
             if at >= session.root_known_at:
                 self._policy.record_arrival(session, prefix_len=prefix_len, usable=True, now=at)
 
     def _note_stale(self, handles: NDArray[np.int64], in_vain: set[int], now: float) -> None:
-        """Of drafts [n] that came too late: which sessions were served at all, and which of them,
-        `in_vain`, with what they had waited for. One call a session, however many drafts."""
+        """Record drafts [n] that came too late, one call per session. Proposals of the sessions in
+        `in_vain` are counted as late for the prefix that timed out."""
         for handle in np.unique(handles).tolist():
             session = self._of_handle(handle)
             length = (

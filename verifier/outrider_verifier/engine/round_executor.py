@@ -38,27 +38,31 @@ from outrider_verifier.state.session_phase import ENDED
 logger = logging.getLogger(__name__)
 
 YIELD_INTERVAL_S = 0.0001
-"""How long this thread stands back when verdicts leave and no session can go on without a draft:
-the thread that sends them needs the interpreter lock, and drafting takes longer than this."""
+"""Time, in seconds, that the engine thread sleeps after verdicts were sent while no session can go
+on without a draft. The sending thread needs the interpreter lock, and drafting takes longer than
+this."""
 POLL_INTERVAL_S = 0.00005
-"""How often a round in flight is looked after while something else may come before its end."""
+"""Interval, in seconds, at which a round in flight is polled while commands may arrive before its
+end."""
 BUSY_WAIT_S = 0.0003
-"""How long before a round should land nothing else is waited for: sleeping takes as long."""
+"""Time before the expected end of a round, in seconds, from which the thread polls without
+sleeping, since a sleep would take as long."""
 MASK_LOOK_S = 0.002
-"""How often slow masks are looked after where no other session can go on."""
+"""Interval, in seconds, at which slow grammar masks are checked while no other session can go
+on."""
 LONG_ROUND_S = 0.01
-"""A round with prompts that lasts at least so long is nearly over when the next one is submitted:
-prompts that come in meanwhile join that one, and need not wait for it, too."""
+"""Minimum duration, in seconds, of a round with prompts whose successor is submitted late. Prompts
+that arrive during the round can then join its successor instead of waiting for one more round."""
 SUBMIT_LEAD_S = 0.003
-"""How long before the end of such a round the next one is planned. Measured times leave out what
-long contexts add, so there is more time than this."""
+"""Time before the end of such a long round, in seconds, at which its successor is planned. The
+estimated end ignores the cost of long contexts, so the real margin is larger."""
 MAX_WAIT_S = 1.0
-"""How long a round in flight is waited for at a time."""
+"""Maximum time, in seconds, of one wait for a round in flight."""
 
 _Failure = tuple[list[Session], Exception]
-"""Sessions that a round was to have, and why it has not."""
+"""The sessions of a round that could not be submitted, and the exception."""
 _Attempt = tuple[InFlightRound | None, _Failure | None]
-"""A round that was submitted, or whom it failed."""
+"""The submitted round, or the failure that prevented it; exactly one of both is None."""
 
 
 class RoundExecutor:
@@ -79,11 +83,12 @@ class RoundExecutor:
         self._accounts = RoundReporter(core)
         self._plans = Scheduler(core, engine, limits)
         self._ended_at = 0.0
-        """When the last round's outcome was there, on the clock of `time.perf_counter`."""
+        """Time when the last round's outcome was available, on the clock of `time.perf_counter`."""
         self._idle_since = 0.0
-        """The same on the clock of `plan`."""
+        """Time when the last round's outcome was available, on the clock of `plan_round`."""
         self._forward_s = 0.0
-        """What a round takes of late; 0: not known."""
+        """Moving average of the forward time of rounds without prompts, in seconds; 0 if
+        unknown."""
         self._outbox = core.outbox
         self.failing = FailureHandler(core, engine)
         self._keeping = RoundStorage(core, self.failing)
@@ -94,12 +99,16 @@ class RoundExecutor:
         return self._in_flight is not None
 
     def enter_thread(self) -> None:
-        """To be called once by the thread that will run the rounds."""
+        """Prepare the calling thread for running rounds; call this once, on that thread."""
         self._engine.enter_thread()
 
     def plan_round(self, now: float) -> RoundPlan:
-        """What to do now; while a round is in flight, an empty plan means to settle it, at once or,
-        if the plan says when to look again, once it has `landed`."""
+        """Return the plan of the next round.
+
+        While a round is in flight, an empty plan means that this round must be finished first. If
+        the empty plan has a `wait_until`, the caller waits until that time or the end of the round;
+        otherwise it finishes the round at once.
+        """
         self._keeping.fail_unstored_rounds()
         in_flight, block_manager = self._in_flight, self._core.block_manager
         under_way = () if in_flight is None else in_flight.plan
@@ -131,7 +140,8 @@ class RoundExecutor:
         return self._plans.plan_next_in_flight(in_flight.plan)
 
     def _handle_admissions(self) -> None:
-        """Fail the sessions that could not be admitted, and let drafting follow the others."""
+        """Fail the sessions that could not be admitted, and prepare the drafting of the admitted
+        ones."""
         for admission in self._core.block_manager.take_admissions():
             session = admission.session
             if session.phase is ENDED:
@@ -145,7 +155,8 @@ class RoundExecutor:
                 self._core.draft_recovery.add_session(session)
 
     def _spare_s(self, in_flight: InFlightRound) -> float:
-        """How long the round behind this one need not be submitted; 0 where that is not known."""
+        """Return the time, in seconds, for which the next round need not be submitted; 0 if
+        unknown."""
         if not in_flight.prefill:
             return 0.0
         engine = self._engine
@@ -163,40 +174,43 @@ class RoundExecutor:
 
     @property
     def is_round_finished(self) -> bool:
-        """Whether the round in flight can be settled without waiting."""
+        """Whether the round in flight, if any, can be finished without waiting."""
         try:
             return self._in_flight is None or self._engine.is_finished(self._in_flight.flight)
         except Exception:
-            # A lost device; `settle` finds out, and says whom that ends.
+            # # The device is lost; `finish_round` handles this and fails the sessions.
             return True
 
     @property
     def is_held_round_finished(self) -> bool:
-        """Whether a round that stayed in flight for drafts of its outcome has landed."""
+        """Whether a round that stayed in flight to receive drafts for its outcome has finished on
+        the device."""
         in_flight = self._in_flight
         return in_flight is not None and in_flight.has_verdict_inputs and self.is_round_finished
 
     @property
     def poll_delay_s(self) -> float:
-        """How long the round in flight need not be looked after; 0 where it is about to land."""
+        """Time, in seconds, until the next poll of the round in flight; 0 if the round is about to
+        end."""
         in_flight = self._in_flight
         near = in_flight is not None and time.perf_counter() > in_flight.expected_end - BUSY_WAIT_S
         return 0.0 if near else POLL_INTERVAL_S
 
     def run_round(self, plan: RoundPlan, *, waited_s: float = 0.0, spent_s: float = 0.0) -> None:
-        """Submit a round, then settle the one before it; the new one too unless the next round of
-        its sessions could be submitted before that.
+        """Submit a round, then finish the round before it. The new round is finished too, unless it
+        may stay in flight while the next one is planned.
 
-        An exception inside a round fails the sessions of that round only. `spent_s` is what
-        taking commands and planning cost; it counts as part of the round.
+        An exception inside a round fails only the sessions of that round. `spent_s` is the time, in
+        seconds, of taking commands and planning; it counts as part of the round. `waited_s` is the
+        time for which the engine waited before the round.
         """
         in_flight, failure = self._attempt(plan, time.perf_counter() - spent_s, waited_s)
         if self._outbox.is_held:
             self._outbox.flush()
         self._core.drafters.send_queued_prefixes()
-        # What the round in flight emitted counts even where its sessions cannot go on.
+        # # The outcome of the round before counts even if its sessions cannot continue.
         self.finish_round(alone=in_flight is None)
-        # While the device works, if that could be.
+        # # If a new round was submitted, this work overlaps with the device's.
         self._keeping.run_deferred()
         self._in_flight = in_flight
         if failure is not None:
@@ -205,11 +219,11 @@ class RoundExecutor:
             self.finish_round()
 
     def finish_round(self, *, go_on: bool = False, alone: bool = True) -> None:
-        """Wait for the round in flight and commit its outcome; no-op if there is none. `go_on`: if
-        the next drafts are already there, submit the next round before the results are sent.
-        `alone`: whether no round was submitted behind this one.
+        """Wait for the round in flight and commit its outcome; do nothing if there is none.
 
-        If the device is lost, the round is discarded, and the caller must fail its sessions.
+        If `go_on` and the next drafts are already in the inbox, submit the next round before the
+        results are sent. `alone` is whether no round was submitted after this one. If the device is
+        lost, the round is discarded, and the caller must fail its sessions.
         """
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None or self.failing.device_lost:
@@ -226,8 +240,9 @@ class RoundExecutor:
             self.failing.fail_round(*failure)
 
     def _settle(self, in_flight: InFlightRound, *, go_on: bool, alone: bool) -> _Failure | None:
-        """Act on the outcome of a round; what failed if the next one could not be submitted."""
-        # While the device works.
+        """Commit the outcome of a round and send its results. Return the failure if the next round
+        could not be submitted, else None."""
+        # # This runs while the device is still busy.
         may_go_on = go_on and self._may_go_on(in_flight)
         verdict_inputs = (
             self._verdict_inputs(in_flight)
@@ -244,7 +259,7 @@ class RoundExecutor:
         if hits:
             gone_on = hits == len(in_flight.verify) and self._submit_early_round(in_flight, outcome)
             decoded = commit_rows(in_flight.verify, outcome.decoded, self._idle_since)
-            # Who is at its end must not be in the next round.
+            # # Sessions that have ended must not be in the next round.
             if ended := [row for row in decoded.special if row.ends]:
                 emitted = self._accounts.record_rows(ended)
             if gone_on:
@@ -258,7 +273,7 @@ class RoundExecutor:
         told = None if verdict_inputs is None else verdict_inputs.make_batch(outcome.decoded)
         if told is not None:
             self._core.drafters.send_round(told)
-        # A prompt's features take long to copy: who decodes does not wait for them.
+        # # Copying a prompt's features takes long, so verdicts of decoding sessions are sent first.
         handed = self._outbox.flush()
         self._core.drafters.send_queued_prefixes()
         prompts = commit_prompts(in_flight.prefill, outcome.prefill, self._idle_since)
@@ -274,18 +289,18 @@ class RoundExecutor:
             decoded = commit_rows(in_flight.verify, outcome.decoded, self._idle_since)
             emitted = self._accounts.record_rows([row for row in decoded.special if row.ends])
         self._book(in_flight, outcome, prompts, decoded, emitted)
-        # Where the device has nothing to do, and neither a drafter nor a first token is waited for,
-        # the next round goes first: threads that hand out what this one emitted would hold this
-        # thread up meanwhile.
+        # # If the device is idle and neither drafters nor clients wait for this round, submit the
+        # next round before the effects are sent: the threads that send them would delay this
+        # thread.
         first = alone and self._in_flight is None and not prompts and told is None
         self._outbox.is_held = self._engine.can_run_ahead and first
-        # Copying takes long: what clients wait for goes first.
+        # # Copying takes long, so events for clients are sent first.
         if not self._outbox.is_held:
             self._outbox.flush()
         if told is not None:
-            # While drafters draft.
+            # # This runs while drafters draft.
             self._grow_ahead(in_flight, 0)
-        # Drafts may be here before it is done, and the next round waits for nothing else.
+        # # Drafts may arrive before the copy ends, and the next round waits only for them.
         awaited = told is not None and self._in_flight is None and must_await_drafts(in_flight)
         later = self._engine.can_run_ahead and awaited
         self._keeping.store_round(in_flight, outcome, prompts, decoded, later=later)
@@ -299,8 +314,8 @@ class RoundExecutor:
         decoded: CommittedRows,
         emitted: int,
     ) -> None:
-        """Account for whoever goes on, and let the planner see the round; `emitted`: the tokens of
-        those who do not."""
+        """Account for the rows of sessions that continue, and pass the round to the planner.
+        `emitted` is the number of tokens of rows already accounted for."""
         settled = prompts + decoded.special
         emitted += self._accounts.record_rows(
             [row for row in settled if row.session.phase is not ENDED]
@@ -316,13 +331,13 @@ class RoundExecutor:
         )
 
     def _collect(self, in_flight: InFlightRound) -> RunnerOutput:
-        """Wait for a round, and note when it ended, as far as can be told."""
+        """Wait for a round, record its end as exactly as possible, and return its output."""
         landed = self._engine.is_finished(in_flight.flight)
         ended_at = time.perf_counter() if landed else 0.0
         began = timeline.now()
         outcome = self._engine.collect_round(in_flight.flight)
         self._ended_at = ended = ended_at or time.perf_counter()
-        # 1: it was still at work.
+        # # The mark's value is 1 if the round was still running.
         timeline.mark_span("wait for the device", began, int(not landed))
         rows = len(in_flight.verify)
         timeline.mark_span("forward", ended - outcome.forward_s, rows, ended=ended, track="forward")
@@ -337,15 +352,16 @@ class RoundExecutor:
         return outcome
 
     def _may_go_on(self, in_flight: InFlightRound) -> bool:
-        """Whether the next round may be submitted before this one is told: nothing is to be
-        decided first."""
+        """Return whether the next round may be submitted before the results of `in_flight` are
+        sent, because no decision is due in between."""
         if not self._engine.can_run_ahead or in_flight.prefill or self._plans.half is not None:
             return False
-        # The planner turns, and the room preempts, sessions that are in no round only.
+        # # The planner and the block manager change only sessions that are in no round.
         return not (self._core.policy.changed or self._core.block_manager.pressed)
 
     def _verdict_inputs(self, in_flight: InFlightRound) -> VerdictInputs | None:
-        """The sheet of a round that drafts for its outcome may be there for."""
+        """Return the verdict inputs of a round, with prefix digests, so that drafts for its outcome
+        can be matched; None if no drafter receives a verdict."""
         verdict_inputs = in_flight.verdict_inputs(self._core.touched)
         if verdict_inputs is not None and verdict_inputs.digests is None:
             verdict_builder = self._core.verdict_builder
@@ -355,9 +371,9 @@ class RoundExecutor:
         return verdict_inputs
 
     def _grow_ahead(self, in_flight: InFlightRound, tokens: int) -> None:
-        """Blocks for the round after this one, which may yet commit so many tokens of each session.
-        It saves time and may fail: the next round asks again, where a failure has somebody to end.
-        """
+        """Reserve blocks for the round after this one; `tokens` is the maximum number of tokens
+        that the round may still commit per session. This only saves time: on failure the next round
+        reserves blocks again and can fail the right sessions."""
         try:
             self._core.block_manager.grow_sessions(in_flight.sessions, tokens)
         except Exception as bug:
@@ -367,8 +383,8 @@ class RoundExecutor:
     def _submit_early_round(
         self, in_flight: InFlightRound, outcome: RunnerOutput
     ) -> _Attempt | None:
-        """Submit the round of hits that follows `in_flight`, before that is booked; None where it
-        is to be booked first."""
+        """Submit the round that follows `in_flight` from prefetched proposals before `in_flight` is
+        accounted for. Return None if `in_flight` must be accounted for first."""
         found = self._plans.plan_prefetched_round(in_flight, outcome.decoded.counts.tolist())
         if found is None:
             return None
@@ -380,7 +396,7 @@ class RoundExecutor:
             self._core.incoming.record_arrivals()
 
     def _attempt(self, plan: RoundPlan, began: float, waited_s: float) -> _Attempt:
-        """Submit a round; whom it failed if that raised."""
+        """Submit a round. Return the round, or the failure if submitting raised an exception."""
         attempt = self._guarded(plan, lambda: self._submit(plan, began, waited_s))
         self._record_arrivals()
         return attempt
@@ -433,7 +449,8 @@ class RoundExecutor:
             return True
         if self._stays_for_drafts(in_flight):
             return True
-        # Proposals need the host after their round; so no command can come between.
+        # # A round with proposals must be finished by the host first, so no command may come in
+        # between.
         return all(
             row.session.phase is ENDED or row.held is None for row in in_flight.verify
         ) and all(
@@ -442,10 +459,11 @@ class RoundExecutor:
         )
 
     def _stays_for_drafts(self, in_flight: InFlightRound) -> bool:
-        """Whether drafts for what the round may emit can be taken in while it runs."""
+        """Return whether the round should stay in flight to receive drafts for its possible
+        outcomes. If so, prepare the round's verdict inputs."""
         if in_flight.plan.is_self_contained or not in_flight.expects_look_ahead:
             return False
-        # It is ready when the round lands.
+        # # The blocks are ready when the round ends.
         if not in_flight.has_verdict_inputs and self._engine.can_run_ahead:
             self._grow_ahead(in_flight, 1 + in_flight.max_nodes)
         self._verdict_inputs(in_flight)

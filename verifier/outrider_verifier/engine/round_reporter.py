@@ -1,10 +1,10 @@
-"""Accounts for finished rounds, and stores what others may need of them; engine thread only.
+"""Accounts for finished rounds, and stores their features and prefixes; engine thread only.
 
-`RoundReporter` records statistics and events, `RoundStorage` features and prefix KV. Features
-serve drafters that attach later, prefixes serve sessions whose prompts begin alike. No round waits
-for this: it is done while the next round is in flight, if there can be one. Copying features takes
-up to 2 ms in a round of 32 sessions; while drafts are waited for, the copy is deferred until the
-next round is submitted, or until the stored features are read.
+`RoundReporter` records statistics and events, `RoundStorage` stores features and prefix KV.
+Features serve drafters that attach later; prefixes serve sessions whose prompts begin with the same
+tokens. No round waits for this: it is done while the next round is in flight, if possible. Copying
+features takes up to 2 ms in a round of 32 sessions. While drafts are awaited, the copy is deferred
+until the next round is submitted, or until the stored features are read.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 _OWN: Final = object()
 _NO_ROUND: Final = (0, 0, 0)
-"""What is told of a prompt's first token."""
+"""Flags, proposed nodes and accepted nodes in the event of a prompt's first token."""
 
 
 @dataclass(slots=True)
 class _RoundSums:
-    """Sums over rows, entered into the counters once a round."""
+    """Sums over the rows of a round, added to the counters once per round."""
 
     rounds: int = 0
     tokens: int = 0
@@ -50,10 +50,10 @@ class _RoundSums:
     accepted: int = 0
     proposed: int = 0
     used: int = 0
-    """Proposals."""
+    """Number of proposals that were verified."""
 
     def add_to_counters(self, counters: Counter[str]) -> None:
-        """Add to the counters; what was never counted is not in them."""
+        """Add the sums to the counters; sums of 0 create no counter."""
         for name, count in (
             ("session_rounds", self.rounds),
             ("session_round_tokens", self.tokens),
@@ -73,10 +73,11 @@ class RoundReporter:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._reported_at = 0.0
-        """When the last round was reported, on the clock of `time.perf_counter`."""
+        """Time when the last round was reported, on the clock of `time.perf_counter`."""
 
     def record_rows(self, rows: Sequence[RowResult]) -> int:
-        """Count, emit; finish the sessions whose end that was. Returns the tokens emitted."""
+        """Count the rows, emit their events and free the sessions that have ended. Return the
+        number of emitted tokens."""
         core, booked, emitted = self._core, _RoundSums(), 0
         for settled in rows:
             session, tokens = settled.session, settled.tokens
@@ -101,10 +102,10 @@ class RoundReporter:
         return emitted
 
     def _fail_invalid(self, session: Session) -> None:
-        """End a session for which the model gave no finite logit."""
+        """Fail a session for which the model gave no finite logit."""
         core = self._core
         if not core.counters["invalid_outputs"]:
-            # Once: with broken weights every request fails so.
+            # # This is logged once, since with broken weights every request fails like this.
             logger.error(
                 "model output invalid: no finite logit; further ones are only counted",
                 extra={"session_id": session.session_id, "position": session.length},
@@ -113,7 +114,7 @@ class RoundReporter:
         core.fail_session(session, _output_invalid(session.length))
 
     def record_plain_rows(self, rows: PlainRows) -> int:
-        """The same for rows that are alike."""
+        """Count plain rows and emit their events. Return the number of emitted tokens."""
         if not rows.sessions:
             return 0
         events = np.zeros((EVENT_FIELDS, len(rows)), dtype=np.int64)
@@ -137,7 +138,8 @@ class RoundReporter:
         return len(rows.tokens)
 
     def _flags(self, sessions: Sequence[Session]) -> list[int]:
-        """[n]: of their events. Neighbours have the same, nearly always."""
+        """Return the event flags of n sessions. Flags are computed once for consecutive sessions
+        with equal state, since neighbours nearly always have the same flags."""
         core, flags, of_all = self._core, 0, list[int]()
         told_by: object = self
         paused, alone = False, False
@@ -145,7 +147,8 @@ class RoundReporter:
             speculation_state = session.speculation_state
             by: object = session.spec.drafter_id
             if speculation_state is not None:
-                # A kind has one drafter; of in-process drafts of all kinds the same is said.
+                # # A workload class has one drafter; all classes of in-process drafts share their
+                # flags.
                 by = _OWN if speculation_state.is_in_process else speculation_state.workload
             other = by is not told_by and by != told_by
             if (
@@ -161,14 +164,14 @@ class RoundReporter:
         return of_all
 
     def report_round(self, in_flight: InFlightRound, outcome: RunnerOutput, emitted: int) -> float:
-        """Post what the round took; returns its seconds, without waiting."""
+        """Post a `RoundReport`. Return the time of the round, in seconds, without waiting."""
         messages = {
             id(row.held.proposals): row.held.proposals for row in in_flight.verify if row.held
         }
         drafted_s = max((message.draft_us for message in messages.values()), default=0) / 1e6
         now = time.perf_counter()
-        # A round that ran ahead began while the one before it was in flight: its share of the
-        # time is what passed since that one was settled.
+        # # A round that was submitted early began during the round before it. Its share of the time
+        # begins with the report of that round.
         total_s = now - max(in_flight.began, self._reported_at)
         self._reported_at = now
         self._core.counters["rounds"] += 1
@@ -196,8 +199,8 @@ class RoundReporter:
     def _count(
         self, settled: RowResult, row: VerifyRow, booked: _RoundSums
     ) -> tuple[int, int, int]:
-        """What is told of the row's round: flags of its event, nodes verified, accepted nodes
-        and reached the stream."""
+        """Count a verified row. Return the fields of its event: the flags, the number of verified
+        nodes, and the number of accepted nodes that were emitted."""
         session, result, tokens = settled.session, settled.result, len(settled.tokens)
         booked.rounds += 1
         booked.tokens += tokens
@@ -243,7 +246,7 @@ class RoundStorage:
     def __init__(self, core: EngineCore, failing: FailureHandler) -> None:
         self._core, self._failing = core, failing
         self._unkept: list[tuple[list[Session], Exception]] = []
-        """Rounds of which something could not be kept."""
+        """Sessions and errors of rounds whose features or prefixes could not be stored."""
 
     def store_round(
         self,
@@ -254,7 +257,8 @@ class RoundStorage:
         *,
         later: bool,
     ) -> None:
-        """Keep what there is of a settled round; `later`: something is waited for meanwhile."""
+        """Store the features and prefixes of a finished round. If `later`, the work is deferred,
+        because drafts are awaited."""
         work, store = partial(self._keep, in_flight, outcome, prompts, decoded), self._core.store
         if later and store is not None:
             store.defer(work)
@@ -263,14 +267,14 @@ class RoundStorage:
             self.fail_unstored_rounds()
 
     def run_deferred(self) -> None:
-        """Do what was left."""
+        """Do the deferred work, and fail the sessions of rounds that could not be stored."""
         store = self._core.store
         if store is not None and store.deferred is not None:
             store.run_deferred()
         self.fail_unstored_rounds()
 
     def fail_unstored_rounds(self) -> None:
-        """End the sessions of rounds of which something could not be kept."""
+        """Fail the sessions of rounds whose features or prefixes could not be stored."""
         while self._unkept:
             self._failing.fail_round(*self._unkept.pop())
 
@@ -281,18 +285,18 @@ class RoundStorage:
         prompts: Sequence[RowResult],
         rows: CommittedRows,
     ) -> None:
-        """For drafters that must be caught up some day. `prompts`, `rows`: of the prompts and of
-        `decoded`, whoever has ended left out or not."""
+        """Store features for drafters that attach later. `prompts` are the prompt rows, `rows` the
+        committed rows of `decoded`; both may contain sessions that have ended."""
         store = self._core.store
         if store is None:
             return
         block = decoded.block
-        # With a block the rows that decode have none of their own.
+        # # If there is a block, the decode rows have no features of their own.
         for row in (*prompts, *(rows.special if block is None else ())):
             if row.result.features is not None and not row.ends and row.session.phase is not ENDED:
                 store.append(row.session.handle, row.result.features)
         if block is not None:
-            # A session that has ended has no handle.
+            # # Sessions that have ended have no handle and are skipped.
             store.append_each([row.session.handle for row in in_flight.verify], block)
         elif any_keeps_features(rows.plain.sessions):
             features = decoded.features()
@@ -308,8 +312,8 @@ class RoundStorage:
         prompts: Sequence[RowResult],
         decoded: CommittedRows,
     ) -> None:
-        # Whoever looks at what is kept may have called this, in the middle of what they do with
-        # sessions: nobody is ended here.
+        # # This may be called by a reader of the stored features while it works on sessions, so no
+        # session may be ended here.
         began = timeline.now()
         try:
             self._keep_features(in_flight, outcome.decoded, prompts, decoded)

@@ -25,11 +25,11 @@ from outrider_verifier.state.round_plan import (
 def choose_prompt_chunks(
     prefilling: Sequence[RowState], limits: RoundLimits
 ) -> tuple[PrefillChunk, ...]:
-    """The prompt tokens that join a round: by priority, then in order of opening, up to
-    `limits.prefill_tokens`, whether or not sessions decode in it.
+    """Return the prefill chunks of a round: by priority, then in order of opening, up to
+    `limits.prefill_tokens`, whether or not sessions decode in the round.
 
-    Prompts make rounds longer for decoding sessions, but a prompt never waits for those sessions:
-    a session whose prompt waits decodes nothing, and all prompts are computed sooner or later.
+    Prompts make rounds longer for decoding sessions, but a prompt never waits for those sessions: a
+    session whose prompt waits decodes nothing, and all prompts have to be computed sooner or later.
     """
     if not prefilling:
         return ()
@@ -37,7 +37,7 @@ def choose_prompt_chunks(
 
 
 def _turn(row: RowState) -> tuple[int, float]:
-    """Whose prompt comes first is smaller."""
+    """Return the sort key of a prompt; prompts with smaller keys are computed first."""
     return -row.priority, row.root_known_at
 
 
@@ -54,7 +54,7 @@ def _fill(rows: list[RowState], budget: int, piece: int) -> tuple[PrefillChunk, 
 
 _UNKNOWN = RoundEstimates()
 _row_of = lru_cache(maxsize=4096)(DecodeRow)
-"""Of a session the same row is asked for round after round."""
+"""Cached, since the scheduler asks for the same row every round."""
 
 
 class _Ready(NamedTuple):
@@ -62,7 +62,7 @@ class _Ready(NamedTuple):
     cost: int
     row: DecodeRow
     hit: bool = False
-    """Whether its proposal was there before it could be used."""
+    """Whether the proposal arrived before its prefix was committed."""
     priority: int = 0
 
 
@@ -72,9 +72,9 @@ def plan_drafted(
     limits: RoundLimits,
     prefilling: Sequence[RowState] = (),
 ) -> RoundPlan | None:
-    """The next round if every decoding session has a usable proposal, of so many `nodes`, and none
-    must yield to a prompt; so no row is waited for. None if they do not all fit one round: then see
-    `plan_round`."""
+    """Return the next round if every decoding session has a usable proposal and none must yield to
+    a prompt, so that no row is awaited. `nodes` are the proposals' numbers of nodes, one per
+    session. Return None if the sessions do not all fit into one round; then use `plan_round`."""
     if not session_ids or len(session_ids) + sum(nodes) > limits.decode_tokens:
         return None
     return RoundPlan(
@@ -90,8 +90,9 @@ def plan_self_contained(
     *,
     in_process_nodes: int = 0,
 ) -> RoundPlan | None:
-    """The next round of sessions that need nothing from outside, with so many nodes of in-process
-    drafts together, and of prompts of others like them. None if not all fit one round."""
+    """Return the next round of sessions that need neither proposals nor the host between rounds,
+    and of prompts of such sessions. `in_process_nodes` is the number of nodes of all their
+    in-process drafts together. Return None if not all sessions fit into one round."""
     if len(session_ids) + in_process_nodes > limits.decode_tokens:
         return None
     return RoundPlan(
@@ -113,19 +114,23 @@ def plan_round(
     max_rows: int | None = None,
     times: RoundEstimates = _UNKNOWN,
 ) -> RoundPlan:
-    """Choose the next round.
+    """Return the next round, or an empty plan with the time to wait until.
 
     A decoding row is ready when it has a proposal, when none is expected, or when its proposal
-    timeout is over. Ready rows go oldest first within `decode_tokens`; prompts by priority, then in
-    order of opening, within `prefill_tokens`. While other rows still await proposals, a round
-    starts only `batch_wait_s`, or `batch_wait_rounds`, after its first row became ready, so that
-    proposals of one draft batch share it; or after the last round ended, `idle_since`, if that was
-    later: else the sessions of two rounds, each ready while the other runs, would never share one.
-    If fewer rows are awaited than are ready, the waiting time is multiplied by awaited / ready.
-    `max_rows`: of a half, where sessions take turns (`two_batch_overlap`); nothing is gathered
-    beyond half of one. A row whose proposal was there before it could be used, by look-ahead,
-    waits only as long as `worthwhile_wait_s` says. Rows of a lower priority than a prompt's yield
-    to it, up to `yield_s`, and the prompt does not wait for other rows.
+    timeout is over. Ready rows are taken oldest first within `decode_tokens`; prompts by priority,
+    then in order of opening, within `prefill_tokens`.
+
+    While other rows await proposals, a round starts only `batch_wait_s`, or `batch_wait_rounds`,
+    after its first row became ready or after the last round ended (`idle_since`), whichever is
+    later. So proposals of one draft batch share a round, and sessions that become ready during each
+    other's rounds are merged into one round. If fewer rows are awaited than are ready, the waiting
+    time is multiplied by awaited / ready. A row whose proposal arrived early, by look-ahead, waits
+    only as long as `worthwhile_wait_s` returns.
+
+    `max_rows` is the maximum number of rows of a half-batch if sessions alternate
+    (`two_batch_overlap`); the plan then waits for no more than half of this number. Rows of a lower
+    priority than a prompt's yield to the prompt for up to `yield_s`, and the prompt does not wait
+    for other rows.
     """
     prefilling, ready, deadlines = _sorted_out(rows, now)
     if not ready and not prefilling:
@@ -145,7 +150,7 @@ def plan_round(
 def _not_deferred(
     prefilling: list[RowState], ready: list[_Ready], now: float, yield_s: float
 ) -> list[_Ready]:
-    """The ready rows that need not, or have long enough."""
+    """Return the ready rows that need not yield to a prompt, or that have yielded for `yield_s`."""
     if not prefilling:
         return ready
     highest = _highest(prefilling)
@@ -153,7 +158,7 @@ def _not_deferred(
 
 
 def _highest(prefilling: list[RowState]) -> float:
-    """Of the priorities of prompts; below all others where there are none."""
+    """Return the highest priority of the prompts; -inf if there are none."""
     return max([row.priority for row in prefilling], default=-math.inf)
 
 
@@ -164,12 +169,12 @@ def _window_s(
     limits: RoundLimits,
     times: RoundEstimates,
 ) -> float:
-    """How long the first ready row waits for so many."""
+    """Return how long, in seconds, the first ready row waits for `awaited` other rows."""
     window_s, rounds_s = limits.batch_wait_s, limits.batch_wait_rounds * times.round_s
-    # Nobody waits longer for what is known not to come in time,
+    # # The longer window applies only if proposals are expected within it,
     if rounds_s > window_s and times.answer_s <= rounds_s:
         highest = _highest(prefilling)
-        # or once a row has waited in vain, or gives way to a prompt.
+        # # and if no row has timed out or yields to a prompt.
         if not any([entry.row.is_timed_out or entry.priority < highest for entry in ready]):
             window_s = rounds_s
     window_s *= min(1.0, awaited / max(1, len(ready)))
@@ -199,8 +204,9 @@ def plan_other_half(
     *,
     max_rows: int,
 ) -> RoundPlan:
-    """The round of the other half-batch to submit behind `in_flight`; an empty one: none yet, and
-    if its `wait_until` is set, a proposal may still make one before `in_flight` ends."""
+    """Return the round of the other half-batch, to submit after `in_flight`. The plan is empty if
+    too few rows are ready; if its `wait_until` is set, a proposal may still complete the round
+    before `in_flight` ends."""
     under_way = set(in_flight.session_ids)
     others = (row for row in rows if row.prefill_left > 0 or row.session_id not in under_way)
     prefilling, ready, deadlines = _sorted_out(others, now)
@@ -216,8 +222,8 @@ def _fill_a_half(ready: list[_Ready], max_rows: int | None) -> bool:
 def _sorted_out(
     rows: Iterable[RowState], now: float
 ) -> tuple[list[RowState], list[_Ready], list[float]]:
-    """Rows with prompt tokens left, rows that are ready, and the ends of the others' proposal
-    timeout."""
+    """Sort the rows into rows with prompt tokens left, ready rows, and the proposal deadlines of
+    all other rows."""
     prefilling: list[RowState] = []
     ready: list[_Ready] = []
     deadlines: list[float] = []
@@ -246,10 +252,11 @@ def _sorted_out(
 def plan_next_in_flight(
     rows: Iterable[RowState], in_flight: RoundPlan, limits: RoundLimits
 ) -> RoundPlan:
-    """The round to submit before `in_flight` is settled; an empty one: settle first.
+    """Return the round to submit before `in_flight` is finished, or an empty plan if `in_flight`
+    must be finished first.
 
-    No session may need the host between two of its rounds: no proposal used or expected. Rows that
-    the round in flight is sure to finish stay out.
+    No session may need the host between two of its rounds, so no proposal may be used or expected.
+    Rows that may end with the round in flight are left out.
     """
     prefilling: list[RowState] = []
     ready: list[_Ready] = []
@@ -259,7 +266,7 @@ def plan_next_in_flight(
             return RoundPlan()
         if row.prefill_left > 0:
             prefilling.append(row)
-        # Every round emits a token at least.
+        # # Every round emits at least one token.
         elif row.tokens_left > 1 or row.session_id not in under_way:
             own = DecodeRow(session_id=row.session_id)
             ready.append(_Ready(row.root_known_at, 1 + row.in_process_nodes, own))
@@ -272,7 +279,7 @@ def _round(
     limits: RoundLimits,
     max_rows: int | None = None,
 ) -> RoundPlan:
-    """Oldest rows first, within the limits."""
+    """Return the plan of the oldest ready rows and the prompts that fit the limits."""
     ready = sorted(ready, key=_at)[:max_rows]
     return RoundPlan(
         prefill=choose_prompt_chunks(prefilling, limits),

@@ -1,8 +1,8 @@
-"""Scheduler: plans the next round from the core's running sessions.
+"""Scheduler plans the next round from the core's running sessions.
 
-It turns speculation and look-ahead of sessions on and off as the planner decides, builds the view
-of them (`RowState`) that the rules of `schedule_policy` need, and the verify rows of a plan. It
-submits no round.
+It turns speculation and look-ahead of sessions on and off as the planner decides, builds the
+`RowState` of each session for the rules of `schedule_policy`, and builds the verify rows of a plan.
+It submits no round.
 """
 
 from __future__ import annotations
@@ -34,20 +34,23 @@ class Scheduler:
     def __init__(self, core: EngineCore, engine: ModelRunner, limits: RoundLimits) -> None:
         self._core, self._engine, self._limits = core, engine, limits
         self._rows: dict[int, VerifyRow] = {}
-        """Of sessions by their handles, or of those that had them before."""
+        """Cached rows without proposals, by session handle; an entry may belong to an earlier
+        session of the handle."""
         self.num_sitting_out = 0
-        """Sessions that the last plan left out because their masks are not there."""
+        """Number of sessions that the last plan left out because their grammar masks are not
+        ready."""
         self._two_batch_overlap = TwoBatchOverlap(engine.verify_round_s)
         self.half: int | None = None
-        """Rows of a half; None: all sessions share a round."""
+        """Maximum number of rows of a half-batch; None if all sessions share a round."""
 
     def plan_other_half(self, in_flight: RoundPlan, now: float) -> RoundPlan:
-        """The round of the other half-batch, to submit after `in_flight`."""
+        """Return the round of the other half-batch, to submit after `in_flight`."""
         assert self.half is not None
         return plan_other_half(self._all_rows(), now, in_flight, self._limits, max_rows=self.half)
 
     def plan_next_in_flight(self, in_flight: RoundPlan) -> RoundPlan:
-        """The round to submit after `in_flight`."""
+        """Return the round to submit after `in_flight`; an empty plan if `in_flight` must be
+        finished first."""
         found = self._self_contained_rows(in_flight)
         if found is not None:
             names, prefilling, nodes = found
@@ -57,8 +60,8 @@ class Scheduler:
         return plan_next_in_flight(self._all_rows(), in_flight, self._limits)
 
     def plan_round(self, now: float, *, idle_since: float, round_s: float) -> RoundPlan:
-        """The next round where none is in flight; `idle_since`: when the last one ended;
-        `round_s`: estimated time of a round; 0 if it is unknown."""
+        """Return the next round if no round is in flight. `idle_since` is the time when the last
+        round ended, and `round_s` the estimated time of a round in seconds, 0 if unknown."""
         sessions = self._present()
         held = self._held_nodes(sessions)
         drafted = self._all_drafted(sessions, held) if self.half is None else None
@@ -74,8 +77,9 @@ class Scheduler:
         )
 
     def _all_drafted(self, sessions: Sequence[Session], held: Sequence[int]) -> RoundPlan | None:
-        """The next round where there is a proposal, of so many nodes, for all that are past their
-        prompts; None: there is not (-1), or something is to be weighed."""
+        """Return the next round if every session past its prompt has a proposal and none must yield
+        to a prompt, else None. `held` is the number of nodes of each session's proposal, -1 for
+        sessions without one."""
         prompts: list[Session] = []
         if min(held, default=0) < 0:
             prompts = [session for session, nodes in zip(sessions, held, strict=True) if nodes < 0]
@@ -86,7 +90,7 @@ class Scheduler:
             highest = max([session.spec.priority for session in prompts])
             if any([session.spec.priority < highest for session in sessions]):
                 return None
-        # A proposal may be for a prefix that was there when its session was preempted.
+        # # A session that was preempted may still hold a proposal.
         if not all([_is_drafted_for(session) for session in sessions]):
             return None
         names = [session.spec.session_id for session in sessions]
@@ -96,12 +100,13 @@ class Scheduler:
     def plan_prefetched_round(
         self, in_flight: InFlightRound, counts: Sequence[int]
     ) -> tuple[RoundPlan, list[VerifyRow]] | None:
-        """The prefetched-proposal path: a round behind `in_flight`, whose tokens, `counts` of each
-        row, are not committed yet.
+        """Plan the next round from prefetched proposals before the tokens of `in_flight` are
+        committed. `counts` is the number of tokens that each row has emitted.
 
-        Returns the plan and the rows, of every session of `in_flight`, with the draft for what it
-        has just emitted taken out of the inbox; None if the tokens are to be committed first,
-        because a draft is missing or a session is at its end."""
+        Return the plan and one row for every session of `in_flight`, with the draft for the emitted
+        tokens taken out of the inbox. Return None if the tokens must be committed first, because a
+        draft is missing or a session ends.
+        """
         core = self._core
         sessions = [row.session for row in in_flight.verify]
         if len(sessions) != len(core.block_manager.running):
@@ -115,15 +120,15 @@ class Scheduler:
             if not _is_ready(session, count, deep):
                 return None
         for session in sessions:
-            # Its drafter is well, whatever came late before.
+            # # The drafter is healthy, even if earlier proposals were late.
             session.has_stalled_drafter = False
         return plan, list(map(VerifyRow, sessions, core.inbox.take_proposals(handles)))
 
     # ---- changes before a round -----------------------------------------------------------------
 
     def update_speculation(self, now: float, *, in_flight: RoundPlan | None) -> None:
-        """Before a round is planned, pause and resume speculation and look-ahead where the policy
-        has changed its mind; `in_flight`: the round in flight."""
+        """Before a round is planned, pause and resume speculation and look-ahead of sessions if the
+        policy's decisions have changed. `in_flight` is the plan of the round in flight."""
         core, policy = self._core, self._core.policy
         policy.begin_round(len(core.block_manager.running), now)
         if not policy.changed:
@@ -137,7 +142,7 @@ class Scheduler:
             if pauses == session.is_speculation_off:
                 pass
             elif session.link_id is not None and session.session_id in under_way:
-                # What the drafter is told must not miss the round in flight: ask again then.
+                # # The drafter must receive the round in flight, so decide again after this round.
                 policy.changed = True
             elif pauses:
                 policy.record_pause(session, paused=True)
@@ -149,7 +154,8 @@ class Scheduler:
                 self._update_look_ahead(session)
 
     def _update_look_ahead(self, session: Session) -> None:
-        """Have the session's drafter look ahead, or not, whatever round is in flight."""
+        """Turn the look-ahead of the session's drafter on or off; this may happen while a round is
+        in flight."""
         core = self._core
         ahead = core.policy.should_look_ahead(session)
         if ahead == session.is_look_ahead_on:
@@ -160,12 +166,12 @@ class Scheduler:
             core.drafters.send_plan(session)
 
     def _resume(self, session: Session, now: float) -> None:
-        """Let a paused session speculate again; no round with it is in flight that its drafter
-        would have to hear of."""
+        """Resume the speculation of a paused session. No round that its drafter must receive may be
+        in flight with the session."""
         core = self._core
         core.policy.record_pause(session, paused=False)
         core.counters["speculation_resumed"] += 1
-        # Its drafter hears of the root now, so the wait for it begins now.
+        # # The drafter receives the root only now, so the wait for its proposal begins now.
         session.root_known_at = now
         if session.link_id is not None and core.verdict_builder.can_catch_up(session):
             for message in core.verdict_builder.build_catch_up(session):
@@ -177,20 +183,23 @@ class Scheduler:
             core.drafters.advance_without_speculation(session)
 
     def update_overlap(self) -> None:
-        """Decide whether sessions share a round or take turns, by what is known now."""
+        """Decide whether sessions share a round or alternate in two half-batches, from current
+        measurements."""
         self.half = self._max_rows()
 
     def _max_rows(self) -> int | None:
-        """Rows of a half, if drafted sessions take turns; None: they share a round."""
+        """Return the maximum number of rows of a half-batch if drafted sessions alternate; None if
+        they share a round."""
         policy = self._core.policy
-        # Beside an in-process drafter few draft outside, and all share their rounds.
+        # # With an in-process drafter, few sessions have other drafters, and all share their
+        # rounds.
         if self._engine.in_process_draft_length or not (
             self._engine.can_run_ahead and policy.is_automatic
         ):
             return None
         sessions = self._core.block_manager.running.values()
         drafted = [s for s in sessions if s.link_id is not None and is_drafted(s)]
-        # Who drafts ahead is at work while a round runs, without halves.
+        # # With look-ahead, drafters already work while a round runs.
         if not drafted or any(session.looks_ahead for session in drafted):
             return None
         nodes = 1 + max(min(s.plan.draft_tokens, s.draft_limit) for s in drafted)
@@ -201,27 +210,28 @@ class Scheduler:
     # ---- rows -----------------------------------------------------------------------------------
 
     def _present(self) -> list[Session]:
-        """The sessions that run, but for those whose slow masks are still being computed: others'
-        rounds go on without them."""
+        """Return the running sessions, except those whose slow grammar masks are still being
+        computed, so that other sessions' rounds do not wait for the masks."""
         running = list(self._core.block_manager.running.values())
         found = [session for session in running if not _sits_out(session)]
         self.num_sitting_out = len(running) - len(found)
         return found
 
     def _all_rows(self) -> list[RowState]:
-        """Of all sessions that can be in a round."""
+        """Return the `RowState` of each session that can be in a round."""
         sessions = self._present()
         held = self._held_nodes(sessions)
         return list(map(self._row_of, sessions, held))
 
     def _held_nodes(self, sessions: Sequence[Session]) -> list[int]:
-        """Nodes of the proposal of each, -1 if there is none."""
+        """Return the number of nodes of each session's proposal, -1 if it has none."""
         if not any(session.wants_outside_drafts for session in sessions):
             return [-1] * len(sessions)
         return self._core.inbox.num_nodes([session.handle for session in sessions])
 
     def _row_of(self, session: Session, held: int) -> RowState:
-        """Of one; `held`: nodes of its proposal, -1 if there is none."""
+        """Return the `RowState` of a session. `held` is the number of nodes of its proposal, -1 if
+        it has none."""
         spec, left, remaining = session.spec, session.prefill_left, session.remaining
         if (
             session.is_speculation_off
@@ -237,7 +247,7 @@ class Scheduler:
                 tokens_left=remaining,
                 priority=spec.priority,
             )
-        # What `draft_wanted` says, with the budget at hand.
+        # # This is `draft_wanted`, with the remaining tokens already computed.
         wanted = remaining > 1 and session.draft_limit > 0 and session.wants_outside_drafts
         if held >= 0 and left == 0 and wanted:
             priority = spec.priority
@@ -266,9 +276,9 @@ class Scheduler:
     def _self_contained_rows(
         self, in_flight: RoundPlan
     ) -> tuple[list[SessionId], list[RowState], int] | None:
-        """The sessions that decode in the round to submit behind `in_flight`, those with prompt
-        tokens left, and how many nodes of in-process drafts the former have, where none that runs
-        needs anything from outside; None: `all` are to be looked at."""
+        """Return what `plan_self_contained` needs for the round after `in_flight`: the decoding
+        sessions, the sessions with prompt tokens left, and the number of nodes of all in-process
+        drafts. Return None if a running session needs proposals or the host between rounds."""
         if not self._engine.can_run_ahead or self._core.policy.changed:
             return None
         names: list[SessionId] = []
@@ -285,7 +295,8 @@ class Scheduler:
                 prefilling.append(self._row_of(session, -1))
                 continue
             if session.emitted + 1 >= spec.max_new_tokens:
-                # Every round emits a token at least, so the one in flight may be its last.
+                # # Every round emits at least one token, so the round in flight may be the
+                # session's last.
                 under_way = set(in_flight.session_ids) if under_way is None else under_way
                 if spec.session_id in under_way:
                     continue
@@ -295,16 +306,17 @@ class Scheduler:
         return names, prefilling, nodes
 
     def can_run_ahead(self, session: Session) -> bool:
-        """Whether the session's next round may be submitted before the one in flight is settled."""
-        # A drafter that is told of every round could never catch up with one that runs ahead.
+        """Return whether the session's next round may be submitted before the round in flight is
+        finished."""
+        # # A drafter that receives every round could never catch up with a session that runs ahead.
         alone = session.link_id is None or (
             session.is_speculation_off and self._core.policy.should_pause(session)
         )
-        # What a grammar allows next, the host finds out from what stands.
+        # # The host computes a grammar's next mask from the accepted tokens.
         return self._engine.can_run_ahead and alone and session.constraint is None
 
     def take_verify_rows(self, plan: RoundPlan) -> list[VerifyRow]:
-        """The rows of a plan, with their proposals taken out of the inbox."""
+        """Return the verify rows of a plan; their proposals are taken out of the inbox."""
         sessions = [self._core.sessions[row.session_id] for row in plan.decode]
         if plan.is_self_contained:
             return self._bare(sessions)
@@ -326,7 +338,8 @@ class Scheduler:
         return rows
 
     def _bare(self, sessions: Sequence[Session]) -> list[VerifyRow]:
-        """Rows without a draft from outside. Most rounds have only such, and all want the same."""
+        """Return rows without proposals. They are cached, because most rounds have only such rows
+        and the rows rarely change."""
         found: list[VerifyRow] = []
         for session in sessions:
             row, depth = (
@@ -334,7 +347,7 @@ class Scheduler:
                 session.in_process_draft_length and session.in_process_depth,
             )
             if _has_slow_masks(session):
-                # Each draft would take one more slow mask.
+                # # Each draft token would need one more slow mask.
                 depth = 0
             if row is None or row.session is not session or row.in_process_depth != depth:
                 row = self._rows[session.handle] = VerifyRow(session, in_process_depth=depth)
@@ -343,16 +356,18 @@ class Scheduler:
 
 
 def _is_drafted_for(session: Session) -> bool:
-    """Whether a session past its prompt is to verify drafts."""
+    """Return whether a session is past its prompt and should verify drafts."""
     wanted = session.draft_wanted and not session.prefill_left
     return wanted and not _has_slow_masks(session)
 
 
 def _is_ready(session: Session, count: int, nodes: int) -> bool:
-    """Whether a draft of so many nodes is verified as it is, once `count` tokens are committed."""
+    """Return whether a draft of `nodes` nodes can be verified uncut once `count` tokens are
+    committed."""
     if session.constraint is not None or session.phase is ENDED or not session.draft_wanted:
         return False
-    # One token beyond the draft is emitted; no node is deeper than there are nodes.
+    # # A round emits one token beyond the draft, and a draft is never deeper than its number of
+    # nodes.
     left = session.remaining - count - 1
     if not 0 <= nodes <= left or nodes > session.draft_limit or not left:
         return False
@@ -360,7 +375,7 @@ def _is_ready(session: Session, count: int, nodes: int) -> bool:
 
 
 def _sits_out(session: Session) -> bool:
-    """Whether the mask of a session's next token is slow and still being computed."""
+    """Return whether the mask of a session's next token is slow and still being computed."""
     constraint = session.constraint
     if constraint is None or not is_slow(constraint) or session.prefill_left:
         return False

@@ -12,18 +12,18 @@ from typing import Final
 from outrider.ids import DrafterId
 
 BURST_ENTRIES: Final = 8192.0
-"""What of no use a drafter may send beyond what was asked of it: entries of proposals, messages."""
+"""Maximum credit of a drafter for entries and messages that turn out to be of no use."""
 REFILL_ENTRIES_PER_S: Final = 512.0
-"""How much of that comes back every second."""
+"""Credit that a drafter regains per second, in entries."""
 ENTRIES_PER_REQUEST: Final = 128.0
-"""What a wanted draft entitles a drafter to: with look-ahead it guesses at many prefixes, and most
-of them do not come about."""
+"""Credit in entries for each requested draft. A drafter with look-ahead drafts for many possible
+prefixes, most of which do not occur."""
 NODES_PER_ENTRY: Final = 64.0
-"""Nodes of drafts that count as one entry."""
+"""Number of draft nodes that cost as much credit as one entry."""
 ENTRIES_PER_RELEASE: Final = 256
-"""Drafts that may still be on their way for a session that was taken from a drafter."""
+"""Number of drafts in transit that are excused when a session is taken from its drafter."""
 MAX_DRAFTERS: Final = 256
-"""Drafters that are remembered."""
+"""Maximum number of drafters whose health is kept."""
 
 
 class DrafterHealth:
@@ -34,54 +34,57 @@ class DrafterHealth:
 
     def __init__(self) -> None:
         self.answers = 0
-        """Proposals that could be of use."""
+        """Number of usable proposals, plus rounds that found a draft on the device."""
         self.missed = 0
-        """Waits that ran into their proposal timeout."""
+        """Number of waits that ended by the proposal timeout."""
         self.invalid = 0
-        """What was no good; not what merely came too late."""
+        """Number of invalid entries and messages; entries that only came too late do not count."""
         self.silent_since: float | None = None
-        """Since when a session had waited in vain when nothing had been heard meanwhile; None:
-        nobody misses the drafter."""
+        """Start of the first wait that timed out without any proposal from the drafter; None if the
+        drafter is not silent."""
         self._heard_at = -math.inf
         self._credit, self._credited_at = BURST_ENTRIES, -math.inf
         self._strays = 0
-        """Drafts for sessions of others that are not its fault: they were on their way."""
+        """Number of drafts for released sessions that are still excused: they may be in transit."""
 
     @property
     def is_silent(self) -> bool:
-        """Whether nobody needs to wait for it."""
+        """Whether the drafter is silent, so that sessions need not wait for its proposals."""
         return self.silent_since is not None
 
     @property
     def is_flooding(self) -> bool:
-        """Whether it sent more than anybody can have asked for."""
+        """Whether the drafter used up its credit: it sent far more than was requested."""
         return self._credit < 0.0
 
     def silent_s(self, now: float) -> float:
-        """How long it has been missed; 0: nobody does."""
+        """Return how long the drafter has been silent, in seconds, or 0 if it is not silent."""
         since = self.silent_since
         return 0.0 if since is None else max(0.0, now - since)
 
     def record_attach(self) -> None:
-        """It has connected anew, and so said something."""
+        """Record that the drafter connected again, which ends its silence."""
         self.silent_since = None
 
     def record_requests(self, wishes: int) -> None:
-        """So many drafts were wanted of it."""
+        """Add credit for `wishes` drafts that were requested from the drafter."""
         self._credit = min(
             self._credit + ENTRIES_PER_REQUEST * wishes,
             BURST_ENTRIES + ENTRIES_PER_REQUEST * wishes,
         )
 
     def record_release(self) -> None:
-        """A session was taken from it, and it has yet to hear so."""
+        """Record that a session was taken from the drafter; its drafts may still be in transit."""
         self._strays = min(self._strays + ENTRIES_PER_RELEASE, int(BURST_ENTRIES))
 
     def record_proposals(
         self, now: float, *, entries: int, nodes: int, useful: int, unsound: int, strays: int
     ) -> bool:
-        """Proposals came: so many entries, of which so many may be used, fail validation, or are
-        for sessions that are not the drafter's. Whether it had been missed."""
+        """Record a message of proposals, and return whether the drafter was silent before it.
+
+        Of its `entries`, `useful` are usable, `unsound` fail validation, and `strays` are for
+        sessions that the drafter does not serve. `nodes` is the number of draft nodes.
+        """
         self.answers += useful
         excused = min(strays, self._strays)
         self._strays -= excused
@@ -92,21 +95,22 @@ class DrafterHealth:
         return missed
 
     def record_device_drafts(self, now: float, rounds: int) -> None:
-        """Rounds found drafts of it on the device."""
+        """Record `rounds` rounds that found drafts of the drafter on the device."""
         self.answers += rounds
         self._heard_at, self.silent_since = now, None
 
     def record_malformed(self, now: float) -> None:
-        """A message came that could not be read."""
+        """Record a message that could not be decoded."""
         self.invalid += 1
         self._pay(now, 1.0)
 
     def record_lost_sessions(self, sessions: int, now: float) -> None:
-        """It said that it follows so many sessions no longer."""
+        """Record a message in which the drafter gave up `sessions` sessions."""
         self._pay(now, 1.0 + sessions)
 
     def record_timeout(self, since: float) -> bool:
-        """A wait that had begun at `since` was in vain. Whether nobody is to wait any more."""
+        """Record a timed-out wait that began at `since`, and return whether the drafter became
+        silent by it."""
         self.missed += 1
         if self.is_silent or self._heard_at >= since:
             return False
@@ -122,17 +126,20 @@ class DrafterHealth:
 
 
 class DrafterHealthRegistry:
-    """What is remembered of drafters, by name: a new connection does not wash anybody clean."""
+    """Health of drafters by drafter id, kept when a drafter disconnects and connects again."""
 
     def __init__(self) -> None:
         self._known: dict[DrafterId, DrafterHealth] = {}
 
     def __len__(self) -> int:
-        """Drafters that are remembered."""
+        """Return the number of drafters whose health is kept."""
         return len(self._known)
 
     def get_health(self, drafter_id: DrafterId) -> DrafterHealth:
-        """The conduct of a drafter; of many names the oldest is forgotten."""
+        """Return the health of a drafter, which is created if the drafter is new.
+
+        Beyond `MAX_DRAFTERS` drafters the oldest one is removed.
+        """
         known = self._known.get(drafter_id)
         if known is None:
             while len(self._known) >= MAX_DRAFTERS:

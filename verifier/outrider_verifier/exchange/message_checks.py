@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierIdentity:
-    """What a drafter must fit, and the bounds that its messages must keep."""
+    """Properties of the verifier that a drafter must match, and bounds of its messages."""
 
     welcome: Welcome
     vocab_size: int
@@ -47,7 +47,7 @@ class VerifierIdentity:
 
 
 def check_hello(hello: Hello, identity: VerifierIdentity) -> None:
-    """Refuse a drafter that does not fit. Raises FailedPreconditionError."""
+    """Raise FailedPreconditionError if the drafter does not match the verifier."""
     _fit(
         hello.protocol_version == PROTOCOL_VERSION,
         f"protocol version {hello.protocol_version}, this verifier speaks {PROTOCOL_VERSION}",
@@ -85,7 +85,7 @@ def _fit(ok: bool, message: str, reason: str) -> None:
 
 
 class DrafterMessageChecker:
-    """Turns drafters' messages into commands; one for each thread that receives any."""
+    """Turns messages of drafters into commands. Each receiving thread has its own checker."""
 
     def __init__(self, identity: VerifierIdentity) -> None:
         self._identity = identity
@@ -93,7 +93,7 @@ class DrafterMessageChecker:
         """Monotonic counts for metrics."""
 
     def to_command(self, link_id: int, message: DrafterMessage) -> Command | None:
-        """What a message asks of the engine, if anything; never raises."""
+        """Return the command for the engine, or None if the message needs none. Never raises."""
         match message:
             case Proposals():
                 sound = valid_proposals(
@@ -116,6 +116,6 @@ class DrafterMessageChecker:
                 return None
 
     def count_invalid(self, error: InvalidMessageError, count: int = 1) -> None:
-        """Note a message, or entries of one, that were no good."""
+        """Count an invalid message, or `count` invalid entries of a message."""
         self.counters["messages_invalid"] += count
         logger.debug("invalid message: %s", error.message)

@@ -26,7 +26,7 @@ from outrider_verifier.state.session import Session
 from outrider_verifier.state.session_phase import ENDED
 
 _MAX_LOSSES = 3
-"""How often a session that its drafter lost is announced to it again."""
+"""Maximum number of times that a session is announced again to a drafter that lost it."""
 
 
 class SessionAnnouncer:
@@ -43,43 +43,46 @@ class SessionAnnouncer:
         sessions: Callable[[], Iterable[Session]],
         counters: Counter[str],
     ) -> None:
-        """`sessions`: those being served."""
+        """`sessions` returns the sessions being served."""
         self._verdict_builder = verdict_builder
         self._post = post
         self._sessions = sessions
         self._counters = counters
         self._begun: list[Session] = []
-        """Sessions whose drafters have yet to hear what no round is going to tell of."""
+        """Sessions whose reused prefixes must still be sent: no round covers them."""
         self._links: dict[DrafterId, ExchangeLink] = {}
         self._health_registry = DrafterHealthRegistry()
         self._on_link: dict[int, DrafterHealth] = {}
-        """Of the drafters attached now, by link."""
+        """Health of the attached drafters by link id."""
 
     def link_of(self, drafter_id: DrafterId | None) -> ExchangeLink | None:
-        """The connection of a drafter that is attached now."""
+        """Return the link of a drafter, or None if the drafter is not attached."""
         return None if drafter_id is None else self._links.get(drafter_id)
 
     def attached_flag(self, session: Session) -> int:
-        """What events say of a session's drafter: DRAFTER_ATTACHED, or 0."""
+        """Return the event flag DRAFTER_ATTACHED if the session's drafter is attached, else 0."""
         return 0 if self.link_of(session.spec.drafter_id) is None else DRAFTER_ATTACHED
 
     def health_of_link(self, link_id: int | None) -> DrafterHealth | None:
-        """How the drafter on a link behaves; None: the link is gone."""
+        """Return the health of the drafter on a link, or None if the link is gone."""
         return None if link_id is None else self._on_link.get(link_id)
 
     def health_of_drafter(self, drafter_id: DrafterId) -> DrafterHealth | None:
-        """The same of a drafter that is attached; any thread may ask."""
+        """Return the health of a drafter, or None if it is not attached. Thread-safe."""
         link = self._links.get(drafter_id)
         return None if link is None else self._on_link.get(link.link_id)
 
     def record_device_drafts(self, drafter_id: DrafterId, rounds: int) -> None:
-        """So many rounds found drafts of this drafter on the device."""
+        """Record `rounds` rounds that found drafts of this drafter on the device."""
         health = self.health_of_drafter(drafter_id)
         if health is not None:
             health.record_device_drafts(time.monotonic(), rounds)
 
     def set_silent(self, link_id: int, *, silent: bool) -> None:
-        """Let no session wait for the drafter on a link, or let each find out again."""
+        """Mark the drafter on a link as silent or not silent in all its sessions.
+
+        Sessions do not wait for a silent drafter.
+        """
         for session in self._sessions():
             if session.link_id != link_id:
                 continue
@@ -88,7 +91,7 @@ class SessionAnnouncer:
                 session.speculation_state.wait.is_silent = silent
 
     def attach(self, link: ExchangeLink) -> None:
-        """A drafter is ready: its sessions, from their present prefixes on."""
+        """Register a ready drafter, and announce its sessions from their current prefixes."""
         self._counters["attached"] += 1
         self._links[link.drafter_id] = link
         drafter_health = self._on_link[link.link_id] = self._health_registry.get_health(
@@ -99,13 +102,13 @@ class SessionAnnouncer:
             if session.spec.drafter_id == link.drafter_id:
                 self._verdict_builder.forget_session(session)
                 if session.link_id is not None:
-                    # What its predecessor still sends is no fault.
+                    # Drafts that the previous connection still sends are no fault of the drafter.
                     drafter_health.record_release()
                 session.mark_withdrawn()
                 self.announce(session)
 
     def detach(self, link_id: int) -> None:
-        """A connection is gone."""
+        """Remove a link that was closed, and withdraw its sessions without a message."""
         for drafter_id, link in list(self._links.items()):
             if link.link_id == link_id:
                 del self._links[drafter_id]
@@ -116,34 +119,36 @@ class SessionAnnouncer:
                 self._verdict_builder.forget_session(session)
 
     def can_announce(self, session: Session, drafter_id: DrafterId) -> bool:
-        """Whether a drafter is attached and could serve the session from now on."""
+        """Return whether a drafter is attached and could serve the session from now on."""
         link = self.link_of(drafter_id)
         return link is not None and self._verdict_builder.can_announce(session, link)
 
     def announce(self, session: Session) -> None:
-        """Hand the session to its drafter if that is attached and can serve it; of one that decodes
-        plainly it hears when it is to draft for it."""
+        """Announce the session to its drafter if the drafter is attached and can serve the session.
+
+        A session with speculation off or with in-process drafts is not announced.
+        """
         link = self.link_of(session.spec.drafter_id)
         if (
             session.is_speculation_off
-            # Its drafts come between devices.
+            # The drafts of these sessions are not sent over the link.
             or session.in_process_draft_length
             or link is None
             or not self._verdict_builder.can_announce(session, link)
         ):
             return
         session.mark_announced(link.link_id)
-        # Nobody new waits for one that others miss.
+        # A new session does not wait for a drafter that is already silent.
         session.has_stalled_drafter = self._on_link[link.link_id].is_silent
         if session.speculation_state is not None:
             session.speculation_state.wait.is_silent = session.has_stalled_drafter
         for message in self._verdict_builder.start_session(session, link):
-            # Before the next round is planned it may end, and others be given what it held.
+            # The session may end before the next round, and other sessions may reuse its memory.
             self._post(_tell(link.link_id, message).owned())
         self._on_link[link.link_id].record_requests(1)
 
     def reannounce(self, session: Session) -> None:
-        """Begin anew with a session that its drafter lost, a few times."""
+        """Withdraw a lost session, and announce it again up to `_MAX_LOSSES` times."""
         self._counters["sessions_lost_by_drafters"] += 1
         losses = session.drafter_record.record_loss()
         self.withdraw(session)
@@ -151,7 +156,7 @@ class SessionAnnouncer:
             self.announce(session)
 
     def withdraw(self, session: Session) -> None:
-        """End the session at its drafter, if it is announced to one."""
+        """End the session at its drafter, if the session is announced to a drafter."""
         if session.link_id is not None:
             self.send_message(session, SessionEnd(handle=session.handle))
             self._on_link[session.link_id].record_release()
@@ -159,25 +164,28 @@ class SessionAnnouncer:
         self._verdict_builder.forget_session(session)
 
     def drop_drafter(self, session: Session) -> None:
-        """Nobody drafts for the session from now on; it was withdrawn."""
+        """Update the verdict builder for a withdrawn session that no longer has a drafter."""
         self._verdict_builder.follow_session(session)
 
     def advance_without_speculation(self, session: Session) -> None:
-        """Take in what a paused session committed; no drafter is told."""
+        """Record the tokens committed by a session with speculation off, without a message."""
         if session.spec.drafter_id is not None:
             self._verdict_builder.advance_and_build(VerdictBatch.of_current([session], [None]))
 
     def send_plan(self, session: Session) -> None:
-        """Say to its drafter how an announced session is to be drafted for now."""
+        """Send the current speculation plan of an announced session to its drafter."""
         self.send_message(session, PlanChange(handle=session.handle, plan=session.drafter_plan))
 
     def queue_prefix(self, session: Session) -> None:
-        """A session has begun with what others had computed."""
+        """Queue a session that began with a prefix computed for other sessions."""
         self._begun.append(session)
 
     def send_queued_prefixes(self) -> None:
-        """Say what sessions have begun with. It is much to copy: to be called once a round was
-        submitted, and before any with these sessions is told of."""
+        """Send the queued prefixes to the sessions' drafters.
+
+        The copies are large: call this after a round was submitted, and before the verdicts of any
+        round with these sessions are sent.
+        """
         begun, self._begun = self._begun, []
         for session in begun:
             if session.link_id is not None and not (
@@ -187,12 +195,15 @@ class SessionAnnouncer:
                     self.send_message(session, message)
 
     def send_round(self, told: VerdictBatch) -> None:
-        """Say to each drafter what a round committed of its sessions. Features are sent from where
-        they lie, which must be written to only when what was posted has been handed over."""
+        """Send each drafter the verdicts of its sessions in a round.
+
+        Features are sent without a copy: their memory must not be overwritten until the posted
+        messages have been handed over.
+        """
         self.send_verdicts(self._verdict_builder.advance_and_build(told))
 
     def send_verdicts(self, verdicts_by_link: Sequence[tuple[int, Verdicts]]) -> None:
-        """Send verdicts that were worked out; see `send_round`."""
+        """Send verdicts that were already built, given by link id; see `send_round`."""
         for link_id, verdicts in verdicts_by_link:
             self._on_link[link_id].record_requests(int(np.count_nonzero(verdicts.draft_wanted)))
             self._post(_tell(link_id, verdicts))
@@ -204,7 +215,8 @@ class SessionAnnouncer:
 
 
 def _tell(link_id: int, message: VerifierMessage) -> SendMessage:
-    """Verdicts are encoded by the thread that made them, which owns what their features lie in."""
+    """Return the message to send. Verdicts are encoded by the calling thread, which owns the memory
+    of their features."""
     if isinstance(message, Verdicts):
         message = EncodedMessage(encode_verdicts(message))
     return SendMessage(link_id, message)

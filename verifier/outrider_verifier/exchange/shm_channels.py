@@ -30,7 +30,7 @@ class DrafterShmChannels(ShmChannelSet):
         on_lost: Callable[[int], None],
         pin: Callable[[NDArray[np.uint8]], bool],
     ) -> None:
-        """`queue_bytes` bounds what may wait for a drafter that does not read; `pin`: as
+        """A drafter with more than `queue_bytes` unsent bytes is disconnected. `pin` is
         `ModelRunner.pin_memory`."""
         super().__init__(on_lost)
         self._pin = pin
@@ -39,22 +39,23 @@ class DrafterShmChannels(ShmChannelSet):
         self.counters: Counter[str] = checks.counters
 
     def attach_drafter(self, link: ExchangeLink, shm_channel: ShmChannel) -> None:
-        """From here on a drafter is told by this shared-memory channel, of features where rounds
-        put them if it reads them there."""
+        """Send all further messages to a drafter by this shared-memory channel.
+
+        If the drafter reads features in shared memory, rounds may reserve space there.
+        """
         if link.reads_shm_features:
             shm_channel.allow_reservations(self._pin)
         self.attach_channel(link.link_id, shm_channel)
 
     def send_messages(self, link_id: int, messages: Sequence[VerifierMessage]) -> None:
-        """Send messages together."""
+        """Send messages together; drop the channel if more than `queue_bytes` are then unsent."""
         shm_channel = self.send_frames(link_id, *_frames(messages))
         if shm_channel is not None and shm_channel.unsent_bytes > self._queue_bytes:
             self.counters["drafters_overflowed"] += 1
             self.drop_channel(link_id, "the drafter does not read")
 
     def receive_commands(self, ready: Iterable[int]) -> list[Command]:
-        """What drafters ask of the engine, by the shared-memory channels with these file
-        descriptors."""
+        """Return the commands in messages received on the channels with these file descriptors."""
         found: list[Command] = []
         for link_id, frame in self.receive(ready):
             for message in decode_drafter_messages(frame):
@@ -69,7 +70,7 @@ class DrafterShmChannels(ShmChannelSet):
 
 
 def _frames(messages: Sequence[VerifierMessage]) -> list[Frame]:
-    """Messages as frames: together, but for those that are large, which go as they lie."""
+    """Encode messages as frames. Small messages are joined; each large encoded one is a frame."""
     frames: list[Frame] = []
     together: list[VerifierMessage] = []
     for message in messages:

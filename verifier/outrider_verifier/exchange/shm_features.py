@@ -1,6 +1,6 @@
 """Features that the GPU wrote into shared memory, sent to a drafter without a copy.
 
-n rows of a round, R rows of the memory, H feature width.
+In shapes, n is the number of rows of a round, R that of the memory, and H the feature width.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ShmAllocator = Callable[[int, int], NDArray[np.uint8] | None]
-"""A place of so many bytes in what the drafter on a link reads, or None
-(`ShmChannelSet.reserve`)."""
+"""Reserves shared memory that a drafter reads, or returns None: see `ShmChannelSet.reserve`."""
 RowSlices = list[NDArray[np.generic] | None]
 
 
@@ -22,20 +21,20 @@ class ShmFeatures:
     """Features of n rows in shared memory; each row has its own range."""
 
     link_id: int
-    """The drafter's that may see all of the memory."""
+    """Link of the drafter that may read all of `memory`."""
     memory: NDArray[np.generic]
-    """[R, H] in the wire's element type, from where the place begins."""
+    """[R, H] features in the element type of the wire format, from the start of the reservation."""
     offsets: NDArray[np.int64]
-    """[n]: the first row of each."""
+    """[n] index in `memory` of the first feature row of each row."""
     counts: NDArray[np.int64]
-    """[n]; 0: it has none."""
+    """[n] number of feature rows of each row, 0 if there are none."""
 
     def select(self, chosen: NDArray[np.bool_]) -> ShmFeatures:
-        """Some of the rows; chosen [n]."""
+        """Return the features of the rows for which the mask `chosen` [n] is true."""
         return ShmFeatures(self.link_id, self.memory, self.offsets[chosen], self.counts[chosen])
 
     def row_slices(self) -> RowSlices:
-        """[n] of rows [m, H]; None where there are none."""
+        """Return a list of n arrays [count, H], with None for rows without features."""
         return [
             self.memory[offset : offset + count] if count else None
             for offset, count in zip(self.offsets.tolist(), self.counts.tolist(), strict=True)

@@ -40,27 +40,30 @@ logger = logging.getLogger(__name__)
 
 GUARD_TOKENS: Final = 32
 GUARD_S: Final = 1.0
-"""A resumed session goes on for so many tokens, or so long, before others are preferred to it."""
+"""A resumed session is protected from preemption until it has committed `GUARD_TOKENS` tokens or
+`GUARD_S` seconds have passed."""
 GROWTH_TOKENS: Final = 64
-"""Where KV is plentiful, blocks for so many tokens more are held at a time: taking one, and
-telling a device of it, costs as much as taking several."""
+"""Tokens for which a session reserves blocks in advance while KV is plentiful, since reserving
+several blocks costs as much as reserving one."""
 AMPLE_FREE_BLOCKS_FACTOR: Final = 4
-"""It is while free blocks would let every running session hold so much ahead so many times."""
+"""KV is plentiful while the free blocks are more than this many times the advance blocks
+(`GROWTH_TOKENS`) of all running sessions."""
 CHECK_INTERVAL_S: Final = 0.02
-"""How often the policy is asked while sessions wait and nothing happens."""
+"""Interval, in seconds, at which the policy is asked while sessions wait and nothing else
+happens."""
 
 
 class Admission(NamedTuple):
-    """The outcome for a waiting session for which blocks were found."""
+    """The result of admitting a waiting session for which blocks were found."""
 
     session: Session
     error: Exception | None = None
-    """Why the session could not be admitted although there were blocks; it still waits, and is to
-    be failed. None: it runs."""
+    """The error that prevented the admission although there were blocks; the session still waits,
+    and the caller must fail it. None if the session runs."""
     has_prefix: bool = False
-    """Whether some of its prompt was in the prefix cache."""
+    """Whether a part of the session's prompt was found in the prefix cache."""
     is_swapped_in: bool = False
-    """Whether its KV came back from the swap space."""
+    """Whether the session's KV was copied back from the swap space."""
 
 
 class BlockManager:
@@ -77,9 +80,9 @@ class BlockManager:
         prefixes: PrefixCache | None,
         counters: Counter[str],
     ) -> None:
-        """`swap`: where preempted sessions may be swapped to. `way`: how they get their KV back;
-        None: by what either costs. `prefixes`: what sessions leave behind for others; None: nothing
-        is kept. Blocks that the runner has taken are out of reach."""
+        """`swap` is the swap space for preempted sessions, if any. `way` is how preempted sessions
+        get their KV back; None chooses the cheaper mode by measured costs. `prefixes` is the prefix
+        cache; None disables it. Blocks that the runner has taken before are not counted."""
         self._pool, self._runner, self._swap = pool, runner, swap
         self._bounds, self._way = bounds, way
         self._prefixes = prefixes
@@ -89,31 +92,34 @@ class BlockManager:
         """Sessions with KV, in the order in which they were admitted."""
         self.waiting: dict[SessionId, Session] = {}
         self.lengths = OutputLengthStats()
-        """Of the answers that ended."""
+        """Statistics of the lengths of finished answers."""
         self._admissions: list[Admission] = []
-        """Since they were last taken."""
+        """Admissions since the last call of `take_admissions`."""
         self.max_session_preemptions = 0
-        """Most preemptions of one session so far."""
+        """Highest number of preemptions of one session so far."""
         self.pressed = False
-        """Whether somebody is to be preempted once the round in flight is settled."""
+        """Whether a session of the round in flight must be preempted or recomputed once the round
+        is finished."""
         self._recompute_s = 0.0
-        """Of a token; 0: not known."""
+        """Time to prefill one token, in seconds; 0 if unknown."""
         self._seen, self._again_at = -1, 0.0
-        """What `touched` was when the policy was last asked, and when to ask it again."""
+        """The value of `touched` when the policy was last asked, and the time at which to ask it
+        again."""
 
     def max_blocks(self, max_len: int) -> int:
-        """KV blocks that a session of at most `max_len` tokens may ever have to hold, whatever its
-        plan becomes."""
+        """Return the number of KV blocks that a session of at most `max_len` tokens may ever need,
+        under any speculation plan."""
         # The last token is never written.
         return self._pool.blocks_for(max_len - 1 + self._runner.slot_headroom.max_slots)
 
     def add_session(self, session: Session) -> None:
-        """A session was opened; it waits. Raises InvalidRequestError if it can never run."""
+        """Add an opened session to the waiting sessions. Raises InvalidRequestError if the session
+        can never run."""
         self._runner.open_session(session)
         self.waiting[session.session_id] = session
 
     def remove_session(self, session: Session) -> None:
-        """Forget a session and give back all that it holds; idempotent."""
+        """Forget a session and free its KV and runner state; idempotent."""
         # The runner knows the sessions that run or wait.
         running = self.running.pop(session.session_id, None)
         waiting = self.waiting.pop(session.session_id, None)
@@ -122,31 +128,32 @@ class BlockManager:
             self._runner.close_session(session)
 
     def store_prefix(self, session: Session) -> None:
-        """Let others begin with what a session has written."""
+        """Store the session's KV in the prefix cache, if there is one."""
         if self._prefixes is not None and not session.is_waiting:
             self._prefixes.store_prefix(session)
 
     @property
     def prefix_blocks(self) -> int:
-        """Blocks that sessions may begin with."""
+        """Number of blocks in the prefix cache."""
         return 0 if self._prefixes is None else len(self._prefixes)
 
     @property
     def prefix_feature_bytes(self) -> int:
-        """Host memory that the features of these take."""
+        """Host memory, in bytes, that the features of cached blocks take."""
         return 0 if self._prefixes is None else self._prefixes.feature_bytes
 
     @property
     def swapped_bytes(self) -> int:
-        """Host memory that the KV of preempted sessions takes."""
+        """Host memory, in bytes, that the KV of swapped sessions takes."""
         return 0 if self._swap is None else self._swap.used_bytes
 
     def next_check_at(self, now: float) -> float | None:
-        """When the policy wants to be asked again though nothing happens; None: never."""
+        """Return the time at which the policy must be asked again even if nothing happens; None if
+        no session waits."""
         return max(now, self._again_at) if self.waiting else None
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """So many tokens were prefilled, which took so long."""
+        """Record that prefilling `tokens` tokens took `seconds`."""
         each_s = seconds / tokens
         self._recompute_s = (
             self._recompute_s + TIME_EMA_WEIGHT * (each_s - self._recompute_s)
@@ -155,39 +162,41 @@ class BlockManager:
         )
 
     def recompute_s(self, session: Session) -> float:
-        """Estimated time to prefill what a session has written; 0 where that was not measured."""
+        """Return the estimated time, in seconds, to recompute the session's KV; 0 if no prefill was
+        measured yet."""
         return self._recompute_s * session.kv.len
 
     def expected_tokens_left(self, session: Session) -> int:
-        """Tokens that a session is expected to emit from now on."""
+        """Return the number of tokens that a session is expected to emit from now on."""
         return self._expected_answer(session) - session.emitted - _emitted_before(session)
 
     def take_admissions(self) -> list[Admission]:
-        """The admissions since the last call, in order. The caller has to act on each: to fail the
-        session, or to tell its drafter."""
+        """Return the admissions since the last call, in order. The caller must fail the sessions
+        with an error and inform the drafters of the admitted ones."""
         admissions, self._admissions = self._admissions, []
         return admissions
 
     # ---- before a round ------------------------------------------------------------------------
 
     def grow_running(self) -> bool:
-        """Let every running session hold the blocks that its next rounds may write; False if they
-        are not all there. Most rounds nobody needs any."""
+        """Reserve the blocks that each running session needs for its next rounds. Return False if
+        there are not enough. In most rounds no session needs any."""
         short = [s for s in self.running.values() if s.length > s.covered_len]
         return not short or self._hold_all(short, 0)
 
     def grow_sessions(self, sessions: Iterable[Session], tokens: int) -> None:
-        """While a round runs, or drafts are made: let these sessions hold what they need once up to
-        `tokens` more of each are committed, and tell the device, so that the next round need not
-        wait for that. Where blocks are short nothing is done."""
+        """While a round runs or drafters draft, reserve the blocks that `sessions` need once up to
+        `tokens` more tokens of each are committed, and upload the block tables, so that the next
+        round need not wait for this. If blocks are short, nothing is uploaded."""
         short = [s for s in sessions if s.length + tokens > s.covered_len and s.phase is not ENDED]
         if short and self._hold_all(short, tokens):
             self._runner.upload_new_blocks()
 
     def prepare_round(self, now: float, *, touched: int, in_flight: Container[SessionId]) -> bool:
-        """Before a round is planned: admitted whom there is room for, preempt whom the policy
-        picks, and have blocks for every running session. False: the round in flight, with the
-        sessions `in_flight`, is to be settled first. `touched`: see `EngineCore`."""
+        """Before a round is planned, admit and preempt sessions as the policy decides, and reserve
+        blocks for every running session. Return False if the round in flight must be finished
+        first, because the policy preempts a session in `in_flight`. For `touched` see
+        `EngineCore`."""
         grown = self.grow_running()
         due = self.waiting and (touched != self._seen or now >= self._again_at)
         if grown and not due and not self.pressed:
@@ -222,7 +231,7 @@ class BlockManager:
         return plan_preemption(state, self._bounds)
 
     def _brief_claim(self, session: Session, now: float) -> SessionClaim:
-        """Of a session that waits, as far as `admit_all` looks at it."""
+        """Return the claim of a waiting session with the fields that `admit_all` needs."""
         most = session.max_blocks
         held_next = session.kv_len + self._runner.slot_headroom.slots_beyond(session)
         return SessionClaim(
@@ -253,26 +262,30 @@ class BlockManager:
         )
 
     def _expected_answer(self, session: Session) -> int:
-        """Tokens that an answer will have, those of earlier epochs included."""
+        """Return the expected length of the session's answer in tokens, including tokens of earlier
+        epochs."""
         before = _emitted_before(session)
         return self.lengths.expected_len(
             before + session.emitted, before + session.spec.max_new_tokens
         )
 
     def _ahead(self) -> int:
-        """Tokens for which sessions that need blocks take some ahead."""
+        """Return the number of tokens for which sessions reserve blocks in advance; 0 if KV is not
+        plentiful."""
         most = len(self.running) * self._pool.blocks_for(GROWTH_TOKENS) * AMPLE_FREE_BLOCKS_FACTOR
         return GROWTH_TOKENS if not self.waiting and self._pool.free_blocks > most else 0
 
     # ---- effects -------------------------------------------------------------------------------
 
     def _hold_all(self, sessions: Sequence[Session], tokens: int) -> bool:
-        """For `tokens` more of each, or for more where there is plenty; whether all have them."""
+        """Reserve blocks for `tokens` more tokens of each session, or for more if KV is plentiful.
+        Return whether all sessions got their blocks."""
         tokens = max(tokens, self._ahead())
         return all([self._hold(session, tokens) for session in sessions])
 
     def _hold(self, session: Session, tokens: int) -> bool:
-        """For `tokens` more than it has, but none past its end."""
+        """Reserve blocks for `tokens` more tokens of a session, but none beyond its maximum length.
+        Return whether there were enough."""
         beyond = self._runner.slot_headroom.slots_beyond(session)
         tokens = min(tokens, session.max_len - session.length)
         if not session.kv.reserve(session.kv_len + tokens + beyond):
@@ -288,7 +301,8 @@ class BlockManager:
                 continue
             session = self.waiting[action.session_id]
             if self.running and not self._runner.prefetch_session(session):
-                # Its copy comes beside the rounds, which do not wait for it; one at a time.
+                # # The session's KV is copied while rounds run, which do not wait for the copy; one
+                # session is copied at a time.
                 self._seen = -1
                 return
             admitted = self._admit(session, action.blocks, now)
@@ -297,7 +311,7 @@ class BlockManager:
                 timeline.mark_instant("resumed")
 
     def preempt_session(self, session: Session, now: float) -> None:
-        """Take the KV of a running session that is in no round; it waits to be admitted again."""
+        """Preempt a running session that is in no round. The session waits to be admitted again."""
         swap = self._swap if self._mode_of(session) is PreemptionMode.SWAP else None
         self.store_prefix(session)
         way = (
@@ -322,14 +336,15 @@ class BlockManager:
         )
 
     def can_recompute(self, session: Session) -> bool:
-        """Whether a running session that gives its blocks back finds as many."""
+        """Return whether a running session that frees its blocks would find as many free blocks
+        afterwards."""
         shared = self._pool.ledger.shared_blocks(session.kv.blocks)
         return len(shared) <= self._pool.free_blocks
 
     def recompute_session(self, session: Session, now: float) -> None:
-        """Have a running session that is in no round, and of which `can_recompute` is true, prefill
-        all that it has written once more: the draft's KV is written with it. It waits for nobody,
-        and does not count as preempted."""
+        """Make a running session prefill its whole prefix again, so that its draft KV is computed
+        too. The session must be in no round, and `can_recompute` must be true for it. The session
+        is admitted at once, and this does not count as a preemption."""
         blocks = session.kv.num_blocks
         self._runner.suspend_session(session, None)
         del self.running[session.session_id]
@@ -338,12 +353,13 @@ class BlockManager:
         self._admit(session, blocks, now)
 
     def forget_draft_kv(self) -> None:
-        """See `PrefixCache`."""
+        """Mark the draft KV of all cached blocks as absent, because the drafter has changed."""
         if self._prefixes is not None:
             self._prefixes.forget_draft_kv()
 
     def _admit(self, session: Session, blocks: int, now: float) -> bool:
-        """Let a session run with so many blocks; False if that failed, and it still waits."""
+        """Admit a session with `blocks` blocks. Return False if this failed; the session then still
+        waits."""
         slots, found, told = blocks * self._pool.block_tokens, 0, session.written_positions
         if self._prefixes is not None and session.phase is not SWAPPED:
             found = self._prefixes.attach_prefix(session, slots)
@@ -365,5 +381,5 @@ class BlockManager:
 
 
 def _emitted_before(session: Session) -> int:
-    """Tokens that earlier epochs of a session emitted."""
+    """Return the number of tokens that earlier epochs of a session emitted."""
     return len(session.spec.token_ids) - session.spec.prompt_len

@@ -1,12 +1,13 @@
 """Preemption policy: decides which sessions hold KV, wait, or are preempted. Pure.
 
-Times are seconds. A session *waits* (no KV: it was opened, or preempted) or *runs*. Its claim is
-its priority plus one for every `priority_aging_s` of its total waiting time, so that no session
-starves behind later ones of a higher priority. Waiting sessions are admitted by claim, then in
-order of opening, and none passes the first in line. Only a higher priority takes blocks from others
-to be admitted; a running session that must grow may take them from any. No session is preempted
-more than `max_preemptions` times: after the last time it is admitted only with all the blocks that
-it may ever need, and keeps them.
+Times are seconds. A session *runs* if it holds KV, and *waits* if it was only opened or was
+preempted. Its priority level is its priority plus one for every `priority_aging_s` of its total
+waiting time, so that a session does not starve behind later sessions of a higher priority. Waiting
+sessions are admitted by priority level, then in order of opening; no session overtakes the first in
+line. To be admitted, a session may preempt only sessions of a lower priority. A running session
+that must grow may cause the preemption of any other. No session is preempted more than
+`max_preemptions` times: after the last time it is admitted only with all the blocks that it may
+ever need, and keeps them.
 """
 
 from __future__ import annotations
@@ -21,79 +22,82 @@ from outrider.ids import SessionId
 from outrider_verifier.state.preemption_mode import PreemptionMode
 
 OVERCOMMIT: Final = 1.25
-"""How much of the pool running sessions may be expected to hold at their ends, all together: they
-do not end at the same time."""
+"""Maximum total of the running sessions' expected final blocks, relative to the pool. It is above 1
+because sessions end at different times."""
 PRIOR_TOKENS: Final = 256.0
-"""Length that an answer is expected to have before any has ended."""
+"""Expected length of an answer, in tokens, before any answer has ended."""
 MIN_GAIN: Final = 1 / 64
-"""Weight of one answer's length in what is expected of the next ones, at least."""
+"""Minimum weight of a finished answer in the moving average of answer lengths."""
 GROWTH: Final = 1.25
-"""A session that is longer than expected is expected to become so many times as long as it is."""
+"""Expected final length of an answer that is longer than the mean, relative to its present
+length."""
 
 
 class SessionClaim(NamedTuple):
-    """What the policy must know of one session."""
+    """One session's need for KV blocks, as seen by the policy."""
 
     session_id: SessionId
     priority: int
     opened_at: float
     blocks: int
-    """That it holds; 0 while it waits."""
+    """Number of blocks that the session holds; 0 while it waits."""
     next_blocks: int
-    """That it must hold for its next rounds."""
+    """Number of blocks that the session needs for its next rounds."""
     max_blocks: int
-    """That it may ever have to hold."""
+    """Maximum number of blocks that the session may ever need."""
     expected_blocks: int
-    """That it is expected to hold at its end."""
+    """Number of blocks that the session is expected to hold at its end."""
     tokens: int = 0
-    """Whose KV is lost, or has to be copied, if it is preempted."""
+    """Number of tokens whose KV is lost, or must be copied, if the session is preempted."""
     preemptions: int = 0
     waited_s: float = 0.0
-    """In all, up to now."""
+    """Total waiting time of the session so far, in seconds."""
     is_protected: bool = False
-    """Whether it was resumed too lately to be preempted again."""
+    """Whether the session was resumed so recently that it should not be preempted again."""
     shared: tuple[int, ...] = ()
-    """Numbers of those of its blocks that others hold, too: they are free once the last is gone."""
+    """Numbers of the session's blocks that other sessions hold, too. A shared block becomes free
+    when its last session frees it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionLimits:
-    """What preemption keeps to."""
+    """Limits of admission and preemption."""
 
     max_running: int
-    """Sessions that hold KV at once."""
+    """Maximum number of sessions that hold KV at the same time."""
     max_preemptions: int
-    """Of one session."""
+    """Maximum number of preemptions of one session."""
     watermark: float
-    """Share of the pool that stays free when sessions are admitted, besides a block for each that
-    runs."""
+    """Share of the pool that stays free when sessions are admitted, in [0, 1). At least one block
+    per running session stays free, too."""
     aging_s: float
-    """What waiting so long adds one to a session's claim."""
+    """Waiting time, in seconds, that raises a session's priority level by one."""
     guard_blocks: int
-    """Free blocks, beside what it takes, that a preempted session must find to be resumed: else it
-    would be the next one to go."""
+    """Number of additional free blocks that must exist before a preempted session is resumed, since
+    it might be preempted again at once otherwise."""
 
     def reserved_blocks(self, running: int, total_blocks: int) -> int:
-        """Blocks that stay free when a session is admitted beside so many."""
+        """Return the number of blocks that must stay free when a session is admitted to `running`
+        other sessions."""
         return max(int(self.watermark * total_blocks), running + 1)
 
     def priority_level(self, claim: SessionClaim) -> int:
-        """A session's claim on the others' blocks."""
+        """Return the session's priority plus one for every `aging_s` of its waiting time."""
         return claim.priority + int(claim.waited_s / self.aging_s)
 
     def admission_order(self, claim: SessionClaim) -> tuple[float, float]:
-        """Who is admitted first is smaller."""
+        """Return the sort key of admission; sessions with smaller keys are admitted first."""
         return -self.priority_level(claim), claim.opened_at
 
     def entry_blocks(self, claim: SessionClaim) -> int:
-        """Blocks that a session takes when it is admitted."""
+        """Return the number of blocks that a session takes when it is admitted."""
         last = claim.preemptions >= self.max_preemptions
         return claim.max_blocks if last else claim.next_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPoolState:
-    """The pool and everybody's claims on it."""
+    """The KV pool and the claims of all sessions."""
 
     free_blocks: int
     total_blocks: int
@@ -104,23 +108,23 @@ class KVPoolState:
 def can_all_run(
     *, max_blocks: int, sessions: int, total_blocks: int, bounds: PreemptionLimits
 ) -> bool:
-    """Return whether `sessions`, those that wait included, can all run to their maximum length
-    without a preemption. `max_blocks`: blocks that they need together at most. If true,
-    `plan_preemption` would preempt no session."""
+    """Return whether all `sessions` running and waiting sessions can run to their maximum length
+    without a preemption. `max_blocks` is the maximum number of blocks that they need together. If
+    true, `plan_preemption` would preempt no session."""
     reserve = bounds.reserved_blocks(sessions, total_blocks)
     return max_blocks + reserve <= total_blocks and sessions <= bounds.max_running
 
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """Take a running session's blocks; it waits from now on."""
+    """Action that frees a running session's blocks and makes the session wait."""
 
     session_id: SessionId
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitSession:
-    """Give a waiting session so many blocks; it runs from now on."""
+    """Action that gives a waiting session `blocks` blocks and lets it run."""
 
     session_id: SessionId
     blocks: int
@@ -141,8 +145,9 @@ def plan_preemption(state: KVPoolState, bounds: PreemptionLimits) -> list[Action
 
 
 def admit_all(waiting: Iterable[SessionClaim], bounds: PreemptionLimits) -> list[Action]:
-    """What to do where `can_all_run`; of a claim only who waits, how long and what for is looked
-    at."""
+    """Return the admission of every waiting session, in order, for use if `can_all_run` is true.
+    Only the claims' priority, waiting time, opening time, preemption count, `next_blocks` and
+    `max_blocks` are used."""
     return [
         AdmitSession(claim.session_id, bounds.entry_blocks(claim))
         for claim in sorted(waiting, key=bounds.admission_order)
@@ -152,9 +157,9 @@ def admit_all(waiting: Iterable[SessionClaim], bounds: PreemptionLimits) -> list
 def choose_mode(
     *, swap_s: float | None, recompute_s: float, wanted: PreemptionMode | None = None
 ) -> PreemptionMode:
-    """How a session is to get its KV back. `swap_s`: seconds of a swap out and in again, None
-    where there is no room for it or nothing to be swapped; `recompute_s`: seconds of prefilling, 0
-    where that was not measured. `wanted`: not to be weighed."""
+    """Return how a preempted session should get its KV back. `swap_s` is the time, in seconds, of
+    swapping out and in; None if swapping is impossible. `recompute_s` is the time of prefilling, in
+    seconds; 0 if unknown. `wanted` overrides the comparison of both, if swapping is possible."""
     if swap_s is None or wanted is PreemptionMode.RECOMPUTE:
         return PreemptionMode.RECOMPUTE
     if wanted is PreemptionMode.SWAP or not recompute_s:
@@ -163,7 +168,7 @@ def choose_mode(
 
 
 class OutputLengthStats:
-    """How long answers are expected to become, by those that have ended."""
+    """Moving average of the lengths of finished answers, for predicting others."""
 
     def __init__(self) -> None:
         self._mean = PRIOR_TOKENS
@@ -171,22 +176,22 @@ class OutputLengthStats:
 
     @property
     def mean(self) -> float:
-        """Tokens of an answer, as seen of late."""
+        """Recent mean number of tokens of an answer."""
         return self._mean
 
     def observe(self, emitted: int) -> None:
-        """An answer ended after so many tokens."""
+        """Record that an answer ended after `emitted` tokens."""
         self._seen += 1
         self._mean += max(1 / self._seen, MIN_GAIN) * (emitted - self._mean)
 
     def expected_len(self, emitted: int, most: int) -> int:
-        """Tokens that an answer will have of which so many are there, and that has `most` at most;
-        at least `emitted`."""
+        """Return the expected final length of an answer that has `emitted` tokens now and can have
+        `most` tokens at most."""
         return max(emitted, min(most, int(max(self._mean, GROWTH * emitted))))
 
 
 class _PoolLedger:
-    """The pool as it would be after the actions so far."""
+    """The state of the pool after the actions planned so far."""
 
     def __init__(self, state: KVPoolState, bounds: PreemptionLimits) -> None:
         self._bounds = bounds
@@ -195,18 +200,20 @@ class _PoolLedger:
         self._spare = state.free_blocks - sum(map(_missing, state.running))
         """Free blocks beyond those that running sessions are about to take; may be negative."""
         self._holders = Counter(block for claim in state.running for block in claim.shared)
-        """Of blocks that several hold: who of them still runs."""
+        """Number of running sessions that hold each shared block."""
         self.actions: list[Action] = []
 
     def preempt_for_growth(self) -> None:
-        """Preempt until everybody else finds the blocks for the next rounds."""
+        """Preempt sessions until all others find the blocks for their next rounds."""
         while self._spare < 0:
-            # Who reached the bound holds all that it needs, so somebody else lacks blocks.
+            # # Sessions that reached the preemption limit hold all the blocks that they need, so
+            # another session lacks blocks and can be preempted.
             victim = min(self._open_to_preemption(), key=self._cost)
             self._preempt(victim)
 
     def admit(self, claim: SessionClaim) -> bool:
-        """Let a session in, at the cost of lower priorities if need be; whether that can be."""
+        """Plan the admission of a session, preempting sessions of lower priority if necessary.
+        Return False if the session cannot be admitted."""
         victims: list[SessionClaim] = []
         if not self._fits(claim, victims):
             lesser = sorted(self._lesser(claim), key=self._cost)
@@ -223,7 +230,7 @@ class _PoolLedger:
         return True
 
     def _fits(self, claim: SessionClaim, gone: Sequence[SessionClaim]) -> bool:
-        """Whether a session finds a place and blocks once these are gone."""
+        """Return whether a session could be admitted once the sessions `gone` were preempted."""
         stay = len(self._running) - len(gone)
         spare = self._spare + self._freed(gone)
         if not stay:
@@ -238,7 +245,8 @@ class _PoolLedger:
         return max(guarded_blocks, entry + reserve) <= spare and self._expected(claim, gone)
 
     def _expected(self, claim: SessionClaim, gone: Sequence[SessionClaim]) -> bool:
-        """Whether it is likely to stay: those that it cannot displace will leave it enough."""
+        """Return whether the session can probably run to its end: sessions that it cannot displace
+        are expected to leave enough blocks."""
         names = {lesser.session_id for lesser in gone}
         others = (
             other.expected_blocks
@@ -248,7 +256,7 @@ class _PoolLedger:
         return sum(others) + claim.expected_blocks <= OVERCOMMIT * self._total
 
     def _needed(self, claim: SessionClaim, victims: list[SessionClaim]) -> list[SessionClaim]:
-        """Without those whose going the others' going has made needless."""
+        """Return `victims` without those sessions that need not be preempted, given the others."""
         for lesser in sorted(victims, key=attrgetter("blocks")):
             rest = [other for other in victims if other is not lesser]
             if self._fits(claim, rest):
@@ -262,7 +270,7 @@ class _PoolLedger:
         self.actions.append(Preempt(victim.session_id))
 
     def _freed(self, gone: Sequence[SessionClaim]) -> int:
-        """How much more is spare once these are gone."""
+        """Return the number of blocks that become spare once the sessions `gone` are preempted."""
         last = Counter(block for claim in gone for block in claim.shared)
         alone = sum([claim.blocks - len(claim.shared) + _missing(claim) for claim in gone])
         return alone + sum([self._holders[block] == count for block, count in last.items()])
@@ -272,7 +280,7 @@ class _PoolLedger:
         return (claim for claim in self._running.values() if claim.preemptions < bound)
 
     def _lesser(self, claim: SessionClaim) -> Iterable[SessionClaim]:
-        """Whom a session that waits may displace."""
+        """Return the running sessions that a waiting session may displace."""
         level = self._bounds.priority_level
         return (
             other
@@ -283,7 +291,8 @@ class _PoolLedger:
         )
 
     def _cost(self, claim: SessionClaim) -> tuple[int, bool, int, float]:
-        """Who goes first is smaller: the lowest claim, then the least progress, then the latest."""
+        """Return the sort key of preemption; sessions with smaller keys are preempted first: lowest
+        priority level, then unprotected, then least progress, then opened last."""
         return (
             self._bounds.priority_level(claim),
             claim.is_protected,

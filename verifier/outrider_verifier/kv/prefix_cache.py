@@ -1,11 +1,11 @@
 """Prefix cache: KV blocks that sessions leave behind, reused by later sessions.
 
-Engine thread only. Only full blocks are kept. A block is keyed by its tokens without the first, and
-the token after it: a draft head's KV of a position is computed with the next token (EAGLE-3, arXiv
-2503.01840). Blocks form a tree: a block is found by its predecessor and its own tokens, compared
-one by one, so no two prefixes are ever taken for each other. A block also records what a session
-that skips it must have: whether the in-process head has its KV there, and the features for a
-drafter outside.
+Engine thread only. Only full blocks are cached. The key of a block is shifted by one position: it
+contains the tokens of the block except the first, and the token after the block. The reason is that
+a draft head computes the KV of a position with the next token (EAGLE-3, arXiv 2503.01840). Blocks
+form a tree: a block is found by its predecessor and its exact tokens, so different prefixes never
+match. A block also records whether the in-process draft head has its KV for the block, and the
+features that a drafter process needs.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from outrider_verifier.exchange.feature_store import FeatureStore
 from outrider_verifier.state.session import Session
 
 _Key = tuple[int, bytes]
-"""The number of the block before, and tokens; the first token of all stands for the number of the
-block before the first."""
+"""Number of the previous block, and the key tokens. For a first block, a value made from the first
+token of the prefix replaces the number (`_root`)."""
 
 
 @dataclass(slots=True, eq=False)
 class _CachedBlock:
-    """A block and what is known of it."""
+    """A cached KV block and its metadata."""
 
     number: int
-    """No other has had it."""
+    """Unique number of the entry, never reused."""
     key: _Key
     block: int
     has_draft_kv: bool
-    """Whether the in-process drafter has its KV there, too."""
+    """Whether the block holds the in-process drafter's KV, too."""
     features: tuple[int, ...] = ()
-    """The store's chunks with its features; none if they are not known."""
+    """Chunks of the feature store with the block's features; empty if they are not stored."""
 
 
 class PrefixCache:
-    """Blocks of a pool by the prefixes that they hold."""
+    """Maps prefixes to cached blocks of a KV pool."""
 
     def __init__(
         self,
@@ -50,28 +50,29 @@ class PrefixCache:
         feature_bytes: int,
         counters: Counter[str],
     ) -> None:
-        """`store`: features of sessions, in chunks of which a block has a whole number. `drafted`:
-        whether the in-process drafter has the KV of all that a session has written.
-        `feature_bytes`: most that features of kept blocks take."""
+        """`store` holds the features of sessions in chunks; a block is a whole number of chunks.
+        `drafted` returns whether the in-process drafter has the KV of the session's whole prefix.
+        `feature_bytes` is the maximum host memory of the features of cached blocks."""
         self._pool, self._store, self._drafted = pool, store, drafted
         self._counters = counters
         self._kept: dict[_Key, _CachedBlock] = {}
         self._of_block: dict[int, _CachedBlock] = {}
         self._numbers = itertools.count(1)
         self._featured: OrderedDict[int, _CachedBlock] = OrderedDict()
-        """Those with features, by number; what was used longest ago is first."""
+        """Cached blocks with features, by number, least recently used first."""
         self._budget = feature_bytes
         self._chunks = 1 if store is None else pool.block_tokens // store.chunk
-        """Of a block."""
+        """Number of feature chunks per block."""
         pool.ledger.evicted = self._evicted
 
     def __len__(self) -> int:
-        """Blocks that are kept, those that sessions hold included."""
+        """Return the number of cached blocks, including those that sessions use."""
         return len(self._kept)
 
     @property
     def feature_bytes(self) -> int:
-        """Host memory that features of kept blocks take, what sessions hold of it included."""
+        """Host memory, in bytes, of the features of cached blocks, including features that sessions
+        share."""
         if self._store is None:
             return 0
         return len(self._featured) * self._chunks * self._store.chunk_bytes
@@ -79,10 +80,12 @@ class PrefixCache:
     # ---- a session begins ----------------------------------------------------------------------
 
     def attach_prefix(self, session: Session, slots: int) -> int:
-        """Let a session that holds no block hold blocks for `slots` slots, of which the first are
-        written: how many tokens it need not prefill. At 0 it holds nothing yet."""
+        """Attach the cached blocks of the session's prefix and reserve blocks for `slots` slots in
+        all. Return the number of tokens that need no prefill; if it is 0, the session holds no
+        blocks. The session must hold no blocks before."""
         if self._store is not None:
-            # With its features the round before may have left its prompts to be kept.
+            # # Storing the prompts of the round before may have been deferred together with its
+            # features.
             self._store.run_deferred()
         self._counters["prefix_cache_query_tokens"] += session.kv_len
         found = self._find(session)
@@ -95,11 +98,12 @@ class PrefixCache:
         return len(found) * size
 
     def _find(self, session: Session) -> list[_CachedBlock]:
-        """The blocks that it may begin with."""
+        """Return the cached blocks with which the session may begin."""
         size, told = self._pool.block_tokens, session.written_positions
         most = (session.length - 1) // size
         if session.keeps_features and not self._may_append(session):
-            # Its drafter could not be told what nobody computes.
+            # # The session's drafter needs features of these positions, which would not be
+            # computed.
             most = min(most, told // size)
         found: list[_CachedBlock] = []
         before = _root(session)
@@ -115,15 +119,15 @@ class PrefixCache:
         return found
 
     def _may_append(self, session: Session) -> bool:
-        """Whether the store takes in the features of a whole prefix."""
+        """Return whether the store has space for the features of the session's whole prefix."""
         store = self._store
         if store is None or not store.is_complete(session.handle):
             return False
         return store.has_room(session.kv_len - session.written_positions)
 
     def _append_features(self, session: Session, found: list[_CachedBlock], known: int) -> None:
-        """The store has the features before these blocks, and of the first `known` positions of
-        theirs; now it has all."""
+        """Add the features of the blocks `found` to the session's features in the store. The store
+        already has the features of the first `known` positions of these blocks."""
         store = self._store
         assert store is not None
         whole, known = divmod(known, store.chunk)
@@ -138,9 +142,8 @@ class PrefixCache:
     # ---- what it leaves ------------------------------------------------------------------------
 
     def store_prefix(self, session: Session) -> None:
-        """Keep what a session has written: a prompt that is whole, or all of it when it loses its
-        KV."""
-        # What was written behind its last token was not emitted.
+        """Store the full KV blocks of a session in the cache."""
+        # # KV beyond the session's last token belongs to tokens that were not emitted.
         count = min(session.kv.len, session.length - 1) // self._pool.block_tokens
         if not count:
             return
@@ -154,7 +157,7 @@ class PrefixCache:
             self._keep_features(session, kept)
 
     def forget_draft_kv(self) -> None:
-        """The draft KV of no block is there any more: its drafter is another one."""
+        """Mark the draft KV of all cached blocks as absent, because the drafter has changed."""
         for kept in self._kept.values():
             kept.has_draft_kv = False
 
@@ -164,7 +167,7 @@ class PrefixCache:
             kept = self._kept[key] = _CachedBlock(next(self._numbers), key, block, drafted)
             self._hold(kept)
         elif drafted and not kept.has_draft_kv:
-            # The same with the draft head's KV is of use to more sessions.
+            # # A block that also holds draft KV serves more sessions.
             if kept.block != block:
                 del self._of_block[kept.block]
                 self._pool.ledger.release_block(kept.block)
@@ -176,13 +179,14 @@ class PrefixCache:
     def _hold(self, kept: _CachedBlock) -> None:
         other = self._of_block.get(kept.block)
         if other is not None:
-            # Nothing leads to it any more: what came before it was evicted.
+            # # The old entry is unreachable, since its predecessor was evicted.
             self._forget(other)
         self._pool.ledger.retain_block(kept.block)
         self._of_block[kept.block] = kept
 
     def _keep_features(self, session: Session, kept: list[_CachedBlock]) -> None:
-        """Of those blocks that have none yet, as far as the store has them."""
+        """Store the features of those blocks of `kept` that have none yet, as far as the store has
+        them."""
         assert self._store is not None
         chunks, each = self._store.full_blocks(session.handle), self._chunks
         del kept[len(chunks) // each :]
@@ -211,12 +215,14 @@ class PrefixCache:
         self._forget(self._of_block[block])
 
     def _tokens(self, session: Session, blocks: int) -> Iterator[bytes]:
-        """Of its first blocks: the tokens behind the first one of all, B for each."""
+        """Return the key tokens of the session's first `blocks` blocks, as bytes per block; they
+        are shifted by one position (see the module's docstring)."""
         width = self._pool.block_tokens * session.tokens.itemsize
         data = session.tokens[1 : 1 + blocks * self._pool.block_tokens].tobytes()
         return (data[start : start + width] for start in range(0, blocks * width, width))
 
 
 def _root(session: Session) -> int:
-    """What stands for the number of a block before the first: no block has it."""
+    """Return the value that replaces the previous block's number in the key of a first block. It is
+    negative, so no block has this number."""
     return -1 - int(session.tokens[0])

@@ -20,29 +20,32 @@ FOLLOWING_THREADS: Final = 2
 
 
 class GrammarPreparation:
-    """Compiles the grammars that sessions ask for; asyncio thread only.
+    """Compiles the grammars that sessions request; asyncio thread only.
 
-    Compilation itself runs elsewhere, in the compile process.
+    Compilation itself runs in the compile process.
     """
 
     def __init__(self, grammars: GrammarCache | None) -> None:
-        """None: this process has no tokenizer, or no grammar library."""
+        """`grammars` is None if this process has no tokenizer or no grammar library."""
         self._grammars = grammars
         self._queue: CompileQueue[CompiledGrammar] | None = None
         if grammars is not None:
             threads = grammars.compiler.limits.processes
             self._queue = CompileQueue(grammars.compile_grammar, threads=threads)
         self._threads = ThreadPoolExecutor(FOLLOWING_THREADS, thread_name_prefix="grammars")
-        """They lead grammars through what sessions have emitted elsewhere."""
+        """Threads that advance grammars over tokens that another verifier emitted."""
 
     def close(self) -> None:
-        """End the compile process and all that it compiles; idempotent."""
+        """End the compile process and all its compilations; idempotent."""
         if self._grammars is not None:
             self._grammars.close()
 
     def get_cached(self, spec: SessionSpec) -> tuple[GrammarConstraint | None] | None:
-        """The constraint of a session, None in it if it is in no grammar; None: the grammar is to
-        be compiled, or to be led through what the session has emitted elsewhere."""
+        """Return a 1-tuple of the session's constraint if no work is needed for it, else None.
+
+        The tuple holds None if the session has no structured output. The result is None if the
+        grammar is not compiled yet, or if the session has already emitted tokens elsewhere.
+        """
         if spec.structured_output is None:
             return (None,)
         if len(spec.token_ids) > spec.prompt_len:
@@ -53,8 +56,10 @@ class GrammarPreparation:
         return None if found is None else (begin_constraint(spec, found),)
 
     async def begin(self, spec: SessionSpec) -> GrammarConstraint | None:
-        """The constraint of a session behind what it has emitted elsewhere, None if it is in no
-        grammar; what only cancelled calls wait for is not compiled on.
+        """Return the session's constraint after the tokens that it has already emitted elsewhere.
+
+        Return None if the session has no structured output. A compilation that only cancelled
+        calls wait for is stopped.
 
         Raises InvalidRequestError, FailedPreconditionError, ResourceExhaustedError,
         UnavailableError.
@@ -78,9 +83,12 @@ class GrammarPreparation:
 def start_session_constraint(
     spec: SessionSpec, form: GrammarConstraint | None, *, vocab_size: int
 ) -> Constraint | None:
-    """What a session may emit behind what it had emitted elsewhere; None: anything. `form`: of its
-    structured output, which has followed that already. Raises InvalidRequestError if it does not
-    fit its grammar."""
+    """Return the constraint of a session's next tokens, or None if all tokens are allowed.
+
+    `form` is the grammar constraint of the structured output, already advanced over the tokens
+    that the session has emitted elsewhere. Raises InvalidRequestError if these tokens do not match
+    the grammar, and FailedPreconditionError if the grammar was not compiled.
+    """
     if spec.structured_output is not None and form is None:
         raise FailedPreconditionError(
             "the grammar of a structured output was not compiled", reason="NO_STRUCTURED_OUTPUT"
@@ -103,5 +111,5 @@ def start_session_constraint(
 
 
 def begin_constraint(spec: SessionSpec, grammar: CompiledGrammar) -> GrammarConstraint:
-    """A session's constraint at the beginning of its grammar."""
+    """Return a session's constraint at the beginning of its grammar."""
     return grammar.start_constraint(spec.stop_token_ids)

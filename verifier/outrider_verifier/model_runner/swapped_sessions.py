@@ -17,7 +17,7 @@ class SwappedSessions:
         return len(self._copies)
 
     def swap_out(self, session: Session, swap: SwapSpace | None) -> bool:
-        """Copy a session's KV to host memory and free its blocks; returns whether it was copied.
+        """Copy a session's KV to host memory, free its blocks, and return whether KV was copied.
 
         Nothing is copied without a swap space, without KV, or if the swap space is full. The
         blocks are freed in any case.
@@ -38,7 +38,7 @@ class SwappedSessions:
         return held is None or held[0].prefetch(held[1])
 
     def swap_in(self, session: Session) -> bool:
-        """Restore a session's KV from its copy and drop the copy; returns whether one existed."""
+        """Restore a session's KV from its copy, drop the copy, and return whether there was one."""
         held = self._copies.get(session.ticket)
         if held is None:
             return False

@@ -17,9 +17,11 @@ ACCEPTANCE_HALF_LIFE_ROWS: Final = 128.0
 """Rows after which an observation of acceptance counts half."""
 PRIOR_ACCEPTANCE: Final = 0.7
 PRIOR_ROWS: Final = 6.0
-"""Conditional acceptance of a depth that no draft has reached, and the rows that this weighs."""
+"""Prior acceptance rate of a depth that no draft has reached, and the number of rows that the prior
+counts as."""
 MIN_SWITCH_GAIN: Final = 1.05
-"""Speed of another length relative to the present one that makes it replace that."""
+"""Minimum speed of another draft length, relative to the present one, for a change of the
+length."""
 
 
 class AcceptanceByDepth:
@@ -31,7 +33,8 @@ class AcceptanceByDepth:
         self._rows = 0
 
     def observe_row(self, depth: int, accepted: int) -> None:
-        """A row verified a chain of `depth` tokens and accepted so many of them."""
+        """Record that a row verified a chain of `depth` draft tokens and accepted the first
+        `accepted` of them."""
         depth = min(depth, len(self._tried))
         for level in range(min(accepted + 1, depth)):
             self._tried[level] += 1.0
@@ -39,7 +42,8 @@ class AcceptanceByDepth:
         self._rows += 1
 
     def reach(self) -> NDArray[np.float64]:
-        """float64 [depth]: P(the token of depth d is accepted)."""
+        """Return, for each depth d, the probability that the draft token of depth d is accepted:
+        float64 [depth]. Each call also decays older observations."""
         accepted = np.asarray(self._accepted) + PRIOR_ROWS * PRIOR_ACCEPTANCE
         rates = accepted / (np.asarray(self._tried) + PRIOR_ROWS)
         # Depths that shortened drafts do not reach return to the prior: they are tried again.
@@ -51,23 +55,25 @@ class AcceptanceByDepth:
 
 
 class ForwardTimes:
-    """Times of the target's forward at one load by draft nodes of a row, as seen in service."""
+    """Measured times of the target's forward pass at one load, by draft nodes per row."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
 
     def observe_forward(self, nodes: int, seconds: float) -> None:
-        """A forward took `seconds`; a row had so many draft nodes in the mean."""
+        """Record that a forward pass with `nodes` draft nodes per row, on average, took
+        `seconds`."""
         before_s = self._seconds.get(nodes, seconds)
         self._seconds[nodes] = moving_average(before_s, seconds)
 
     def estimate(self, nodes: float) -> float:
-        """Seconds with so many nodes of a row; nan as in `estimates`."""
+        """Return the estimated seconds of a forward pass with `nodes` draft nodes per row; nan as
+        in `estimates`."""
         return float(self.estimates(np.asarray([nodes], dtype=np.float64))[0])
 
     def estimates(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """float64 [n] -> [n]: seconds by the nodes of a row, interpolated; nan where fewer than two
-        numbers of nodes were seen."""
+        """Return the estimated seconds of forward passes by draft nodes per row, interpolated:
+        float64 [n] -> [n]. All are nan if fewer than two numbers of nodes were measured."""
         if len(self._seconds) < 2:
             return np.full(len(lengths), np.nan)
         nodes = sorted(self._seconds)
@@ -82,12 +88,12 @@ def choose_draft_length(
     extra_s: float,
     present: int,
 ) -> int:
-    """The length of a chain, 1 .. len(reach), with the most expected tokens per second.
+    """Return the chain length, from 1 to len(reach), with the most expected tokens per second.
 
-    `reach`: float64 [longest], P(the token of depth d is accepted). `seconds`: time of a forward by
-    the length of its drafts, float64 [n] -> [n]; the longest draft stays where one of them is nan.
-    `extra_s`: time of a round besides its forward. `present`: the length in force, which stays
-    unless another one is faster by `MIN_SWITCH_GAIN`.
+    `reach` is float64 [longest]: the probability that the token of each depth is accepted.
+    `seconds` maps draft lengths to the times of a forward pass, float64 [n] -> [n]; if a time is
+    nan, the longest length is returned. `extra_s` is the time of a round besides its forward pass.
+    `present` is the length in force, which stays unless another one is faster by `MIN_SWITCH_GAIN`.
     """
     lengths = np.arange(1, len(reach) + 1, dtype=np.float64)
     times = seconds(lengths) + extra_s

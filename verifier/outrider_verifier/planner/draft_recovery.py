@@ -1,7 +1,7 @@
-"""Decides for which sessions draft KV is computed once more. Pure.
+"""Decides for which sessions draft KV is recomputed. Pure.
 
-Draft KV is computed from the target's features, so all that a session has written is prefilled
-again, and its stream stands still meanwhile.
+Draft KV is computed from the target's features, so the whole prefix of the session is prefilled
+again, and the session emits no tokens meanwhile.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Final, NamedTuple
 from outrider.ids import SessionId
 
 MIN_TOKENS_LEFT: Final = 16
-"""Sessions that are expected to end sooner go on without drafts."""
+"""Minimum expected number of remaining tokens; sessions that end sooner continue without drafts."""
 SAVED_SHARE: Final = 0.5
-"""Share of its rounds that a session with drafts is expected to save."""
+"""Expected share of a session's rounds that drafts save."""
 MAX_UNDRAFTED_ROUNDS: Final = 32
 """Rounds in a row without a draft after which a drafter is taken to have refused the session."""
 MAX_RECOMPUTING: Final = 1
-"""Sessions that prefill once more at the same time; each of two would stand still for both."""
+"""Maximum number of sessions that recompute at the same time, since two would make each other
+wait."""
 
 
 class UndraftedSession(NamedTuple):
@@ -28,14 +29,15 @@ class UndraftedSession(NamedTuple):
     session_id: SessionId
     opened_at: float
     tokens_left: int
-    """Tokens that it is expected to emit."""
+    """Number of tokens that the session is expected to emit."""
     recompute_s: float
-    """Time to prefill what it has written; 0 where that is not known."""
+    """Time to prefill the session's prefix again, in seconds; 0 if unknown."""
 
 
 def recovery_order(sessions: Iterable[UndraftedSession], *, round_s: float) -> list[SessionId]:
-    """Sessions for which drafts save more time than their recomputation costs, the oldest first.
-    `round_s`: time of a round; 0 if unknown, and then all sessions are returned."""
+    """Return the sessions for which drafts save more time than the recomputation costs, oldest
+    first. `round_s` is the time of a round in seconds; if it is 0 (unknown), recomputation costs
+    are ignored."""
     worth = [
         each
         for each in sessions

@@ -1,7 +1,8 @@
 """Decides the draft shape of all sessions with in-process drafts, and whether they have any. Pure.
 
-All of them share one decision, because rounds of several shapes read the weights several times. A
-session whose drafts were dropped decodes plainly to its end: the head's KV ends there.
+All these sessions share one decision, because the weights would be read several times in a round of
+several shapes. A session whose drafts were dropped decodes plainly to its end, since its draft KV
+is no longer extended.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ from outrider_verifier.planner.statistics import LoadStats, RoundCostModel
 from outrider_verifier.planner.workload import MAX_WORKLOAD_CLASSES, WorkloadClass
 
 MIN_BATCH_SHARE: Final = 0.75
-"""Share of the running sessions without which a round tells nothing about the load."""
+"""Minimum share of the running sessions that a round must contain to count as a measurement of the
+load."""
 SHAPE_ROUNDS: Final = 8
-"""Rounds after which the shape is looked up again, or when the load has changed."""
+"""Number of rounds after which the shape is chosen again; a change of the load has the same
+effect."""
 
 DraftShapes = Callable[[int], Sequence[DraftShapeTimes]]
-"""The shapes that in-process drafts of a round of so many sessions may have, the usual one
+"""Returns the draft shapes available for a round of a given number of sessions, the default shape
 first."""
 
 
 def in_process_rows(apart: Sequence[RowResult], alike: PlainRows) -> tuple[list[int], int]:
-    """Tokens of each of a round's rows that verified an in-process draft, and the draft nodes of
-    each (0: there is none)."""
+    """Return the number of tokens of each row that verified an in-process draft, and the largest
+    number of draft nodes of such a row (0 if there are none)."""
     drafted = [row for row in apart if row.result.draft_nodes and not row.nodes]
     counts = [len(row.tokens) for row in drafted]
     nodes = max([row.result.draft_nodes for row in drafted], default=0)
@@ -48,7 +51,7 @@ def in_process_rows(apart: Sequence[RowResult], alike: PlainRows) -> tuple[list[
 
 
 class InProcessPlanner:
-    """The shape of in-process drafts, by workload class and load.
+    """Chooses the shape of in-process drafts by workload class and load.
 
     If only one class is running, its rounds update the statistics of that class, so that greedy
     sessions do not suffer from sessions at high temperatures. If several are running, their rounds
@@ -59,32 +62,34 @@ class InProcessPlanner:
         self._loads, self._times, self._draft_shapes = loads, times, draft_shapes
         self._sessions: Counter[WorkloadClass] = Counter()
         self._controllers: dict[WorkloadClass | None, SpeculationController] = {}
-        """None: of rounds with sessions of several classes."""
+        """Controllers by workload class; the key None is for rounds with sessions of several
+        classes."""
         self._plain_sessions = 0
-        """Sessions whose drafts were dropped."""
+        """Number of sessions whose drafts were dropped."""
         self._looked_at = (-1, 0)
-        """The load at which the shape was looked up, and rounds since."""
+        """Load for which the shape was last chosen, and the number of rounds since then."""
         self._shape: CandidateShape | None = None
         self._tables: dict[int, DeviceTimes] = {}
-        """Device times by sessions of a round; the runner measures them once."""
+        """Device times by number of sessions in a round; the runner measures them once."""
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of a row of the next round, the root included; 0: as the runner has it."""
+        """Number of nodes of a row in the next round, including the root; 0 leaves the choice to
+        the runner."""
         return 0 if self._shape is None or self._shape == OFF else 1 + self._shape.nodes
 
     @property
     def num_controllers(self) -> int:
-        """Controllers that are remembered."""
+        """Number of stored controllers."""
         return len(self._controllers)
 
     def add_session(self, workload_class: WorkloadClass) -> None:
-        """A session with in-process drafts begins."""
+        """Add a session with in-process drafts."""
         self._sessions[workload_class] += 1
         self._looked_at = (-1, 0)
 
     def remove_session(self, workload_class: WorkloadClass, *, is_plain: bool) -> None:
-        """A session ended; `is_plain`: its drafts had been dropped."""
+        """Remove a session that ended. `is_plain` is whether its drafts had been dropped."""
         self._sessions[workload_class] -= 1
         self._plain_sessions -= is_plain
         self._looked_at = (-1, 0)
@@ -92,17 +97,17 @@ class InProcessPlanner:
             del self._sessions[workload_class]
 
     def record_dropped_drafts(self) -> None:
-        """A session decodes plainly from now on."""
+        """Record that the drafts of a session were dropped."""
         self._plain_sessions += 1
 
     @property
     def is_plain(self) -> bool:
-        """Whether the sessions of now should decode plainly."""
+        """Whether the present sessions should decode plainly."""
         return self._shape == OFF
 
     def choose_shape(self) -> bool:
-        """Before a round: look the shape up. Returns whether sessions should decode plainly that
-        had drafts until now."""
+        """Choose the shape for the next round. Return True if sessions that had drafts until now
+        should decode plainly."""
         load, rounds = self._looked_at
         if not self._sessions or (load == self._loads.load and rounds < SHAPE_ROUNDS):
             self._looked_at = load, rounds + 1
@@ -112,7 +117,7 @@ class InProcessPlanner:
         shape = self._controller().shape(self._loads.load, device_s)
         has_drafts = self._shape is not None and self._shape != OFF
         if shape == OFF and has_drafts and not self._loads.is_steady:
-            # Dropping drafts is final, and at the next load they may win.
+            # # Dropping drafts is final, and drafts may be faster at the next load.
             return False
         before, self._shape = self._shape, shape
         return self.is_plain and before != shape
@@ -120,9 +125,9 @@ class InProcessPlanner:
     def observe_rows(
         self, counts: Sequence[int], nodes: int, *, rows: int, seconds: float, weight: float
     ) -> None:
-        """A round ended. `counts`: tokens of the rows that verified in-process drafts, of `nodes`
-        draft nodes each; `rows`: sessions that decoded in it; `seconds`: its time without what
-        prompts added."""
+        """Record a finished round. `counts` are the tokens of each row that verified an in-process
+        draft, `nodes` the draft nodes of such a row, `rows` the number of sessions that decoded in
+        the round, and `seconds` its time without the part caused by prompts."""
         sessions = sum(self._sessions.values())
         if not sessions or not (counts or (rows and self._plain_sessions >= sessions)):
             return
@@ -151,14 +156,14 @@ class InProcessPlanner:
             self._looked_at = (-1, 0)
 
     def reason(self) -> DecodingModeReason:
-        """Why the shape in force is in force."""
+        """Return the reason for the present shape."""
         controller = self._controllers.get(self._key)
         if controller is None:
             return DecodingModeReason.MEASURING
         return controller.reason(self._loads.load)
 
     def summaries(self) -> Iterator[str]:
-        """The classes that are served, their shape and its gain; ASCII."""
+        """Yield a summary of the served classes, their shape and its gain, in ASCII."""
         if not self._sessions or self._shape is None:
             return
         names = list(self._sessions)
@@ -170,7 +175,7 @@ class InProcessPlanner:
 
     @property
     def _key(self) -> WorkloadClass | None:
-        """The class that is served; None: there are several."""
+        """The class that is served; None if there are several or none."""
         served = list(self._sessions)
         return served[0] if len(served) == 1 else None
 
@@ -185,7 +190,7 @@ class InProcessPlanner:
         return controller
 
     def _device_s(self, rows: int) -> DeviceTimes:
-        """The shapes that a round of so many sessions may have, `OFF` last."""
+        """Return the device times by shape for a round of `rows` sessions, `OFF` last."""
         device_s = self._tables.get(rows)
         if device_s is None:
             shapes = self._draft_shapes(rows)
@@ -199,5 +204,5 @@ class InProcessPlanner:
 
 
 def format_gain(gain: float) -> str:
-    """A gain as summaries say it; "" while it is not known."""
+    """Return a gain formatted for summaries; "" if it is unknown (nan)."""
     return "" if math.isnan(gain) else f", {gain:.2f}x of plain"

@@ -1,8 +1,8 @@
 """How long a session waits for its proposal, and when a drafter counts as stalled. Pure.
 
-A row waits as long as nearly every proposal takes. After a timeout its rounds go on without waiting
-until a proposal arrives, or for a number of rounds that doubles each time that waiting once
-more was in vain.
+A row waits for as long as nearly every proposal takes. After a timeout, the session's rounds do not
+wait until a proposal arrives or a number of rounds has passed. This number doubles each time that a
+further wait times out.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ MEAN_WEIGHT: Final = 1.0 / 8.0
 DEVIATION_WEIGHT: Final = 1.0 / 4.0
 LONGEST_WEIGHT: Final = 1.0 / 64.0
 TIMEOUT_DEVIATIONS: Final = 6.0
-"""Mean deviations above the mean within which nearly every proposal arrives."""
+"""Number of mean deviations above the mean delay within which nearly every proposal arrives."""
 MIN_WAIT_ROUNDS: Final = 2.0
-"""Rounds that a row waits for its proposal in any case."""
+"""Minimum time that a row waits for its proposal, in rounds."""
 STALLED_ROUNDS: Final = 16
 MAX_STALLED_ROUNDS: Final = 256
-"""Rounds without a wait after which a stalled drafter is waited for once more; doubles up to the
-second number."""
+"""Rounds without waiting after which a session waits for a stalled drafter again: the first number,
+doubled after each further timeout up to the second."""
 
 
 class ArrivalEstimate:
-    """Delay from a known root to its proposal's arrival: mean and mean deviation, in seconds."""
+    """Mean and mean deviation, in seconds, of the delay from the time when a root is known to the
+    arrival of its proposal."""
 
     def __init__(self) -> None:
         self._mean_s = math.nan
         self._deviation_s = self._longest_s = 0.0
 
     def observe_arrival(self, delay_s: float) -> None:
-        """A proposal arrived `delay_s` after its root was known; early ones count as 0."""
+        """Record that a proposal arrived `delay_s` seconds after its root was known; negative
+        delays count as 0."""
         delay_s = max(0.0, delay_s)
         self._longest_s += LONGEST_WEIGHT * (self.mean_s - self._longest_s)
         self._longest_s = max(self._longest_s, delay_s)
@@ -47,14 +49,14 @@ class ArrivalEstimate:
 
     @property
     def mean_s(self) -> float:
-        """Mean delay; 0 while nothing is known."""
+        """Mean delay in seconds; 0 if unknown."""
         return 0.0 if math.isnan(self._mean_s) else self._mean_s
 
     @property
     def latest_s(self) -> float:
-        """The delay within which nearly every proposal arrives; infinite while unknown. The longest
-        delay of late counts too: proposals that were drafted ahead arrive much earlier than the
-        others."""
+        """Delay, in seconds, within which nearly every proposal arrives; infinite if unknown. The
+        longest recent delay counts too, because proposals that were drafted ahead arrive much
+        earlier than all others."""
         if math.isnan(self._mean_s):
             return math.inf
         return max(self._mean_s + TIMEOUT_DEVIATIONS * self._deviation_s, self._longest_s)
@@ -76,18 +78,18 @@ def proposal_timeout_s(
 
 @dataclass(slots=True, eq=False)
 class ProposalWait:
-    """What one session has seen of its drafter's punctuality."""
+    """How one session waits for proposals, depending on how punctual its drafter was."""
 
     is_catching_up: bool = True
-    """Whether the drafter is given the longest time: it has to read the prompt, or what it
-    missed."""
+    """Whether the wait has its maximum length, because the drafter has to read the prompt or the
+    tokens that it missed."""
     is_silent: bool = False
-    """Whether the drafter sends nothing to any session. Sessions then do not try it again; its next
-    message ends the silence."""
+    """Whether the drafter sends nothing to any session. The session then does not wait for the
+    drafter again before its next message."""
     missed_prefix_len: int = -1
-    """Length of the prefix whose proposal did not come in time; -1: none."""
+    """Length of the prefix whose proposal did not arrive in time; -1 if there is none."""
     rounds_without_proposal: int = 0
-    """Rounds since the stall that did not wait for a proposal."""
+    """Number of rounds since the timeout that did not wait for a proposal."""
     _missed_at: float = 0.0
     _stalled_rounds: int = field(default=STALLED_ROUNDS)
 
@@ -100,34 +102,36 @@ class ProposalWait:
         usable: bool,
         now: float,
     ) -> None:
-        """A proposal for a prefix of this length came; `usable`: it is for the present one."""
+        """Record the arrival of a proposal for a prefix of `prefix_len` tokens. `usable` is whether
+        this is the session's present prefix."""
         if usable:
-            # The first one after a pause or a timeout tells how long catching up takes.
+            # # The first proposal after a pause or a timeout measures only how long catching up
+            # takes.
             if not self.is_catching_up:
                 arrival.observe_arrival(now - session.root_known_at)
             self.record_healthy()
         elif prefix_len == self.missed_prefix_len:
             arrival.observe_arrival(now - self._missed_at)
-            # It was late. Wait for it once, or plain rounds outrun it for good.
+            # # The proposal was late. Wait for the next one, or the drafter never catches up with
+            # rounds that do not wait.
             self.is_catching_up = True
 
     def record_healthy(self) -> None:
-        """The drafter follows."""
+        """Record that the drafter keeps up with the session."""
         self.is_catching_up, self._stalled_rounds = False, STALLED_ROUNDS
 
     def record_timeout(self, session: Session) -> None:
-        """The proposal did not come in time."""
+        """Record that the session's proposal did not arrive in time."""
         self.missed_prefix_len, self._missed_at = session.length, session.root_known_at
         self.rounds_without_proposal, self.is_catching_up = 0, True
 
     def record_skipped_round(self, session: Session) -> None:
-        """A round did not wait, if the drafter is stalled."""
+        """Record a round without a proposal; if the drafter is stalled, the round did not wait."""
         if not session.has_stalled_drafter:
             return
         self.rounds_without_proposal += 1
         if self.rounds_without_proposal >= self._stalled_rounds and not self.is_silent:
-            # The drafter received every verdict: once it is well again it needs no longer than
-            # usual.
+            # # The drafter received every verdict, so a healthy drafter needs no longer than usual.
             session.has_stalled_drafter = self.is_catching_up = False
             self.rounds_without_proposal = 0
             self._stalled_rounds = min(2 * self._stalled_rounds, MAX_STALLED_ROUNDS)

@@ -13,21 +13,24 @@ from typing import Final, NamedTuple, Protocol
 from outrider_verifier.state.round_plan import TIME_EMA_WEIGHT
 
 WINDOW_ROUNDS: Final = 32
-"""Rounds of which the mean is taken: the times of rounds vary little."""
+"""Number of rounds in the window of the mean; it can be short because the times of rounds vary
+little."""
 MAX_VALUES: Final = 256
-"""Values that are kept, of rounds with few of the sessions."""
+"""Maximum number of stored values; more than the window, because rounds with few of the sessions
+count less."""
 OUTLIER_FACTOR: Final = 3.0
-"""A round counts as at most this many times the longest usual one. Usual are all but the longest
-eighth of the window: a host that is held up for a moment says nothing about a draft shape."""
+"""Maximum value that a round counts as, relative to the longest usual round. Usual rounds are all
+but the longest eighth of the window. So a host that is delayed for a moment does not change the
+mean."""
 TIME_NOISE: Final = 0.15
 """Assumed standard deviation of one round's time, as a share of it."""
 UNSEEN_VARIANCE: Final = 2.0
-"""Variance of a row's token count that few rows may have missed."""
+"""Variance of a row's token count that is assumed in addition while there are few rows."""
 
 
 def moving_average(before_s: float, seconds: float) -> float:
-    """A moving average of times with one more; a round that was held up counts as
-    `OUTLIER_FACTOR` usual ones."""
+    """Return the moving average `before_s` updated by `seconds`, which is clipped to
+    `OUTLIER_FACTOR` times the average."""
     return before_s + TIME_EMA_WEIGHT * (min(seconds, OUTLIER_FACTOR * before_s) - before_s)
 
 
@@ -38,12 +41,12 @@ class RoundMean:
     rounds: float = 0.0
     """Sum of the weights."""
     _values: deque[tuple[float, float]] = field(default_factory=deque)
-    """(value, weight), the oldest first."""
+    """Pairs (value, weight), oldest first."""
     _mean: float = math.nan
     _is_stale: bool = False
 
     def add(self, value: float, weight: float = 1.0) -> None:
-        """Add the value of a round; `weight`: 1, or less where it tells less."""
+        """Add the value of a round. `weight` is 1, or less for a less reliable value."""
         values = self._values
         values.append((value, weight))
         self.rounds += weight
@@ -53,7 +56,7 @@ class RoundMean:
 
     @property
     def mean(self) -> float:
-        """The mean; nan without values."""
+        """Weighted mean; nan without values."""
         if self._is_stale:
             ranked = sorted(self._values)
             longest = ranked[max((len(ranked) - 1) // 2, len(ranked) - 1 - len(ranked) // 8)][0]
@@ -64,26 +67,27 @@ class RoundMean:
 
     @property
     def relative_variance(self) -> float:
-        """Variance of the mean over its square; infinite without values."""
+        """Variance of the mean, divided by the square of the mean; infinite without values."""
         return TIME_NOISE**2 / self.rounds if self._values else math.inf
 
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens that rows emitted; older rows count less."""
+    """Numbers of tokens that rows emitted; older rows count less."""
 
     rows: float = 0.0
     tokens: float = 0.0
     squares: float = 0.0
 
     def add(self, rows: float, tokens: float, squares: float) -> None:
-        """Add `rows` that emitted `tokens` together; `squares`: the sum of their squares."""
+        """Add `rows` rows that emitted `tokens` tokens in all. `squares` is the sum of the squares
+        of the rows' token counts."""
         self.rows += rows
         self.tokens += tokens
         self.squares += squares
 
     def decay(self, half_lives: float) -> None:
-        """Let all rows so far count less."""
+        """Reduce the weight of all rows so far by `half_lives` half-lives."""
         keep = 0.5**half_lives
         self.rows *= keep
         self.tokens *= keep
@@ -96,7 +100,7 @@ class TokenCounts:
 
     @property
     def relative_variance(self) -> float:
-        """Variance of the mean over its square; infinite without rows."""
+        """Variance of the mean, divided by the square of the mean; infinite without rows."""
         if not self.rows > 0.0:
             return math.inf
         mean = self.mean
@@ -107,31 +111,32 @@ class TokenCounts:
 STEADY_DOUBLINGS: Final = 0.6
 """Doublings by which the number of sessions may differ from the load without changing it."""
 LOWER_LOAD_ROUNDS: Final = 16
-"""Rounds that fewer sessions must last for the load to fall: at the end of a wave many sessions are
-about to be followed by others."""
+"""Number of rounds with fewer sessions after which the load falls, since sessions that end are
+often followed by new ones soon."""
 IMMEDIATE_DOUBLINGS: Final = 1.5
-"""Doublings by which the load falls at once."""
+"""Decrease in doublings from which the load falls at once."""
 MAX_PREFILL_SHARE: Final = 0.9
-"""Share of a round's time that prompts may have added."""
+"""Maximum share of a round's time that is attributed to prompts."""
 
 
 class RoundCostModel(Protocol):
-    """The device's time for a round in which so many sessions decode, with or without in-process
-    drafts, beside so many prefill chunks; None: not measured."""
+    """Returns the device's time, in seconds, of a round with `rows` decoding sessions and `chunks`
+    prefill chunks; None if it was not measured. `own` is whether the sessions have in-process
+    drafts."""
 
     def __call__(self, rows: int, *, own: bool, chunks: int = 0) -> float | None: ...
 
 
 class RoundSample(NamedTuple):
-    """A round that ended."""
+    """Measurements of a finished round."""
 
     rows: int
-    """Sessions that decoded in it."""
+    """Number of sessions that decoded in the round."""
     nodes: int
-    """Draft nodes that it verified, in-process ones included."""
+    """Number of draft nodes that the round verified, including in-process drafts."""
     prompt_tokens: int
     chunks: int
-    """Prefill chunks that these fill."""
+    """Number of prefill chunks of the round."""
     seconds: float
     has_in_process_drafts: bool = False
 
@@ -142,23 +147,24 @@ class LoadStats:
     def __init__(self, times: RoundCostModel) -> None:
         self._times = times
         self.load = 0
-        """Exponent of the power of two."""
+        """Present load: base-2 logarithm of the number of sessions, rounded and with hysteresis."""
         self.sessions = 1
-        """Running sessions, at least 1."""
+        """Number of running sessions, at least 1."""
         self.prompts_s = 0.0
-        """What prompts have added to all rounds so far."""
+        """Total time, in seconds, that prompts have added to rounds so far."""
         self._rounds = 0
         self._changed_at = 0
         """Number of the round in which the load changed last."""
         self._fewer_since: int | None = None
-        """Number of the round since which there are too few sessions for the load."""
+        """Number of the round from which there were too few sessions for the load; None if there
+        are enough."""
         self._plain_s: dict[int, float] = {}
-        """Mean time of a plain round, by load."""
+        """Mean time of a plain round in seconds, by load."""
         self._drafted_s = 0.0
-        """Mean time of a drafted round."""
+        """Mean time of a drafted round in seconds."""
 
     def begin_round(self, sessions: int) -> bool:
-        """So many sessions are running; returns whether the load has changed."""
+        """Set the number of running sessions. Return whether the load has changed."""
         self.sessions = max(1, sessions)
         above = math.log2(self.sessions) - self.load
         if above >= -STEADY_DOUBLINGS:
@@ -169,29 +175,30 @@ class LoadStats:
         return True
 
     def reset_after_idle(self, sessions: int) -> None:
-        """No round ran for a while, and now there are so many sessions."""
+        """Set the load from the number of sessions at once, after a time without rounds."""
         self.sessions = max(1, sessions)
         self._set_load()
         self._changed_at = self._rounds - LOWER_LOAD_ROUNDS - self.sessions
 
     @property
     def is_steady(self) -> bool:
-        """Whether the load has not changed for some rounds: more rounds with more sessions, because
-        all of them have to follow a change of the draft shape."""
+        """Whether the load has been constant for some rounds. With more sessions more rounds are
+        needed, because all sessions have to follow a change of the draft shape."""
         return self._rounds - self._changed_at >= LOWER_LOAD_ROUNDS + self.sessions
 
     @property
     def round_s(self) -> float:
-        """A plain round at this load, or the next best that is known; 0 before any."""
+        """Time of a plain round at the present or the nearest measured load, in seconds. It is that
+        of a drafted round if no plain round was measured, and 0 before any round."""
         if not self._plain_s:
             return self._drafted_s
         near = min(self._plain_s, key=lambda load: abs(load - self.load))
         return self._plain_s[near]
 
     def observe_round(self, sample: RoundSample) -> float:
-        """Record a round. Returns its time without the part that prompts caused. That part is the
-        difference of the device's times with and without prefill chunks; where these are unknown,
-        it is in proportion to the prompt tokens."""
+        """Record a round. Return its time, in seconds, without the part that prompts caused. That
+        part is the difference of the device's times with and without prefill chunks; if these are
+        unknown, it is proportional to the prompt tokens."""
         added_s = min(self._added_s(sample), MAX_PREFILL_SHARE * sample.seconds)
         self.prompts_s += added_s
         self._rounds += 1
@@ -206,8 +213,8 @@ class LoadStats:
     def _added_s(self, sample: RoundSample) -> float:
         if not sample.chunks:
             return 0.0
-        # A round of nothing but prompts is charged as if the sessions had decoded in it: they may
-        # have had to wait for it, for want of drafts.
+        # # A round with prompts only is compared with a round in which all sessions decode, since
+        # sessions may have waited for the round for lack of drafts.
         rows, own = sample.rows or self.sessions, sample.has_in_process_drafts
         with_s = self._times(rows, own=own, chunks=sample.chunks)
         without_s = self._times(rows, own=own)
@@ -221,7 +228,8 @@ class LoadStats:
         self._changed_at = self._rounds
 
     def _is_lasting(self, above: float) -> bool:
-        """Whether there have been fewer sessions for long enough; `above`: negative doublings."""
+        """Return whether there have been fewer sessions for long enough. `above` is the (negative)
+        difference from the load in doublings."""
         if self._fewer_since is None:
             self._fewer_since = self._rounds
         lasting = self._rounds - self._fewer_since >= LOWER_LOAD_ROUNDS

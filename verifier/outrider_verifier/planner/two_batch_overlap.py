@@ -1,9 +1,9 @@
 """Decides whether drafted sessions share a round or alternate in two half-batches. Pure.
 
-In a shared round target and drafter wait for each other: it takes the forward pass over all rows,
-then the drafter's answer. With two half-batches, one is verified while the other is drafted for:
-the drafter's time is overlapped, but the weights are read twice for as many tokens. The times
-measured at startup decide which is shorter.
+In a shared round, target and drafter wait for each other: the round takes the time of a forward
+pass over all rows plus the drafter's response time. With two half-batches, one half is verified
+while the drafter drafts for the other. This overlaps the drafter's time, but the weights are read
+twice for the same number of tokens. The times measured at startup decide which is shorter.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from collections.abc import Callable
 from typing import Final
 
 MIN_SESSIONS: Final = 4
-"""Fewer sessions than this always share: there is no table that fine."""
+"""Minimum number of sessions for half-batches, since no times are measured for smaller halves."""
 MIN_SWITCH_GAIN: Final = 0.95
-"""How much shorter the other way must be to change to it."""
+"""Maximum time of the alternative, relative to the time of the present choice, for a change."""
 
 
 class TwoBatchOverlap:
     """Chooses between one round and two half-batches before each round, with hysteresis."""
 
     def __init__(self, verify_s: Callable[[int, int], float | None]) -> None:
-        """`verify_s`: seconds of a forward over so many rows, of so many nodes each; None
-        where that was not measured."""
+        """`verify_s` returns the seconds of a forward pass by its number of rows and nodes per row;
+        None if that was not measured."""
         self._verify_s = verify_s
         self.in_force = False
 
     def max_rows_of_half(self, rows: int, nodes: int, answer_s: float) -> int | None:
-        """Rows of a half; None: all share a round. `rows` drafted sessions of `nodes` nodes each,
-        the root included; `answer_s`: time from the end of a round to the arrival of its
-        proposals; 0 if unknown."""
+        """Return the maximum number of rows of a half-batch; None if all sessions share a round.
+        `rows` is the number of drafted sessions and `nodes` the nodes of each, including the root.
+        `answer_s` is the time from the end of a round to the arrival of its proposals, in seconds;
+        0 if unknown."""
         half = -(-rows // 2)
         if rows < MIN_SESSIONS or not answer_s:
             self.in_force = False

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of traced sessions: the prompt, then a sample of the rounds.
 
-Made on the asyncio thread from the events sent to routers; the engine thread has no part in them. A
-round's span lasts from the event before it to its own.
+The asyncio thread creates the spans from the events sent to routers, so they cost the engine thread
+no time. The span of a round lasts from the session's previous event to the event of the round.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from outrider_verifier.state.effects import EventBatch, SessionEventRow
 
 @dataclass(slots=True, eq=False)
 class _TracedVerifierSession:
-    """A session that is traced."""
+    """Span and running totals of one traced session."""
 
     span: RequestSpan
     last: float
-    """Wall time of its newest event, seconds."""
+    """Wall time of the session's newest event, in seconds."""
     sampling: RoundTraceSampler = field(default_factory=spans.round_sampling)
     rounds: int = 0
     tokens: int = 0
@@ -42,10 +42,10 @@ class VerifierSpans:
 
     def __init__(self) -> None:
         self.traced: dict[int, _TracedVerifierSession] = {}
-        """Sessions that are traced."""
+        """Traced sessions by ticket."""
 
     def start_span(self, ticket: int, spec: SessionSpec) -> None:
-        """A router opens a session."""
+        """Start the span of a session that a router opens, if its trace is sampled."""
         if not spec.traceparent:
             return
         span = spans.start_span(
@@ -63,7 +63,7 @@ class VerifierSpans:
             self.traced[ticket] = _TracedVerifierSession(span, time.time())
 
     def record_events(self, batch: EventBatch) -> None:
-        """Events of a round are about to leave."""
+        """Record the events of a round before they are sent to routers."""
         now = time.time()
         for event in batch.iter_events():
             traced = self.traced.get(event.ticket)
@@ -71,7 +71,7 @@ class VerifierSpans:
                 self._saw(traced, event, now)
 
     def end_span(self, ticket: int, error: OutriderError | None = None) -> None:
-        """A session is over, or its router has left it; idempotent."""
+        """End the span of a session that ended or whose router left; idempotent."""
         traced = self.traced.pop(ticket, None)
         if traced is None:
             return

@@ -26,28 +26,28 @@ class ExchangeLink:
     methods: tuple[DraftMethod, ...]
     feature_layout: FeatureLayout
     same_host: bool = False
-    """Whether it has a shared-memory channel, which is possible on one host alone."""
+    """Whether the link has a shared-memory channel, for which both ends must be on one host."""
     reads_shm_features: bool = False
-    """Whether it reads features where a device has put them."""
+    """Whether the drafter reads features in the shared memory to which a device wrote them."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """Start serving a session; `answer` is settled once it is admitted or refused."""
+    """Start serving a session; `answer` completes once the session is admitted or refused."""
 
     ticket: int
     spec: SessionSpec
     answer: asyncio.Future[None]
     form: GrammarConstraint | None = None
-    """Of its structured output, behind what was emitted; None: it has none."""
+    """Grammar state after the tokens emitted so far; None without structured output."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """End a session and free all it holds; unknown sessions and other tickets are ignored.
+    """End a session and free its resources. Unknown sessions and other tickets are ignored.
 
-    With a ticket the owner of the stream left; without one, the session is closed by its id and
-    its stream ends with CANCELLED.
+    A command with a ticket means that the owner of the stream left. A command without a ticket
+    closes the session by its id, and the session's stream ends with CANCELLED.
     """
 
     session_id: SessionId
@@ -57,7 +57,7 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class SetPlan:
-    """Change a session's plan."""
+    """Change a session's speculation plan."""
 
     session_id: SessionId
     plan: SpeculationPlan
@@ -66,8 +66,8 @@ class SetPlan:
 
 @dataclass(frozen=True, slots=True)
 class SetDrafter:
-    """Give the session that was opened under a ticket to another drafter, or to none; a
-    `DrafterChanged` answers, unless the session has ended."""
+    """Assign the session opened under `ticket` to another drafter, or to none if `drafter_id` is
+    None. A `DrafterChanged` answers, unless the session has ended."""
 
     session_id: SessionId
     ticket: int
@@ -76,24 +76,24 @@ class SetDrafter:
 
 @dataclass(frozen=True, slots=True)
 class ProposalsReceived:
-    """Proposals arrived on a link. Nobody waits any longer for those that are not sound."""
+    """Proposals arrived on a link. Sessions no longer wait for proposals that are invalid."""
 
     link_id: int
     proposals: Proposals
     valid: NDArray[np.bool_]
-    """[S]"""
+    """[S] whether each of the S proposals passed validation."""
 
 
 @dataclass(frozen=True, slots=True)
 class MalformedMessage:
-    """A message arrived on a link that could not be read."""
+    """A message that could not be decoded arrived on a link."""
 
     link_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class SessionsLostByDrafter:
-    """The drafter on a link follows these sessions no longer."""
+    """The drafter on a link no longer drafts for the sessions with these handles."""
 
     link_id: int
     handles: tuple[int, ...]
@@ -105,7 +105,7 @@ class DrafterAttached:
 
     link: ExchangeLink
     shm_channel: ShmChannel | None = None
-    """What the link's messages go by; None: the connection that the event loop serves."""
+    """Channel of the link's messages; None if they use the connection of the event loop."""
 
 
 @dataclass(frozen=True, slots=True)

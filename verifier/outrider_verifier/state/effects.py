@@ -17,13 +17,13 @@ from outrider.wire.messages import EncodedMessage, VerifierMessage
 
 
 class SessionEventRow(NamedTuple):
-    """What a session emits; its tokens are elsewhere."""
+    """Event of one session without its tokens, which are in `EventBatch.tokens`."""
 
     ticket: int
     round_id: int
     num_tokens: int
     reason: int
-    """Code of a finish reason, 0: the session goes on."""
+    """Code of the finish reason, 0 if the session continues."""
     flags: int
     """DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY | LOOKED_AHEAD | HIT | flags of PLANNED."""
     proposed: int
@@ -35,17 +35,16 @@ EVENT_FIELDS: Final = len(SessionEventRow._fields)
 
 @dataclass(slots=True, eq=False)
 class EventBatch:
-    """Events of sessions; more are added until it is handed over."""
+    """Batch of session events. Events are added until the batch is handed to the asyncio thread."""
 
     tokens: list[int] = field(default_factory=list)
-    """The tokens, event after event."""
+    """Tokens of all events, in the order of the events."""
     logprobs: dict[int, PathLogprobs] = field(default_factory=dict)
-    """Of the tokens of events whose sessions ask, by their place."""
+    """Log-probabilities by index of the event, for sessions that request them."""
     _words: list[int] = field(default_factory=list)
-    """The fields of each `SessionEventRow`, event after event: of plain numbers an array is made
-    fastest."""
+    """Fields of the last `SessionEventRow`s in a flat list, which converts to an array fastest."""
     _before: list[NDArray[np.int64]] = field(default_factory=list)
-    """[n, fields]: of those before them."""
+    """Arrays [n, fields] of the events before those in `_words`."""
 
     def __len__(self) -> int:
         return sum(map(len, self._before)) + len(self._words) // EVENT_FIELDS
@@ -53,22 +52,26 @@ class EventBatch:
     def add_event(
         self, event: Iterable[int], tokens: Sequence[int], logprobs: PathLogprobs | None = None
     ) -> None:
-        """Add the event of one session, as the fields of an `SessionEventRow`; `logprobs` may go on
-        behind its tokens."""
+        """Add the event of one session, given as the fields of a `SessionEventRow`.
+
+        `logprobs` may cover more than `tokens`; only those of `tokens` are kept.
+        """
         if logprobs is not None:
             self.logprobs[len(self)] = logprobs.first_tokens(len(tokens))
         self._words.extend(event)
         self.tokens.extend(tokens)
 
     def add_events(self, events: NDArray[np.int64], tokens: Sequence[int]) -> None:
-        """Add events of sessions that ask for no log-probabilities, [fields of `SessionEventRow`,
-        n], with their tokens in turn."""
+        """Add n events without log-probabilities, as an array [fields of `SessionEventRow`, n].
+
+        `tokens` holds the tokens of all these events, in the order of the events.
+        """
         self._seal()
         self._before.append(events.T)
         self.tokens.extend(tokens)
 
     def columns(self) -> NDArray[np.int64]:
-        """[fields of `SessionEventRow`, n]."""
+        """Return all n events as an array [fields of `SessionEventRow`, n]."""
         self._seal()
         if len(self._before) != 1:
             self._before = [np.concatenate([np.empty((0, EVENT_FIELDS), np.int64), *self._before])]
@@ -76,13 +79,13 @@ class EventBatch:
 
     @property
     def tickets(self) -> NDArray[np.int64]:
-        """[n]."""
+        """[n] tickets of the events' sessions."""
         tickets: NDArray[np.int64] = self.columns()[0]
         return tickets
 
     @property
     def reasons(self) -> NDArray[np.int64]:
-        """[n] codes of `REASON_CODES`, 0 for a session that goes on."""
+        """[n] codes of `REASON_CODES`, 0 for a session that continues."""
         reasons: NDArray[np.int64] = self.columns()[3]
         return reasons
 
@@ -92,13 +95,13 @@ class EventBatch:
             self._words = []
 
     def iter_events(self) -> list[SessionEventRow]:
-        """One by one."""
+        """Return all events as a list of rows."""
         return list(map(SessionEventRow._make, self.columns().T.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
 class FailSession:
-    """End the session with this ticket by an error."""
+    """End the session with this ticket with an error."""
 
     ticket: int
     error: OutriderError
@@ -106,7 +109,7 @@ class FailSession:
 
 @dataclass(frozen=True, slots=True)
 class DrafterChanged:
-    """Tell a session's router whose it is after a `SetDrafter`."""
+    """Tell a session's router the session's drafter after a `SetDrafter`."""
 
     ticket: int
     drafter_id: DrafterId | None
@@ -114,13 +117,13 @@ class DrafterChanged:
 
 @dataclass(frozen=True, slots=True)
 class SendMessage:
-    """Send a message on the exchange link with this number."""
+    """Send a message on the exchange link with this id."""
 
     link_id: int
     message: VerifierMessage
 
     def owned(self) -> SendMessage:
-        """The same in memory that no round writes to, for another thread to send."""
+        """Return a copy whose memory no round overwrites, so that another thread can send it."""
         message = self.message
         return (
             SendMessage(self.link_id, message.copy_owned())
@@ -131,14 +134,14 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True)
 class DisconnectDrafter:
-    """End an exchange link: its drafter sends more than anybody asked for."""
+    """End an exchange link whose drafter sends far more than was requested."""
 
     link_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class CompleteCommand:
-    """Settle the future of a command: an error, or None for success."""
+    """Complete the future of a command, with an error or, if `error` is None, with success."""
 
     future: asyncio.Future[None]
     error: OutriderError | None = None
@@ -197,7 +200,7 @@ Post = Callable[[Effect], None]
 
 
 def messages_by_link(effects: Iterable[Effect]) -> dict[int, list[VerifierMessage]]:
-    """The messages of all `SendMessage`s by link, in order: what a round says crosses together."""
+    """Return the messages of all `SendMessage`s by link id, in order, to send them together."""
     told: dict[int, list[VerifierMessage]] = {}
     for effect in effects:
         if isinstance(effect, SendMessage):

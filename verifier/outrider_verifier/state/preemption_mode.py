@@ -9,6 +9,6 @@ class PreemptionMode(StrEnum):
     """Method by which a preempted session gets its KV back."""
 
     SWAP = "swap"
-    """Copied from the host's memory."""
+    """The KV is copied back from host memory."""
     RECOMPUTE = "recompute"
-    """Computed again from its tokens."""
+    """The KV is computed again from the session's tokens."""

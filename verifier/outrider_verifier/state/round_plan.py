@@ -19,57 +19,56 @@ class RoundLimits:
     """Bounds of one round."""
 
     prefill_tokens: int
-    """Prompt tokens of all sessions in one round."""
+    """Maximum number of prompt tokens of all sessions in one round."""
     chunk_tokens: int = 1
-    """Prompt tokens that a round takes at a time: what a session leaves of a piece free counts as
-    taken."""
+    """Granularity of prefill chunks in prompt tokens. A partly filled unit counts as full."""
     decode_tokens: int
-    """Roots and nodes of all sessions in one round; one row always fits."""
+    """Maximum number of roots and draft nodes of all sessions in one round; one row always fits."""
     batch_wait_s: float
-    """Time that the first ready row waits for rows whose proposals may still come, s."""
+    """Seconds that the first ready row waits for rows whose proposals may still arrive."""
     batch_wait_rounds: float = 0.0
     """The same in rounds, as a minimum, if the drafter usually answers within them. Where the
     drafter computes on the target's cores, a round that starts at once makes both slower, and the
     rows that wait miss it all the same."""
     yield_s: float = 0.05
-    """How long a ready row stays out of rounds with prompts of a higher priority, which are the
-    shorter for it."""
+    """Seconds that a ready row stays out of rounds with prompts of a higher priority, to keep those
+    rounds short."""
 
 
 class RoundEstimates(NamedTuple):
-    """What is known of how long things take, seconds; 0: nothing."""
+    """Estimated durations in seconds, 0 if unknown."""
 
     answer_s: float = 0.0
-    """From a round's end to the drafts for what it emitted."""
+    """Time from the end of a round to the arrival of the drafts for the tokens it emitted."""
     round_s: float = 0.0
-    """A round."""
+    """Time of a round."""
 
 
 class RowState(NamedTuple):
-    """What the schedule must know about one session."""
+    """Input of the scheduler about one session."""
 
     session_id: SessionId
     prefill_left: int
-    """Tokens to prefill that no round was submitted with; 0 once the session can decode."""
+    """Number of prefill tokens not yet submitted in a round; 0 once the session can decode."""
     nodes: int | None
-    """Nodes of the usable proposal, None if there is none."""
+    """Number of nodes of the usable proposal, None without a usable proposal."""
     root_known_at: float
-    """When the session's root became known (a prefilling one: when it was opened)."""
+    """Time when the session's root became known; for a prefilling session, when it was opened."""
     proposal_at: float = 0.0
-    """When the usable proposal arrived."""
+    """Arrival time of the usable proposal."""
     in_process_nodes: int = 0
-    """Nodes that this process drafted for it."""
+    """Number of draft nodes from the in-process drafter."""
     awaits_proposal: bool = False
-    """Whether there is none and one is expected: speculative plan, live drafter that is not
-    suspect."""
+    """Whether a proposal is missing and expected: the plan is speculative, and the drafter is live
+    and not stalled."""
     proposal_timeout_s: float = 0.0
-    """How long the row waits for a proposal, from `since`."""
+    """Seconds that the row waits for a proposal, counted from `root_known_at`."""
     runs_ahead: bool = False
-    """Whether its next round needs nothing that the one in flight tells the host."""
+    """Whether the next round of the session needs no result of the in-flight round on the host."""
     tokens_left: int = 2
-    """Tokens it may still emit, those of a round in flight not counted off."""
+    """Number of tokens the session may still emit; tokens of an in-flight round are included."""
     priority: int = 0
-    """Prompts of greater ones go first."""
+    """Priority of the session; prompts of higher priority are prefilled first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,28 +86,28 @@ class DecodeRow(NamedTuple):
     has_proposal: bool = False
     """Whether there is a usable proposal."""
     is_timed_out: bool = False
-    """Whether the row goes without a proposal because its proposal timeout is over."""
+    """Whether the row has no proposal because its proposal timeout has passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
-    """A round to run now, or (no rows at all) nothing before `wait_until`."""
+    """Round to run now. A plan without rows means that nothing runs before `wait_until`."""
 
     prefill: tuple[PrefillChunk, ...] = ()
     decode: tuple[DecodeRow, ...] = ()
     wait_until: float | None = None
-    """Look again at this time; None: nothing will happen without a new command."""
+    """Time at which to schedule again; None if only a new command can change the plan."""
     is_self_contained: bool = False
-    """Whether none of its sessions needs anything from outside this process, for this round or the
-    one after it."""
+    """Whether no session of the round needs input from outside this process, for this round or the
+    next one."""
 
     @property
     def session_ids(self) -> list[SessionId]:
-        """The sessions of the round, prompts first."""
+        """Ids of the sessions of the round, prefilling sessions first."""
         return [row.session_id for row in self.prefill] + [row.session_id for row in self.decode]
 
     def __contains__(self, session_id: object) -> bool:
-        """Whether the session is in the round; of many, `session_ids` is to be asked."""
+        """Return whether the session is in the round. To check many sessions, use `session_ids`."""
         return session_id in self.session_ids
 
     @property
@@ -117,7 +116,7 @@ class RoundPlan:
         return not self.prefill and not self.decode
 
     def wake_by(self, at: float | None) -> RoundPlan:
-        """This one, looked at again at `at` at the latest, if that is a time."""
+        """Return this plan with `wait_until` at most `at`; return it unchanged if `at` is None."""
         if at is None or (self.wait_until is not None and self.wait_until <= at):
             return self
         return replace(self, wait_until=at)

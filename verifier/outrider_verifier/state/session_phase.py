@@ -1,4 +1,4 @@
-"""SessionPhase: where a session is in its life on the verifier, and what may follow."""
+"""SessionPhase: the phases of a session on the verifier, and the allowed transitions."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Final
 
 
 class SessionPhase(Enum):
-    """What a session has and does now; it is in exactly one phase."""
+    """Phase of a session. A session is in exactly one phase."""
 
     WAITING = "waiting"
-    """It has no KV and waits for blocks, to prefill (again) once it has them: it has not begun, or
-    has lost its KV without a copy."""
+    """The session has no KV and waits for blocks to prefill: it is new, or it was preempted without
+    a copy of its KV."""
     SWAPPED = "swapped"
-    """It waits for blocks, too, but its KV was copied to host memory when it was preempted."""
+    """The session waits for blocks, and its KV was copied to host memory when it was preempted."""
     PREFILLING = "prefilling"
-    """It has blocks, and no round was submitted yet with some of its tokens to prefill."""
+    """The session has blocks, and some of its prefill tokens are not yet submitted in a round."""
     DECODING = "decoding"
-    """It has blocks, and its next round decodes."""
+    """The session has blocks, and its next round decodes."""
     ENDED = "ended"
-    """All that it held was given back; a round in flight may still name it."""
+    """The session's resources are freed; an in-flight round may still contain the session."""
 
 
 # Rounds compare the phases of all rows, and Python 3.11 takes seven times as long to look a member

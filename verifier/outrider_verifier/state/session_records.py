@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True)
 class PrefillProgress:
-    """Tokens that a session has to prefill, and those that rounds were submitted with."""
+    """Number of tokens that a session has to prefill, and how many were submitted in rounds."""
 
     target: int
-    """Tokens to prefill: the prompt, or what a preempted session had written when it lost it."""
+    """Number of tokens to prefill: the prompt, or all tokens whose KV a preemption discarded."""
     sent: int = 0
-    """Tokens that rounds were submitted with; KV is written for those of finished rounds."""
+    """Number of tokens submitted in rounds. Their KV is written once their round has finished."""
 
     @property
     def left(self) -> int:
-        """Tokens that no round was submitted with."""
+        """Number of tokens not yet submitted in a round."""
         return self.target - self.sent
 
 
@@ -26,22 +26,22 @@ class PreemptionRecord:
     engine's clock."""
 
     waiting_since: float
-    """When its last wait began."""
+    """Start of the session's last wait."""
     total_wait_s: float = 0.0
     """Length of all waits that are over."""
     count: int = 0
     """Number of preemptions."""
     resumed_at: float = 0.0
-    """When it last got blocks after a preemption, or in order to prefill again; 0: never."""
+    """Last time at which the session got blocks to resume or to prefill again, 0 if never."""
     resumed_len: int = 0
-    """Its length at that time."""
+    """Length of the session at `resumed_at`."""
 
     def end_wait(self, now: float) -> None:
         """Add the wait that ends now to the total."""
         self.total_wait_s += now - self.waiting_since
 
     def record_resume(self, now: float, length: int) -> None:
-        """Record that a session of this length goes on now."""
+        """Record that the session resumes now, and its length."""
         self.resumed_at, self.resumed_len = now, length
 
 
@@ -60,7 +60,7 @@ class DrafterRecord:
     """Whether its in-process drafts were dropped, for good: the head's KV has ended."""
 
     def record_loss(self) -> int:
-        """Count a loss; returns the losses so far."""
+        """Count a loss, and return the number of losses so far."""
         self.losses += 1
         return self.losses
 
@@ -69,14 +69,14 @@ class DrafterRecord:
         self.losses = 0
 
     def record_undrafted_round(self, round_id: int) -> int:
-        """Count a round without a draft; returns how many there were in a row."""
+        """Count a round without a draft, and return the number of such rounds in a row."""
         follows = round_id == self.last_undrafted_round + 1
         self.undrafted_rounds = self.undrafted_rounds + 1 if follows else 1
         self.last_undrafted_round = round_id
         return self.undrafted_rounds
 
     def record_dropped_drafts(self) -> None:
-        """The session decodes plainly from now on instead of verifying in-process drafts."""
+        """Record that the session from now on decodes without in-process drafts."""
         self.has_dropped_drafts = True
 
     def reset_undrafted_rounds(self) -> None:

@@ -10,7 +10,7 @@ _BISECTIONS = 100
 
 
 def parse_rates(text: str, num_drafts: int) -> tuple[float, ...]:
-    """Conditional acceptance rates of the draft positions 1 .. num_drafts.
+    """Return the conditional acceptance rates of the draft positions 1 .. num_drafts.
 
     `text` is "" (no simulation: no rates), a mean number of tokens a round ("2.6"), or the rates
     themselves, one for each position ("0.8,0.6,0.4"). Raises ValueError for anything else.
@@ -35,7 +35,7 @@ def parse_rates(text: str, num_drafts: int) -> tuple[float, ...]:
 
 
 def rate_of_mean(mean: float, num_drafts: int) -> float:
-    """The rate r in [0, 1] with r^0 + r^1 + .. + r^num_drafts = mean.
+    """Return the rate r in [0, 1] with r^0 + r^1 + .. + r^num_drafts = mean.
 
     Raises ValueError unless mean is in [1, num_drafts + 1].
     """

@@ -46,6 +46,6 @@ def ranked_alternatives(
 def best_alternatives(
     logits: Tensor, state: SamplingState, owners: Tensor, following: Tensor, *, ids: Tensor
 ) -> Tensor:
-    """int32 [R, NUM_OTHERS]: see `ranked_alternatives`; draws of the rejection rule have no
+    """int32 [R, NUM_ALTERNATIVES]: see `ranked_alternatives`; draws of the rejection rule have no
     such."""
     return ranked_alternatives(logits, NUM_ALTERNATIVES, state, owners, following, ids=ids)[0]

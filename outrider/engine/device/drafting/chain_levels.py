@@ -52,10 +52,10 @@ class ChainLevelDrafter:
         self._logits = torch.zeros(
             (len(tokens), len(weights.target_ids)), dtype=dtype, device=device
         )
-        """[X, Vd]: logits of the head for the token behind that row."""
+        """[X, Vd]: logits of the head for the token after each session's newest row."""
 
     def run_rows(self, rows: NewRows) -> None:
-        """Run the head over new rows, for what may follow the last of each session."""
+        """Run the head over new rows to compute the logits after each session's last row."""
         x, places = self._program.catch_up(rows), rows.slots.long()
         self._features.index_copy_(0, places, x)
         self._logits.index_copy_(0, places, self._program.forward.logits(x))

@@ -31,20 +31,20 @@ class NewRows(NamedTuple):
     tables: Tensor
     """int32 [X, T]: KV blocks of every session slot."""
     tokens: Tensor
-    """int32 [B, R]: the token of each row; -1 where there is none."""
+    """int32 [B, R]: the token of each row; -1 for rows without a token."""
     features: Tensor
     """[B, R, F]: the feature of each row."""
     counts: Tensor
-    """int32 [B]: rows that are there; 0 for padding."""
+    """int32 [B]: number of valid rows of each session; 0 for padding."""
     starts: Tensor
-    """int32 [B]: draft position of the first one."""
+    """int32 [B]: draft position of each session's first new row."""
 
 
 class ProposalNodes(NamedTuple):
     """The nodes of proposals, parents before their children."""
 
     tokens: Tensor
-    """int32 [B, N]: target ids; negative: there is no node."""
+    """int32 [B, N]: target ids; negative for padding nodes."""
     parents: Tensor
     """int32 [B, N]: the node above, ROOT (-1) below the root. Nodes that are not there have one
     too."""
@@ -63,7 +63,7 @@ class RowPositions(NamedTuple):
     """int64 [M]."""
 
     def select(self, rows: slice) -> RowPositions:
-        """Those of some rows."""
+        """Return the positions and slots of a slice of the rows."""
         return RowPositions(self.positions[rows], self.table[rows], self.write_slots[rows])
 
 
@@ -73,7 +73,7 @@ class AttentionContext(NamedTuple):
     tables: Tensor
     slots: Tensor
     context: Tensor
-    """int32 [B]: KV rows that every row sees."""
+    """int32 [B]: number of KV rows that every row of a session attends to."""
 
 
 class DraftVocabulary(NamedTuple):
@@ -82,16 +82,16 @@ class DraftVocabulary(NamedTuple):
     target_ids: Tensor
     """int64 [Vd]: target id of every draft id."""
     draft_columns: Tensor
-    """int32 [V]: draft id of every target id, -1 where there is none."""
+    """int32 [V]: draft id of every target id; -1 for target ids that cannot be drafted."""
 
     @classmethod
     def identity(cls, vocab_size: int, device: torch.device) -> DraftVocabulary:
-        """All of so many ids."""
+        """Return a vocabulary in which draft ids equal target ids."""
         ids = torch.arange(vocab_size, device=device)
         return cls(ids, ids.int())
 
     def columns_of(self, tokens: Tensor) -> Tensor:
-        """Draft ids of target ids, int32 as `tokens`; -1 where there is none."""
+        """Return the draft ids of target ids `tokens` (int32, same shape); -1 if it has none."""
         columns = self.draft_columns[tokens.clamp(min=0).long()]
         return torch.where(tokens >= 0, columns, -1)
 
@@ -104,7 +104,7 @@ class DraftForward(ABC):
     """
 
     feature_size: int
-    """F; 0: rows are made of tokens alone."""
+    """Width F of a feature; 0 if rows consist of tokens alone."""
     keeps_proposal_kv: bool = False
     """Whether KV of given chains is as if their tokens were new rows, so that what is drafted
     below need not run them again."""
@@ -162,7 +162,7 @@ class DraftForward(ABC):
 
     @abstractmethod
     def write_rows(self, rows: NewRows) -> None:
-        """Write the KV of new rows; nothing else is wanted of them."""
+        """Write the KV of new rows without computing outputs."""
 
     @abstractmethod
     def catch_up(
@@ -203,4 +203,4 @@ class DraftForward(ABC):
 
     @abstractmethod
     def logits(self, x: Tensor) -> Tensor:
-        """Draft logits [M, Vd] of outputs [M, H]: float32 or bfloat16."""
+        """Return draft logits [M, Vd], float32 or bfloat16, of outputs [M, H]."""

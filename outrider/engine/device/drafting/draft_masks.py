@@ -67,7 +67,7 @@ class DraftTokenMasks:
         return logits
 
     def has_token(self, token: int) -> bool:
-        """Whether a target id is in the draft vocabulary."""
+        """Return whether a target id is in the draft vocabulary."""
         return bool(int(self._drafted[token >> 5]) >> (token & 31) & 1)
 
     def set_masks(

@@ -48,13 +48,13 @@ class ChainLevels(NamedTuple):
     """What the forward made of each row of chains, the live row first."""
 
     features: tuple[Tensor, ...]
-    """K times [B, H]."""
+    """Output features of the K rows, each [B, H]."""
     logits: tuple[Tensor, ...]
-    """K times [B, Vd], processed by the logits processor."""
+    """Draft logits of the K rows, each [B, Vd], after the logits processor."""
 
 
 class ChainDraft(NamedTuple):
-    """Drafted chains, one a session."""
+    """Drafted chains, one for each session."""
 
     tokens: Tensor
     """int32 [B, K]: target ids."""
@@ -64,10 +64,10 @@ class ChainDraft(NamedTuple):
     """The distributions that the tokens were drawn from in a form that can be shipped, if asked
     for."""
     alternatives: Tensor | None = None
-    """int32 [B, K, NUM_OTHERS]: target ids that might have been drafted at each level, best first,
-    -1 where there are no more; if asked for."""
+    """int32 [B, K, NUM_ALTERNATIVES]: alternative target ids at each level, best first, padded with
+    -1. None unless requested."""
     levels: ChainLevels | None = None
-    """If asked for."""
+    """Features and logits of the chain rows. None unless requested."""
 
 
 class DraftProgram:
@@ -81,7 +81,7 @@ class DraftProgram:
         self.forward = forward
 
     def catch_up(self, rows: NewRows, *, prune: bool = True) -> Tensor:
-        """See `DraftForward.catch_up`, by itself."""
+        """Write the KV of new rows without drafting; see `DraftForward.catch_up`."""
         forward, layout = self.forward, self.forward.layout(rows)
         places = forward.row_positions(layout.positions, layout.write_slots)
         return forward.catch_up(rows, layout, places, prune=prune)

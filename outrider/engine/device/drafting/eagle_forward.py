@@ -51,7 +51,7 @@ class HeadForward(DraftForward):
         self._write_kv(self._inputs(rows).inputs, places)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Draft logits [M, Vd] of features [M, H]: float32 or bfloat16."""
+        """Return draft logits [M, Vd], float32 or bfloat16, of features [M, H]."""
         w = self.weights
         norm = None if w.config.norm_output else w.final_norm
         dtype = torch.float32 if x.dtype == torch.float16 else None

@@ -24,13 +24,13 @@ class HeadWeights:
 
     config: HeadConfig
     embedding: Tensor
-    """[V, H]."""
+    """[V, H]: token embedding."""
     input_norm: Tensor
-    """[H]: of the embedding."""
+    """[H]: norm weight for the embedding."""
     hidden_norm: Tensor
-    """[H]: of the feature."""
+    """[H]: norm weight for the feature."""
     post_norm: Tensor
-    """[H]: before the MLP."""
+    """[H]: norm weight before the MLP."""
     final_norm: Tensor
     """[H]: before lm_head (and of the next feature under `norm_output`)."""
     qkv: Tensor
@@ -48,7 +48,7 @@ class HeadWeights:
     target_ids: Tensor
     """int64 [Vd]: target id of every draft id."""
     draft_columns: Tensor
-    """int32 [V]: draft id of every target id, -1 where there is none."""
+    """int32 [V]: draft id of every target id; -1 for target ids that cannot be drafted."""
     inv_freq: Tensor
     """float32 [d/2]: rotary frequencies."""
 
@@ -87,7 +87,7 @@ class HeadWeights:
 
     @property
     def query_rows(self) -> int:
-        """Q * d: where the key rows of `qkv` begin."""
+        """Index Q * d of the first key row of `qkv`."""
         return self.config.num_heads * self.config.head_dim
 
     @property
@@ -104,7 +104,7 @@ class HeadWeights:
 
 
 def can_extract(head: DraftHead) -> bool:
-    """Whether `HeadWeights.from_head` takes this head: EAGLE-3 over plain projections only."""
+    """Return whether `HeadWeights.from_head` accepts this head (EAGLE-3 with plain projections)."""
     if not isinstance(head, Eagle3Head):
         return False
     block = head.block.weights

@@ -41,7 +41,7 @@ class GrammarDraftBuffer:
         self.are_chains = not in_process_drafter.shape.is_tree
         """Whether drafts are chains."""
         self.length = in_process_drafter.shape.num_nodes
-        """n."""
+        """Number n of in-process drafts per session."""
         device = in_process_drafter.tokens.device
         self._downloads = Downloader(device)
         self._slots_drafted: Sequence[int] = ()
@@ -105,7 +105,7 @@ class GrammarDraftBuffer:
         self._graphs.run_graph(("step", rows), lambda: self._step(rows))
 
     def has_started(self, slots: Sequence[int]) -> bool:
-        """Whether the newest pass was over all of these."""
+        """Return whether the newest pass included all of these slots."""
         return set(slots) <= set(self._slots_drafted)
 
     def read_chains(self) -> dict[int, int]:
@@ -128,7 +128,7 @@ class GrammarDraftBuffer:
         self._graphs.run_graph(("given drafts", rows), lambda: self._put(rows))
 
     def warm_up(self) -> None:
-        """Compile and capture all buckets, with nothing but padding."""
+        """Compile and capture all bucket sizes, with padding rows only."""
         for rows in buckets_up_to(ROW_BUCKETS, self._max_sessions):
             nowhere = [self.drafter.padding] * rows
             self.start_drafts(nowhere, ())

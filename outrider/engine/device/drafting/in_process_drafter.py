@@ -33,11 +33,11 @@ class InProcessDraftShape(NamedTuple):
     """Shape of the drafts that the head makes for every session and round."""
 
     num_nodes: int
-    """n: drafts, the root not counted."""
+    """Number n of draft tokens per session, without the root."""
     top_k: int = 1
-    """Children tried of a node; 1: a chain."""
+    """Number of candidate children per node; 1 for a chain."""
     depth: int = 0
-    """Levels of a tree; 0: as many as `default_depth` says."""
+    """Number of levels of a tree; 0 to use `default_depth`."""
 
     @property
     def is_tree(self) -> bool:
@@ -46,7 +46,7 @@ class InProcessDraftShape(NamedTuple):
 
     @property
     def levels(self) -> int:
-        """Levels of the drafts."""
+        """Number of levels of the drafts."""
         if not self.is_tree:
             return self.num_nodes
         return tree_depth(self.num_nodes, self.depth)
@@ -75,7 +75,7 @@ class InProcessDrafter:
         with sessions in a grammar."""
         self.shape = shapes[0]
         self._shapes = {1 + shape.num_nodes: shape for shape in shapes}
-        """By nodes of a row, the root included."""
+        """Draft shapes by number of nodes per row, including the root."""
         self.weights = weights = HeadWeights.from_head(head)
         device, config = pool.storage.device, head.config
         self.slots = slots
@@ -116,7 +116,7 @@ class InProcessDrafter:
         self.levels: ChainLevelDrafter | None = None
         """Chains of the first shape, level by level; None: that is a tree."""
         self.padding = slots.padding
-        """The slot of padding rows."""
+        """Device slot of padding rows."""
         if any(shape.is_tree for shape in shapes):
             self._parents = torch.full(size, PADDING_NODE, dtype=torch.int32, device=device)
         if self.shape.is_tree:

@@ -78,7 +78,7 @@ def accept_matching(
     None: chains. Of several children with the chosen token the first one stands.
     simulate: float32 [N - 1], for benchmarks with random weights, chains only: the node of depth
     i + 1 stands with probability simulate[i] given that its parent stands, whatever its token;
-    the random draw is uniform(seed, ACCEPT, position of the token, SHARED_ACCEPTANCE_ID).
+    the random draw is uniform(seed, ACCEPT, position of the token, SHARED_DRAW_ID).
     state, slots int32 [B], positions int32 [M] (of the token that follows each row): only looked
     at with `simulate`. Raises InvalidRequestError for simulated trees.
     """

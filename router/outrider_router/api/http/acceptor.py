@@ -1,7 +1,7 @@
 """Acceptor of an HTTP port: counts connections before TLS and sets them up one at a time.
 
-The TLS handshake has a time limit. One connection is set up per turn of the event loop, so that a
-burst of them does not block it.
+The TLS handshake has a time limit. One connection is set up per iteration of the event loop, so
+that a burst of connections does not block the loop.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from outrider_router.admission.queue import ArrivalQueue
 from outrider_router.api.http.connection_slots import ConnectionSlots, SlotHolder
 
 REFUSAL_TIMEOUT_S: Final = 1.0
-"""Time in seconds that a connection without a slot gets for its handshake and its request."""
+"""Time in seconds that a connection without a slot gets to send its request and receive a
+refusal.
+"""
 _RETRY_S: Final = 0.05
-"""Time until the next try where the system had no descriptor for a connection."""
+"""Time in seconds until the next attempt after the process ran out of file descriptors."""
 _MAX_ACCEPTS: Final = 256
-"""Connections that are accepted in one turn of the event loop: about 20 ms."""
+"""Largest number of connections that are accepted in one iteration of the event loop; they take
+about 20 ms.
+"""
 _PEEKED_BYTES: Final = 256
 
 
@@ -33,13 +37,15 @@ class AcceptedConnection:
         self._sock = sock
         self._places = places
         self._connection: SlotHolder | None = None
-        """What serves it; None before and during the handshake."""
+        """Protocol that serves the connection; None before the end of the TLS handshake."""
         self.is_cut = False
         self.is_refused = False
-        """Whether it has no place, and is only told so."""
+        """Whether the connection has no slot and only receives a refusal."""
 
     def acquire_slot(self) -> bool:
-        """Acquire a slot or the right to receive a refusal; return whether either was possible."""
+        """Acquire a slot, or else permission to receive a refusal. Return whether either was
+        available.
+        """
         if self._places.acquire_slot(self):
             return True
         self.is_refused = self._places.record_refusal()
@@ -47,12 +53,13 @@ class AcceptedConnection:
 
     @property
     def is_served(self) -> bool:
-        """Whether the handshake is done and a protocol serves the connection."""
+        """Whether the TLS handshake is done and a protocol serves the connection."""
         return self._connection is not None
 
     def begin_serving(self, connection: SlotHolder) -> None:
-        """Forward the calls of a slot holder to the protocol that serves the connection from now
-        on."""
+        """Set the protocol that serves the connection from now on, to which calls of `SlotHolder`
+        are forwarded.
+        """
         self._connection = connection
 
     def release_slot(self) -> None:
@@ -72,7 +79,7 @@ class AcceptedConnection:
 
     @property
     def is_sent(self) -> bool:
-        """Whether everything that was answered has been sent."""
+        """Whether all output of the connection has been sent."""
         return self._connection is None or self._connection.is_sent
 
     def close_now(self) -> None:
@@ -81,14 +88,15 @@ class AcceptedConnection:
         if self._connection is not None:
             self._connection.close_now()
         else:
-            # Whatever waits for the peer goes on at once, and fails.
+            # This makes pending operations on the socket fail at once.
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
 
 class Acceptor:
-    """Accepts the connections of a listening socket, with the interface that uvicorn expects of a
-    server."""
+    """Accepts the connections of a listening socket. Has the interface that uvicorn expects of a
+    server.
+    """
 
     def __init__(
         self,
@@ -101,11 +109,14 @@ class Acceptor:
         silence_s: float,
         is_urgent: Callable[[bytes], bool],
     ) -> None:
-        """`connect` makes what serves a connection; `silence_s` is the longest time until its
-        first byte; `is_urgent` says by the first bytes of a connection, up to 256, whether it is
-        set up before those that wait. Begins to accept; needs a running loop."""
+        """Start accepting connections; needs a running event loop.
+
+        `connect` returns the protocol that serves a connection. `silence_s` is the longest time in
+        seconds until a connection's first byte. `is_urgent` decides, by at most the first 256
+        bytes, whether a connection is set up before the waiting ones.
+        """
         listener.setblocking(False)
-        # uvicorn closes its own before the loop has forgotten it.
+        # uvicorn closes its socket before it is removed from the event loop.
         self._listener = listener.dup()
         self._connect = connect
         self._places = places
@@ -118,7 +129,7 @@ class Acceptor:
         self._listen()
 
     def close(self) -> None:
-        """Stop accepting and end handshakes; open connections stay. Idempotent."""
+        """Stop accepting and cancel handshakes. Open connections stay open. Idempotent."""
         if self._retry is not None:
             self._retry.cancel()
         if self._listener.fileno() >= 0:
@@ -128,22 +139,24 @@ class Acceptor:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until `close` has completed."""
+        """Wait until the handshakes that `close` cancelled have ended."""
         await asyncio.gather(*self._beginning, return_exceptions=True)
 
     def _listen(self) -> None:
         self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        """Accept all that wait, so that an urgent one behind many others is found at once."""
+        """Accept all waiting connections, so that an urgent one is found even if many came before
+        it.
+        """
         for _ in range(_MAX_ACCEPTS):
             try:
                 sock, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
-                # None is left, or the peer is gone already.
+                # No connection is waiting, or the peer has already disconnected.
                 return
             except OSError:
-                # No descriptor is left for it.
+                # The process has no file descriptor left.
                 self._places.evict_idle()
                 self._loop.remove_reader(self._listener)
                 self._retry = self._loop.call_later(_RETRY_S, self._listen)
@@ -161,7 +174,9 @@ class Acceptor:
         task.add_done_callback(self._beginning.discard)
 
     async def _begin(self, sock: socket.socket, accepted: AcceptedConnection) -> None:
-        """Have a connection served once it has spoken and its handshake is done."""
+        """Set up one connection: wait for its first bytes, for its turn, and for its TLS
+        handshake.
+        """
         try:
             limit_s = REFUSAL_TIMEOUT_S if accepted.is_refused else self._silence_s
             with contextlib.ExitStack() as unless_spoken:
@@ -170,7 +185,7 @@ class Acceptor:
                 if first is None or accepted.is_cut:
                     return
                 if not self._is_urgent(first):
-                    # It waits for an answer, so it keeps its place meanwhile.
+                    # Busy, so that it keeps its slot while it waits.
                     accepted.mark_busy()
                     await self._turns.wait_turn()
                 unless_spoken.pop_all()
@@ -183,7 +198,7 @@ class Acceptor:
                 ssl_handshake_timeout=None if self._tls is None else limit_s,
             )
         except (OSError, TimeoutError):
-            # The peer left, speaks no TLS, or was too slow.
+            # The peer disconnected, does not use TLS, or was too slow.
             pass
         finally:
             if not accepted.is_served:
@@ -191,10 +206,10 @@ class Acceptor:
 
 
 async def _first_bytes(sock: socket.socket, limit_s: float) -> bytes | None:
-    """Wait for the first bytes of a connection, which stay to be read; none at its end, None if
-    neither came in time.
+    """Wait for the first bytes of a connection without consuming them. Return b"" if the connection
+    was closed, and None if nothing came within `limit_s` seconds.
 
-    Until then the connection is a descriptor and nothing else, without buffers for TLS.
+    Until then the connection costs only a file descriptor, without buffers for TLS.
     """
     with contextlib.suppress(BlockingIOError):
         return sock.recv(_PEEKED_BYTES, socket.MSG_PEEK)

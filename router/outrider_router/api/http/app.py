@@ -35,7 +35,7 @@ def make_app(service: RouterService) -> ASGIApp:
     guard = RequestMiddleware(make_api(service), service.access_control, options, service.arrivals)
     if not options.cors_origins:
         return guard
-    # Outside of the guard: browsers ask without a key whether they may ask.
+    # Outside of the access check, because browsers send CORS preflight requests without a key.
     return CORSMiddleware(
         guard,
         allow_origins=options.cors_origins,
@@ -46,13 +46,13 @@ def make_app(service: RouterService) -> ASGIApp:
 
 
 def make_api(service: RouterService) -> FastAPI:
-    """Create the application with the routes alone."""
+    """Create the FastAPI application with the routes but without middleware."""
     root_path = service.config.http_options.root_path
     app = FastAPI(
         title="Outrider",
         version=outrider.__version__,
         description=DESCRIPTION,
-        # Their pages load scripts from elsewhere.
+        # FastAPI's documentation pages load scripts from other hosts.
         docs_url=None,
         redoc_url=None,
         generate_unique_id_function=_operation_id,
@@ -77,7 +77,9 @@ def _operation_id(route: APIRoute) -> str:
 
 
 def _publish(app: FastAPI) -> None:
-    """Take the framework's own form of errors out of the OpenAPI: ours is another one."""
+    """Remove FastAPI's error schemas from the OpenAPI description, because errors have OpenAI's
+    format.
+    """
     schema: dict[str, Any] = app.openapi()
     for path in schema["paths"].values():
         for operation in path.values():

@@ -1,8 +1,8 @@
 """Generation responses over HTTP: all choices of a request, as one body or as an event stream.
 
-A response begins with its first text: errors before that have an HTTP status of their own, later
-ones are events of the stream. A client that disconnects cancels its request. Writes wait until the
-client has read what was written before, so a slow reader holds no more memory here than over gRPC
+A streamed response begins with its first text. Errors before that set the HTTP status; later errors
+are events of the stream. A client that disconnects cancels its request. Each write waits until the
+client has read the previous output, so a slow reader uses no more memory than over gRPC
 (`outrider_router.base.slow_readers`).
 """
 
@@ -32,7 +32,7 @@ from outrider_router.requests.service import RouterService
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Proxies of nginx's kind would hold events back.
+    # Without this header, nginx and similar proxies would buffer events.
     (b"x-accel-buffering", b"no"),
 ]
 DONE_EVENT = "data: [DONE]\n\n"
@@ -40,20 +40,22 @@ DONE_EVENT = "data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpGeneration:
-    """One HTTP generation request, translated: its router requests, writer and output options."""
+    """One HTTP generation request after translation: its router requests, writer and output
+    options.
+    """
 
     requests: Sequence[GenerateRequest]
     """Router requests, one for each choice."""
     writer: ResponseWriter
     request_id: RequestId
-    """Id of the request in logs and in the answer's headers."""
+    """Id of the request in logs and in the response's headers."""
     caller: tenants.Caller
     traceparent: str = ""
-    """The client's W3C Trace Context, if it has one."""
+    """W3C Trace Context that the client sent, or ""."""
     timeout_s: float | None = None
-    """Time limit of the whole request in seconds; None is no limit."""
+    """Time limit of the whole request in seconds; None is unlimited."""
     prompt_echoes: Sequence[str] = ()
-    """Text with which each choice begins, if the prompt is echoed."""
+    """Text that precedes each choice if the prompt is echoed; empty otherwise."""
     include_usage: bool = False
     continuous_usage: bool = False
 
@@ -66,13 +68,13 @@ class StreamingAnswer(Response):
         self._service, self._asked, self._stream = service, asked, stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve; raises what went wrong before the answer has begun."""
+        """Serve the request. Raises errors that occur before the response has begun."""
         serve = _stream if self._stream else _whole
         await _unless_gone(receive, serve(self._service, self._asked, send))
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work; cancel it when the client leaves."""
+    """Run `work`, and cancel it if the client disconnects."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_gone(receive))
     try:
@@ -95,7 +97,9 @@ async def _serve_choices(
     asked: HttpGeneration,
     write: Callable[[ChoiceState, StreamEvent], Awaitable[None]],
 ) -> list[ChoiceState]:
-    """Serve all choices side by side; the first error of one ends the others."""
+    """Serve all choices concurrently and return their final states. The first error of one choice
+    cancels the others.
+    """
     echoes = asked.prompt_echoes or [""] * len(asked.requests)
     choices = [ChoiceState(index=index, echo=echo) for index, echo in enumerate(echoes)]
 
@@ -115,7 +119,7 @@ async def _serve_choices(
             group=group,
         )
 
-    # All at once: of places and rates, some choices would keep the others out for ever.
+    # Admitted together: otherwise some choices could use up the limits that the others need.
     group = RequestGroup(len(choices)) if len(choices) > 1 else None
     passes = service.access_control.enter_requests(asked.caller, asked.requests)
     try:
@@ -127,7 +131,7 @@ async def _serve_choices(
 
 
 async def _all(works: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-    """Do them side by side; the first error of one ends the others."""
+    """Run coroutines concurrently. The first error of one cancels the others."""
     if len(works) == 1:
         await works[0]()
         return
@@ -163,7 +167,7 @@ async def _whole(service: RouterService, asked: HttpGeneration, send: Send) -> N
 
 
 class _Events:
-    """Server-sent events to one client; an empty one ends them."""
+    """Sends server-sent events to one client. An empty string ends the response."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -181,7 +185,7 @@ class _Events:
 
 
 class _Chunks:
-    """Makes events of what the choices of an answer say."""
+    """Converts the messages of all choices into server-sent events."""
 
     def __init__(self, asked: HttpGeneration, write: Callable[[str], Awaitable[None]]) -> None:
         self._form, self._write = asked.writer, write
@@ -230,5 +234,5 @@ async def _stream(service: RouterService, asked: HttpGeneration, send: Send) -> 
     except ResourceExhaustedError as error:
         if error.reason != SLOW_READER:
             raise
-        # Not a word more gets through; the server closes the connection.
+        # Nothing more can be sent; the server closes the connection.
         service.metrics.refusals.labels(SLOW_READER).inc()

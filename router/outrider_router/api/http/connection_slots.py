@@ -1,8 +1,8 @@
 """Connection slots of an HTTP server: a limit on connections, and eviction of idle ones.
 
-A connection holds a slot from the moment it is accepted, so one that is silent before its TLS
-handshake counts like any other. Connections that have sent nothing are evicted first: a client
-that has a request sends it at once.
+A connection holds a slot from the moment it is accepted, so it counts even before its TLS
+handshake. Connections that have sent nothing are evicted first, because a client with a request
+sends it at once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from itertools import chain
 from typing import Final, Protocol
 
 MAX_REFUSALS: Final = 256
-"""Largest number of connections without a slot that receive a refusal at once; further ones are
-closed."""
+"""Largest number of connections without a slot that may receive a refusal at the same time. Further
+connections are closed without one.
+"""
 CONNECTIONS_EXHAUSTED: Final = "CONNECTIONS_EXHAUSTED"
 
 
@@ -23,7 +24,7 @@ class SlotHolder(Protocol):
 
     @property
     def is_sent(self) -> bool:
-        """Whether everything that was answered has been sent."""
+        """Whether all output of the connection has been sent."""
         ...
 
     def close_now(self) -> None:
@@ -31,7 +32,7 @@ class SlotHolder(Protocol):
 
 
 def max_connections(wanted: int) -> int:
-    """Return `wanted`, or half of the files that the process may open if that is less.
+    """Return `wanted`, or half of the number of files that the process may open if that is less.
 
     A quarter of the files is for gRPC, and the last quarter is a reserve for everything else.
     """
@@ -43,20 +44,25 @@ class ConnectionSlots:
     """Connections of one server that hold a slot, and the idle ones among them."""
 
     def __init__(self, most: int, on_refused: Callable[[], None]) -> None:
-        """`on_refused` hears of each connection that finds no place."""
+        """Create `most` free slots. `on_refused` is called for each connection that gets no
+        slot.
+        """
         self._most = most
         self._on_refused = on_refused
         self._held: set[SlotHolder] = set()
         self._silent: dict[SlotHolder, None] = {}
-        """Those that have sent nothing yet, in the order in which they came."""
+        """Connections that have sent nothing yet, in the order of acceptance."""
         self._idle: dict[SlotHolder, None] = {}
-        """Others that wait for no answer, in the order in which they became idle."""
+        """Other connections without a request in progress, in the order in which they became
+        idle.
+        """
         self._refused = 0
-        """Connections without a place that are about to hear so."""
+        """Number of connections without a slot that are about to receive a refusal."""
 
     def acquire_slot(self, holder: SlotHolder) -> bool:
-        """Give a new connection a slot, if necessary that of an idle one; return whether it has
-        one."""
+        """Give a new connection a slot, if necessary that of an idle connection. Return whether the
+        new connection has one.
+        """
         if len(self._held) >= self._most and not self.evict_idle():
             return False
         self._held.add(holder)
@@ -64,8 +70,9 @@ class ConnectionSlots:
         return True
 
     def evict_idle(self) -> bool:
-        """Close the connection that was silent longest, or else idle longest; return whether there
-        was one."""
+        """Close the connection that was silent longest, or else idle longest. Return whether there
+        was one.
+        """
         waiting = chain(self._silent, self._idle)
         oldest = next((held for held in waiting if held.is_sent), None)
         if oldest is None:
@@ -75,7 +82,7 @@ class ConnectionSlots:
         return True
 
     def record_refusal(self) -> bool:
-        """Count a connection without a slot; return whether it may receive a refusal."""
+        """Count a connection without a slot. Return whether it may receive a refusal."""
         self._on_refused()
         if self._refused >= MAX_REFUSALS:
             return False
@@ -83,7 +90,7 @@ class ConnectionSlots:
         return True
 
     def forget_refusal(self) -> None:
-        """Record that a refused connection is closed."""
+        """Record that a connection that received a refusal is closed."""
         self._refused -= 1
 
     def release_slot(self, holder: SlotHolder) -> None:
@@ -92,12 +99,12 @@ class ConnectionSlots:
         self.mark_busy(holder)
 
     def mark_busy(self, holder: SlotHolder) -> None:
-        """Mark a connection as busy with a request."""
+        """Record that a connection has a request in progress."""
         self._silent.pop(holder, None)
         self._idle.pop(holder, None)
 
     def mark_idle(self, holder: SlotHolder) -> None:
-        """Mark a connection as idle."""
+        """Record that a connection has no request in progress."""
         if holder in self._held:
             self._silent.pop(holder, None)
             self._idle[holder] = None

@@ -1,8 +1,8 @@
 """HTTP/1.1 connections: timeouts for head and body, bounded parsing, eviction at the limit.
 
-uvicorn waits without limit for a client that has not sent its request. Here head and body have to
-arrive in time, and at the connection limit a new connection evicts the one that was idle longest,
-never one that waits for an answer. Where none is idle the new one is answered with status 503.
+uvicorn waits without a time limit for a client that has not sent its request. Here head and body
+must arrive in time. At the connection limit a new connection evicts the one that was idle longest,
+but never one with a request in progress. If no connection is idle, the new one gets status 503.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ _PHRASES: Final = {400: "Bad Request", 503: "Service Unavailable"}
 
 
 class _BoundedParser(h11.Connection):
-    """h11's parser with a bound on small chunks: each takes as long as a large one."""
+    """h11's parser with a limit on small chunks, because each of them takes as long to parse as a
+    large one.
+    """
 
     def __init__(self, max_small_chunks: int) -> None:
         super().__init__(h11.SERVER)
         self._max_small_chunks = max_small_chunks
         self._small_chunks = 0
         self.problem = "The request is not HTTP/1.1."
-        """What is wrong with a request that raised RemoteProtocolError."""
+        """Error message for a request with which parsing raised RemoteProtocolError."""
 
     def next_event(self) -> Any:
-        """The next event of the peer. Raises h11.RemoteProtocolError."""
+        """Return the next event of the peer. Raises h11.RemoteProtocolError."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._small_chunks = 0
@@ -59,18 +61,22 @@ class HttpConnection(H11Protocol):
     """HTTP protocol of one connection, with time limits and a slot."""
 
     def __init__(self, accepted: AcceptedConnection, options: HttpConfig, **kwargs: Any) -> None:
-        """`accepted`: its slot; `kwargs`: what uvicorn gives every protocol."""
+        """Create the protocol of a connection. `accepted` holds its slot, and `kwargs` are
+        uvicorn's arguments for a protocol.
+        """
         super().__init__(**kwargs)
         self.accepted = accepted
         self.options = options
         self._timer: asyncio.TimerHandle | None = None
-        """Ends it where what `_waits_for` says does not come in time."""
+        """Timer that closes the connection if the part of a request named by `_waits_for` does not
+        arrive in time.
+        """
         self._waits_for: Literal["", "head", "body"] = ""
         self._parser = _BoundedParser(self.options.max_small_chunks)
         self.conn = self._parser
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to wait for a request."""
+        """Start waiting for a request."""
         super().connection_made(transport)
         self.accepted.begin_serving(self)
         self._wait_for(
@@ -93,7 +99,8 @@ class HttpConnection(H11Protocol):
             if self.conn.trailing_data[0]:
                 self._wait_for("head", self.options.head_s)
             else:
-                # The rest of a body whose answer did not need it: uvicorn forgot its own timer.
+                # The rest of a body arrived after the response, and uvicorn has stopped its own
+                # timer.
                 self.accepted.mark_idle()
                 self._wait_for("head", self.options.keep_alive_s)
         else:
@@ -101,10 +108,12 @@ class HttpConnection(H11Protocol):
             self._wait_for_body()
 
     def on_response_complete(self) -> None:
-        """Idle again, unless the next request has come already or the body has still to come."""
+        """Mark the connection as idle, unless the next request has arrived or the rest of the body
+        is missing.
+        """
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE:
-            # uvicorn's own timer ends it if nothing comes.
+            # uvicorn's own timer closes the connection if no request comes.
             self._wait_for("", 0.0)
             self.accepted.mark_idle()
         else:
@@ -112,8 +121,9 @@ class HttpConnection(H11Protocol):
 
     @property
     def is_sent(self) -> bool:
-        """Whether everything that was answered has been sent; the answer of a slow reader may wait
-        here."""
+        """Whether all output has been sent. Output for a slow reader may still be in the write
+        buffer.
+        """
         return self.transport.get_write_buffer_size() == 0
 
     def close_now(self) -> None:
@@ -127,7 +137,9 @@ class HttpConnection(H11Protocol):
             self._wait_for("", 0.0)
 
     def _wait_for(self, what: Literal["", "head", "body"], seconds: float) -> None:
-        """What is to come within so many seconds; time runs on for what it waits for already."""
+        """Start the timer for a part of a request that must arrive within `seconds`. A timer for
+        the same part continues. "" stops the timer.
+        """
         if what == self._waits_for:
             return
         self._waits_for = what
@@ -136,9 +148,9 @@ class HttpConnection(H11Protocol):
         self._timer = self.loop.call_later(seconds, self.close_now) if what else None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that cannot be parsed with its error, unless its answer has begun."""
+        """Send the error of a request that cannot be parsed, unless a response has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            # It is sent around the parser, whose state is beyond answering.
+            # Sent without the parser, which cannot send a response in its error state.
             self._tell(
                 HttpError(
                     status=400, type=INVALID, message=self._parser.problem, code="invalid_request"
@@ -148,7 +160,7 @@ class HttpConnection(H11Protocol):
             self.close_now()
 
     def _tell(self, error: HttpError) -> None:
-        """Send an error and close."""
+        """Send an error and close the connection."""
         if self.transport.is_closing():
             return
         headers = {

@@ -1,7 +1,7 @@
 """FastAPI dependencies of the routes: router service, caller and operator of a request.
 
-Routes check credentials only through these dependencies. Where API keys are required, the
-middleware identifies the caller before a route runs.
+Routes check credentials only through these dependencies. If API keys are required, the middleware
+identifies the caller before a route runs.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ def get_service(request: Request) -> RouterService:
 
 
 async def caller(request: Request) -> tenants.Caller:
-    """Return the caller of a request, identified as in the gRPC API. Raises InvalidRequestError."""
+    """Return the caller of a request, identified as in the gRPC API. Raises InvalidRequestError for
+    an invalid tenant name.
+    """
     access_control = get_service(request).access_control
     if access_control.requires_keys:
-        # The middleware has looked the key up.
+        # The middleware has already identified the caller.
         known: tenants.Caller = request.scope[CALLER]
         return known
     return access_control.identify_caller(request.headers.items())
 
 
 async def operator(request: Request) -> None:
-    """Check that the caller is an operator, where API keys are required.
+    """Check that the caller is an operator, if API keys are required.
 
-    Raises UnauthenticatedError, PermissionDeniedError.
+    Raises UnauthenticatedError without a valid key, and PermissionDeniedError for a key that is not
+    an operator's.
     """
     get_service(request).access_control.authorize_operator(request.headers.get("authorization"))
 

@@ -28,7 +28,7 @@ STATUSES: Final[dict[type[OutriderError], tuple[int, str]]] = {
     errors.AlreadyExistsError: (409, "conflict_error"),
     errors.AbortedError: (409, "conflict_error"),
     errors.ResourceExhaustedError: (429, "rate_limit_error"),
-    # What nginx says of a client that has left; here it is a request that was aborted by its id.
+    # nginx's status for a disconnected client; here the request was aborted by its id.
     errors.CancelledRequestError: (499, "cancelled_error"),
     errors.FailedPreconditionError: (500, SERVER),
     errors.InternalError: (500, SERVER),
@@ -36,7 +36,9 @@ STATUSES: Final[dict[type[OutriderError], tuple[int, str]]] = {
     errors.DeadlineExceededError: (504, "timeout_error"),
     OutriderError: (500, SERVER),
 }
-"""HTTP status and OpenAI's `type` by error class; other classes take those of their base class."""
+"""HTTP status and OpenAI's `type` by error class. Classes that are not listed use those of their
+base class.
+"""
 
 CODES: Final = {
     "CONTEXT_EXCEEDED": "context_length_exceeded",
@@ -47,23 +49,27 @@ CODES: Final = {
     "KEY_RATE_LIMITED": "rate_limit_exceeded",
     "RATE_LIMITED": "rate_limit_exceeded",
 }
-"""OpenAI's `code` of reasons that its clients know; other reasons become lower case."""
+"""OpenAI's `code` by error reason, for reasons that OpenAI's clients know. Other reasons are sent
+in lower case.
+"""
 
 _TYPES: Final = {400: INVALID, 404: "not_found_error", 429: "rate_limit_error"}
 _HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 UNPUBLISHED_PATHS: Final = ("/openapi.json", "/", "/status.json")
-"""GET paths that the OpenAPI description does not contain."""
+"""Paths of GET routes that the OpenAPI description does not contain."""
 ASKED: Final = "outrider.asked"
-"""Key in a request's scope: method and path as the client sent them."""
+"""Key in a request's ASGI scope: method and path as the client sent them."""
 MAX_QUOTED_CHARS: Final = 100
 """Largest number of characters of a path or header that an error message quotes."""
 FIELD_NAMES: Final = "outrider.field_names"
-"""Key in a request's scope: names of its fields by the `param` of typed errors."""
+"""Key in a request's ASGI scope: mapping from the `param` of a typed error to the HTTP field's
+name.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpError:
-    """Error in the form in which an HTTP client receives it."""
+    """An error as an HTTP client receives it."""
 
     status: int
     type: str
@@ -87,8 +93,9 @@ class HttpError:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers: `Retry-After` in whole seconds and in milliseconds, as OpenAI's clients read it,
-        and how to authenticate if no key was sent."""
+        """Response headers: the retry hint as `Retry-After` in seconds and `retry-after-ms` in
+        milliseconds, or for status 401 the authentication schemes.
+        """
         if self.status == 401:
             return {"www-authenticate": 'Bearer realm="outrider", Basic realm="outrider"'}
         hint = self.retry_after_s
@@ -98,7 +105,7 @@ class HttpError:
         return {"retry-after": str(math.ceil(hint)), "retry-after-ms": str(math.ceil(hint * 1e3))}
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        """The complete response."""
+        """Return the complete response; `headers` are sent too."""
         return Response(
             self.body,
             status_code=self.status,
@@ -108,8 +115,9 @@ class HttpError:
 
 
 def describe_error(error: BaseException) -> HttpError:
-    """Return what a client receives for an error. Errors outside `outrider.errors` are logged and
-    not described."""
+    """Return the HTTP error for an exception. Exceptions outside `outrider.errors` are logged, and
+    the client gets no details.
+    """
     kind = next((kind for kind in type(error).__mro__ if kind in STATUSES), OutriderError)
     status, type_ = STATUSES[kind]
     told = to_status(error)
@@ -124,7 +132,7 @@ def describe_error(error: BaseException) -> HttpError:
 
 
 async def handle_typed_error(request: Request, error: Exception) -> Response:
-    """Handle errors that the router raises before its answer has begun."""
+    """Return the response for an error that was raised before the response has begun."""
     described = describe_error(error)
     names: Mapping[str, str] = request.scope.get(FIELD_NAMES, {})
     param = described.param and names.get(described.param, described.param)
@@ -132,11 +140,11 @@ async def handle_typed_error(request: Request, error: Exception) -> Response:
 
 
 async def handle_validation_error(request: Request, error: Exception) -> Response:
-    """Handle bodies that cannot be parsed into a request."""
+    """Return the response for a body that cannot be parsed into a request."""
     assert isinstance(error, RequestValidationError)
     said = request.headers.get("content-type", "")
     if not _is_json(said):
-        # The framework took the body for bytes, and found that these are no object.
+        # The framework did not parse the body, because its type is not JSON.
         return HttpError(
             status=415,
             type=INVALID,
@@ -154,7 +162,9 @@ def _is_json(content_type: str) -> bool:
 
 
 async def handle_http_error(request: Request, error: Exception) -> Response:
-    """Handle requests that the framework refuses: unknown paths, wrong methods, large bodies."""
+    """Return the response for a request that the framework refuses because of its path, method or
+    size.
+    """
     assert isinstance(error, HTTPException)
     status = error.status_code
     described = HttpError(
@@ -170,13 +180,15 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed(error: HTTPException) -> str:
-    """The methods that a path takes, in alphabetical order; HEAD wherever GET is."""
+    """Return the methods that a path supports, in alphabetical order. HEAD is supported where GET
+    is.
+    """
     methods = set((error.headers or {}).get("Allow", "").split(", "))
     return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
 
 
 def _unrouted(request: Request, error: HTTPException) -> str:
-    """What is said of a path or a method that is not served; "" of any other error."""
+    """Return the error message for an unknown path or method, or "" for any other error."""
     asked = request.scope[ASKED]
     if error.status_code == 405:
         return f"{asked} is not served here; the path takes {_allowed(error)}"
@@ -186,8 +198,9 @@ def _unrouted(request: Request, error: HTTPException) -> str:
 
 
 def _offered(request: Request) -> list[str]:
-    """Methods and paths as clients ask for them: the published API, generation first, and what
-    describes and shows it."""
+    """Return the methods and paths that are served: those of the published API, then the
+    unpublished ones.
+    """
     prefix: str = request.app.state.service.config.http_options.root_path
     paths: dict[str, dict[str, object]] = request.app.openapi()["paths"]
     published = [(method.upper(), path) for path, methods in paths.items() for method in methods]

@@ -46,19 +46,21 @@ router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 async def completions(
     body: CompletionRequest, request: Request, service: Service, caller: Caller
 ) -> Response:
-    """Continue one prompt or several: texts, or token ids."""
+    """Complete one or several prompts, given as texts or token ids."""
     request.scope[FIELD_NAMES] = {
         "top_logprobs": "logprobs",
         "structured_outputs": structure_field(body),
     }
     requests = completion_requests(body, request.scope[CLIENT_ID])
-    # Not on the event loop: ids of a megabyte take long.
+    # In a thread, because decoding a megabyte of token ids would block the event loop.
     echoes = await asyncio.to_thread(_echoes, requests, service.tokenizer) if body.echo else ()
     return _answer(CompletionWriter, requests, body, request, service, caller, echoes)
 
 
 def _echoes(requests: Sequence[GenerateRequest], tokenizer: Tokenizer) -> list[str]:
-    """The texts of completions' prompts; answers to one prompt share its text."""
+    """Return the text of each request's prompt. Requests with the same prompt object share its
+    text.
+    """
     texts: dict[int, str] = {}
     for request in requests:
         if id(request.prompt) not in texts:
@@ -83,7 +85,7 @@ def _echo(request: GenerateRequest, tokenizer: Tokenizer) -> str:
 async def chat_completions(
     body: ChatCompletionRequest, request: Request, service: Service, caller: Caller
 ) -> Response:
-    """Answer a conversation."""
+    """Generate the next message of a conversation."""
     request.scope[FIELD_NAMES] = {
         "prompt": "messages",
         "max_tokens": "max_tokens"

@@ -78,7 +78,7 @@ async def metrics(request: Request, service: Service, _operator: Operator) -> Re
 
 @router.get("/v1/models", responses=error_responses(), tags=["OpenAI"])
 async def list_models(service: Service, request: Request, _caller: Caller) -> ModelList:
-    """Return the served models; none while no verifier is healthy."""
+    """Return the served models. The list is empty while no verifier is healthy."""
     return ModelList(data=[_model(info, request) for info in make_model_list(service)])
 
 
@@ -105,7 +105,7 @@ async def tokenize(body: TokenizeRequest, service: Service, caller: Caller) -> R
 
 
 def _tokenized(ids: tuple[int, ...], info: ModelInfo, names: Tokenizer | None) -> Response:
-    """The answer; on a thread, for half a million ids take long to write down."""
+    """Return the response. Runs in a thread, because serializing half a million ids takes long."""
     told = TokenizeResponse(
         count=len(ids),
         max_model_len=info.max_context_len,
@@ -177,14 +177,14 @@ def _conversation(body: TokenizeRequest) -> ChatPrompt:
     tags=["tokens"],
 )
 async def detokenize(body: DetokenizeRequest, service: Service, caller: Caller) -> Response:
-    """Return the text of token ids, special ones included."""
+    """Return the text of token ids, including special tokens."""
     info = _served_model(service, body.model)
     with service.access_control.limit_call(caller):
         return await asyncio.to_thread(_detokenized, body.tokens, info, service.tokenizer)
 
 
 def _detokenized(ids: list[int], info: ModelInfo, tokenizer: Tokenizer) -> Response:
-    """The answer; on a thread."""
+    """Return the response. Runs in a thread."""
     check_ids(tuple(ids), info.vocab_size, "tokens")
     return _json(DetokenizeResponse(prompt=tokenizer.decode(ids, with_special=True)))
 
@@ -194,7 +194,9 @@ def _json(told: BaseModel) -> Response:
 
 
 def _served_model(service: RouterService, name: str | None) -> ModelInfo:
-    """The served model of this name. Raises NotFoundError, UnavailableError."""
+    """Return the served model with this name, or with None the only one. Raises NotFoundError if it
+    is not served, and UnavailableError while no verifier is healthy.
+    """
     known = make_model_list(service)
     if not known:
         raise no_verifier_error()

@@ -1,8 +1,8 @@
 """Route class for JSON bodies: pydantic's parser, bounded in depth and in number of values.
 
-pydantic parses faster than the standard library. Parsing holds the interpreter lock, so a thread
-would not keep it from blocking the event loop. Large bodies are parsed one at a time instead, with
-a pause after each in which streams continue.
+pydantic parses faster than the standard library. Parsing holds the interpreter lock, so it would
+block the event loop even in a thread. Instead, large bodies are parsed one at a time, with a pause
+after each in which streams continue.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 LARGE_BYTES: Final = 1 << 16
-"""Size in bytes from which bodies are parsed one at a time."""
+"""Size in bytes above which bodies are parsed one at a time."""
 _STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _MAX_QUOTES: Final = 1 << 16
 _VALUES: Final = b",[{"
-"""Every value but the first one of a document has one of these before it."""
+"""Characters of which one precedes every value but the first of a JSON document."""
 
 
 class JsonParser:
     """Parses the request bodies of one server."""
 
     def __init__(self, max_values: int) -> None:
-        """`max_values` bounds the values of a body."""
+        """Create a parser that refuses bodies with more than `max_values` values."""
         self._max_values = max_values
         self._lock = asyncio.Lock()
 
@@ -59,16 +59,16 @@ class JsonParser:
             raise HTTPException(400, f"The body is not JSON: {error}") from None
 
     def _has_too_many(self, body: bytes) -> bool:
-        """Whether a body has more values than it may; counts, and parses nothing."""
+        """Return whether a body has too many values, by counting characters without parsing."""
         if _count(body) <= self._max_values:
             return False
         quotes = body.count(b'"') - body.count(b'\\"')
-        # Commas of texts counted, too. Leaving out many texts would take as long as parsing.
+        # The count included commas in strings. Removing very many strings takes as long as parsing.
         return quotes > _MAX_QUOTES or _count(_STRING.sub(b"", body)) > self._max_values
 
 
 def _count(body: bytes) -> int:
-    """A bound on the values of a document, if it had no texts."""
+    """Return an upper bound of the number of values in a document without strings."""
     return 1 + sum(body.count(mark) for mark in _VALUES)
 
 
@@ -82,7 +82,7 @@ class JsonRoute(APIRoute):
     """Route whose JSON body is parsed by `JsonParser`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the framework's handler, with requests that use `JsonParser`."""
+        """Return the framework's handler, which gets requests that use `JsonParser`."""
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:

@@ -10,38 +10,42 @@ from outrider.wire.inference import TokenLogprobs
 
 
 class TokenTextTable:
-    """Maps token ids to the text that they add to an answer, else to their vocabulary name."""
+    """Maps token ids to the text that they add to the output, or to their vocabulary name if they
+    add none.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, *, special: bool = False, by_number: bool = False
     ) -> None:
-        """`special`: whether special tokens are part of the answer; `by_number`: whether ids are
-        called "token_id:N"."""
+        """Create the table. With `special`, special tokens are part of the output. With
+        `by_number`, tokens are written as "token_id:N".
+        """
         self._tokenizer, self._by_number = tokenizer, by_number
         self._pieces = tokenizer.special_pieces if special else tokenizer.pieces
 
     def raw_bytes(self, token_id: int) -> bytes:
-        """Bytes that a token id adds to the text."""
+        """Return the bytes that a token id adds to the text."""
         return self._pieces[token_id]
 
     def __call__(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._by_number else self.display_text(token_id)
 
     def display_text(self, token_id: int) -> str:
-        """Text of a token id, replacing invalid UTF-8."""
+        """Return the text of a token id, with invalid UTF-8 replaced."""
         raw = self.raw_bytes(token_id)
         return raw.decode("utf-8", "replace") if raw else self._tokenizer.token_name(token_id)
 
     def offsets(self) -> TextOffsets:
-        """The places of an answer's tokens in its text."""
+        """Return a counter for the text offsets of an output's tokens."""
         return TextOffsets(Detokenizer(self._pieces))
 
 
 class TextOffsets:
-    """Counts where the tokens of one answer begin in its text, in characters.
+    """Counts the offsets in characters at which the tokens of one output begin in its text.
 
     A token begins where the text of the tokens before it ends. All tokens of one character begin
-    where that character does, and a token without text where the next one with text does.
+    where that character begins, and a token without text begins where the next token with text
+    begins.
     """
 
     def __init__(self, detokenizer: Detokenizer) -> None:
@@ -60,7 +64,7 @@ class TextOffsets:
 def chat_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], texts: TokenTextTable
 ) -> dict[str, object]:
-    """Build `logprobs` of a chat choice."""
+    """Return `logprobs` of a chat choice for these tokens."""
     content = [
         {
             **_chat_token(id_, found.logprob, texts),
@@ -81,10 +85,10 @@ def completion_logprobs(
     texts: TokenTextTable,
     offsets: TextOffsets,
 ) -> dict[str, object]:
-    """Build `logprobs` of the next tokens of a completion choice, whose earlier tokens `offsets`
-    has counted.
+    """Return `logprobs` for the next tokens of a completion choice. `offsets` must have counted its
+    earlier tokens.
 
-    The token's own log-probability is among the alternatives, as in OpenAI's API.
+    The emitted token is among `top_logprobs`, as in OpenAI's API.
     """
     tokens = [texts(id_) for id_ in token_ids]
     top: list[dict[str, float]] = []

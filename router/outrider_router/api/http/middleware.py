@@ -27,30 +27,34 @@ from outrider_router.api.http.request_models import MAX_CHOICES
 from outrider_router.config import HttpConfig
 
 PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
-"""What answers everybody, as health does over gRPC."""
+"""Paths that need no API key, like the health service of gRPC."""
 REQUEST_ID: Final = "x-request-id"
 OWN_ID: Final = "outrider.own_id"
 CLIENT_ID: Final = "outrider.client_id"
 CALLER: Final = "outrider.caller"
-"""In a request's scope: its ids, and whose API key it shows. Open paths have no caller."""
+"""Keys in a request's ASGI scope: the id in use, the id that the client chose or None, and the
+caller. Public paths have no caller.
+"""
 _MAX = MAX_NAME_BYTES - len(f"-{MAX_CHOICES}")
 _VALID = re.compile(rf"[!-~]{{1,{_MAX}}}")
 
 
 def asks_for_open_path(first: bytes, root_path: str) -> bool:
-    """Whether a connection begins with a request for what answers everybody. `first`: its first
-    bytes; what is said under TLS cannot be told by them."""
+    """Return whether a connection begins with a request for a public path. `first` are its first
+    bytes; with TLS they are encrypted, so the result is False.
+    """
     method, _, rest = first.partition(b" ")
     path = re.split(rb"[ ?]", rest, maxsplit=1)[0].decode("latin-1")
     return method in (b"GET", b"HEAD") and path.removeprefix(root_path) in PUBLIC_PATHS
 
 
 class RequestMiddleware:
-    """ASGI middleware: refuses callers without an API key, where keys are required, before the body
-    is read; refuses large and encoded bodies; gives every request an id and returns it.
+    """ASGI middleware that checks access, limits bodies and assigns request ids.
 
-    An id that a client chose (`X-Request-Id`, printable ASCII) is what the router knows its request
-    by; any other one is made here.
+    If API keys are required, it refuses callers without a valid key before their body is read. It
+    refuses bodies that are too large or encoded. Every request gets an id, which the response
+    returns: the client's `X-Request-Id` if it is printable ASCII and not too long, otherwise a
+    generated one.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class RequestMiddleware:
         self._root_path = options.root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
+        """Check a request and pass it to the application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -79,7 +83,7 @@ class RequestMiddleware:
         client_id = RequestId(chosen) if _VALID.fullmatch(chosen) else None
         own_id = client_id or RequestId(f"req-{secrets.token_hex(8)}")
         scope[CLIENT_ID], scope[OWN_ID] = client_id, own_id
-        # Proxies may disagree on where such a request ends: nothing that follows it is believed.
+        # Proxies may disagree on where such a request ends, so the connection is closed after it.
         is_ambiguous = "transfer-encoding" in headers and "content-length" in headers
 
         async def named(message: Message) -> None:
@@ -103,24 +107,24 @@ class RequestMiddleware:
             await refusal.response({"connection": "close"})(scope, receive, named)
             return
         if self._root_path and scope["path"] == self._root_path:
-            # The page at "/" finds its files beside itself.
+            # The page at "/" loads its files by relative paths.
             await RedirectResponse(f"{self._root_path}/")(scope, receive, named)
             return
         if scope["path"] not in PUBLIC_PATHS:
             await self._arrivals.wait_turn()
-        # HEAD is served wherever GET is. A copy: the server goes by the method in its own.
+        # HEAD is served where GET is. The scope is copied, because the server needs its method.
         routed = {**scope, "method": "GET"} if is_head else scope
         await self._app(routed, _BoundedBody(receive, self._max_body_bytes), named)
 
     def _strip_root_path(self, scope: Scope) -> None:
-        """Route a request as if it came without the path in front of all routes."""
+        """Remove the configured path prefix of all routes from a request's path."""
         path: str = scope["path"]
         if self._root_path and path.startswith(f"{self._root_path}/"):
             scope["path"] = path[len(self._root_path) :]
             scope["raw_path"] = scope["raw_path"][len(self._root_path) :]
 
     def _refusal(self, headers: Headers) -> HttpError | None:
-        """Why a body is not read, by the headers."""
+        """Return the error for which a body is refused by its headers, or None."""
         encoding = headers.get("content-encoding", "").strip().lower()
         if encoding not in ("", "identity"):
             return HttpError(
@@ -143,7 +147,7 @@ class RequestMiddleware:
 
 
 class _BoundedBody:
-    """`receive` of a body that did not say how long it is."""
+    """ASGI `receive` with a size limit, for bodies without a Content-Length."""
 
     def __init__(self, receive: Receive, max_bytes: int) -> None:
         self._receive = receive

@@ -1,7 +1,7 @@
 """Pydantic models of HTTP request bodies, with the field names of OpenAI and vLLM.
 
-Types are strict ("5" is not a number). Fields that are not here are ignored, as clients of many
-servers expect, except for those in `outrider_router.api.http.unsupported_fields`.
+Types are strict ("5" is not a number). Unknown fields are ignored, as clients of many servers
+expect, except for those in `outrider_router.api.http.unsupported_fields`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from outrider_router.api.http.structured_outputs import StrictModel, StructuredO
 from outrider_router.api.http.validation_errors import UNION_TAG
 
 MAX_CHOICES = 128
-"""Largest number of answers of one HTTP request: prompts times n."""
+"""Largest number of choices of one HTTP request: number of prompts times n."""
 MAX_TOKENIZED_CHARS = 1 << 19
-"""Largest number of characters that /tokenize takes, all messages of a conversation together."""
+"""Largest number of characters in a request of /tokenize, summed over all messages."""
 MAX_DETOKENIZED_IDS = 1 << 17
-"""Largest number of ids that /detokenize takes."""
+"""Largest number of token ids in a request of /detokenize."""
 MAX_TIMEOUT_S = 7 * 86400.0
 """Largest timeout in seconds: a week."""
 DEFAULT_COMPLETION_TOKENS = 16
@@ -52,20 +52,22 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 def _size(low: int, high: int) -> FieldInfo:
-    """Bounds of a list, whose first mistake is enough."""
+    """Return the size limits of a list that reports only its first invalid entry."""
     info: FieldInfo = Field(min_length=low, max_length=high, fail_fast=True)
     return info
 
 
 def _few_biases(value: object) -> object:
-    """Of too many the first is as good as all: pydantic makes two errors of a bad one."""
+    """Refuse a bias map with too many entries before pydantic validates each entry."""
     if isinstance(value, dict) and len(value) > MAX_BIASED_IDS:
         raise ValueError(f"must have at most {MAX_BIASED_IDS} entries, has {len(value)}")
     return value
 
 
 def _few_bytes(text: str, most: int = MAX_STOP_STRING_BYTES) -> str:
-    """Bytes are what gRPC bounds, too; characters are at most as many."""
+    """Refuse a string that has more than `most` bytes in UTF-8, because the gRPC API limits bytes
+    too.
+    """
     size = len(text.encode())
     if size > most:
         raise ValueError(f"must have at most {most} bytes of UTF-8, has {size}")
@@ -85,7 +87,9 @@ ModelOrUserName = Annotated[str, Len(1, MAX_NAME_BYTES)]
 
 
 def _prompt_kind(value: object) -> str:
-    """By its first item: a prompt of a million ids is looked at as one kind of list only."""
+    """Return the type of a prompt by its first item, so that a list of a million ids is validated
+    only once.
+    """
     if not isinstance(value, list):
         return f"{UNION_TAG}text"
     first = value[0] if value else 0
@@ -124,7 +128,7 @@ StopValue = Annotated[
 
 
 class StreamOptions(StrictModel):
-    """How a stream tells what was used."""
+    """Options of the token counts in a stream."""
 
     include_usage: bool | None = Field(
         default=None, description="One more chunk at the end, with `usage`."
@@ -225,7 +229,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(StrictModel):
-    """A part of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: Annotated[str, Len(0, MAX_PROMPT_BYTES)]
@@ -259,7 +263,7 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(StrictModel):
-    """Body of POST /tokenize: a text, or a conversation."""
+    """Body of POST /tokenize: exactly one of a text and a conversation."""
 
     model: ModelOrUserName | None = None
     prompt: Annotated[str, Len(0, MAX_TOKENIZED_CHARS)] | None = None

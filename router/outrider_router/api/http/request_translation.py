@@ -44,8 +44,8 @@ MASK64 = 2**64 - 1
 def completion_requests(
     body: CompletionRequest, request_id: RequestId | None
 ) -> tuple[GenerateRequest, ...]:
-    """Translate a completion into router requests, one for each choice, those of a prompt side by
-    side.
+    """Translate a completion into router requests, one for each choice. Choices of one prompt are
+    adjacent.
 
     Raises InvalidRequestError.
     """
@@ -85,7 +85,7 @@ def chat_requests(
 
 
 def completion_prompts(body: CompletionRequest) -> tuple[Prompt, ...]:
-    """Return the prompts of a completion: a text, texts, ids, or lists of ids."""
+    """Return the prompts of a completion body."""
     match body.prompt:
         case str() as text:
             return (TextPrompt(text),)
@@ -106,7 +106,9 @@ def _prompt(prompt: str | int | list[int]) -> Prompt:
 
 
 def chat_prompt(messages: Sequence[ChatRequestMessage]) -> ChatPrompt:
-    """A conversation; "developer" is the newer name of "system". Raises InvalidRequestError."""
+    """Return the conversation of chat messages. The role "developer" becomes "system". Raises
+    InvalidRequestError for unsupported fields of a message.
+    """
     turns = []
     for number, message in enumerate(messages):
         refuse_unsupported(message.model_extra, MESSAGE, f"messages[{number}].")
@@ -131,8 +133,9 @@ def _choices(
     top_logprobs: int | None,
     request_id: RequestId | None,
 ) -> tuple[GenerateRequest, ...]:
-    """`default_max_tokens` stands for a `max_tokens` of None, cut to the room that there is; None:
-    the router's default."""
+    """Return the router requests of all choices. If `max_tokens` is None, `default_max_tokens`,
+    reduced to the remaining context, applies; if both are None, the router's default applies.
+    """
     n = body.n or 1
     count = len(prompts) * n
     if count > MAX_CHOICES:
@@ -164,14 +167,16 @@ def _choices(
 
 
 def choice_request_id(request_id: RequestId | None, number: int, count: int) -> RequestId | None:
-    """Return the request id of one of `count` choices; None: the client chose no id."""
+    """Return the request id of choice `number` of `count`, or None if the client chose no id."""
     if request_id is None or count == 1:
         return request_id
     return RequestId(f"{request_id}-{number}")
 
 
 def _sampling(body: GenerationRequest, number: int) -> SamplingOptions:
-    """`number`: of this answer among those of its prompt; the seed of the first is the client's."""
+    """Return the sampling options of choice `number` of a prompt. Its seed is the client's seed
+    plus `number`.
+    """
     temperature = DEFAULT_TEMPERATURE if body.temperature is None else body.temperature
     return SamplingOptions(
         temperature=temperature,

@@ -1,6 +1,7 @@
 """Pydantic models of HTTP responses, for the published OpenAPI schema only.
 
-The answers themselves are written by hand (`outrider_router.api.http.response_writers`).
+`outrider_router.api.http.response_writers` builds the JSON of generation responses without these
+models.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ class ErrorBody(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Every error, before an answer has begun or as an event of a stream."""
+    """Body of every error response, and of an error event in a stream."""
 
     error: ErrorBody
 
 
 class PredictionDetails(BaseModel):
-    """Draft accepted tokens and that did not."""
+    """Numbers of draft tokens that were accepted and rejected."""
 
     accepted_prediction_tokens: Count
     rejected_prediction_tokens: Count
@@ -46,7 +47,7 @@ class UsageBody(BaseModel):
 
 
 class SpeculationBody(BaseModel):
-    """What speculation did for this request."""
+    """Speculative decoding statistics of this request."""
 
     mean_acceptance_length: float = Field(description="1 + accepted / rounds with a proposal.")
     draft_acceptance_rate: float = Field(description="Accepted of all draft tokens.")
@@ -61,7 +62,7 @@ class SpeculationBody(BaseModel):
 
 
 class MetricsBody(BaseModel):
-    """What a request took beside tokens."""
+    """Statistics of a request other than its token counts."""
 
     speculative_decoding: SpeculationBody
 
@@ -77,7 +78,7 @@ class GenerationResponse(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Logprobs of a completion."""
+    """Log-probabilities of a completion's tokens."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -86,7 +87,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One answer to one prompt."""
+    """One completion of one prompt."""
 
     index: Count
     text: str
@@ -100,14 +101,14 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionResponse(GenerationResponse):
-    """Answer of POST /v1/completions."""
+    """Response of POST /v1/completions."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
 
 class ChatToken(BaseModel):
-    """A token and its logprob."""
+    """A token and its log-probability."""
 
     token: str
     logprob: float
@@ -115,20 +116,20 @@ class ChatToken(BaseModel):
 
 
 class ChatTokenWithTop(ChatToken):
-    """An emitted token, and what else was likely in its place."""
+    """An emitted token and the most probable tokens at its position."""
 
     top_logprobs: list[ChatToken]
 
 
 class ChatLogprobs(BaseModel):
-    """Logprobs of a chat's answer."""
+    """Log-probabilities of a chat message's tokens."""
 
     content: list[ChatTokenWithTop]
     refusal: None
 
 
 class ChatMessageBody(BaseModel):
-    """The assistant's turn."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str
@@ -136,7 +137,7 @@ class ChatMessageBody(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer to the conversation."""
+    """One choice of a chat response."""
 
     index: Count
     message: ChatMessageBody
@@ -147,7 +148,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletionResponse(GenerationResponse):
-    """Answer of POST /v1/chat/completions."""
+    """Response of POST /v1/chat/completions."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
@@ -169,7 +170,7 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """Answer of GET /v1/models; empty while no verifier is healthy."""
+    """Response of GET /v1/models. The list is empty while no verifier is healthy."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
@@ -182,13 +183,13 @@ class HealthResponse(BaseModel):
 
 
 class VersionResponse(BaseModel):
-    """Answer of GET /version."""
+    """Response of GET /version."""
 
     version: str
 
 
 class TokenizeResponse(BaseModel):
-    """Answer of POST /tokenize."""
+    """Response of POST /tokenize."""
 
     count: Count
     max_model_len: Count
@@ -197,7 +198,7 @@ class TokenizeResponse(BaseModel):
 
 
 class DetokenizeResponse(BaseModel):
-    """Answer of POST /detokenize."""
+    """Response of POST /detokenize."""
 
     prompt: str
 
@@ -219,7 +220,9 @@ _SAYS = {
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors of an operation, for the OpenAPI."""
+    """Return the error responses of an operation for the OpenAPI description: those of every
+    operation and those with `statuses`.
+    """
     return {
         status: {"model": ErrorResponse, "description": _SAYS[status]}
         for status in (400, 401, 405, 413, 415, 429, 500, *statuses)
@@ -227,7 +230,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 GENERATION_ERRORS = error_responses(404, 409, 499, 503, 504)
-"""Errors of what generates."""
+"""Error responses of the generation routes."""
 STREAM_RESPONSE: dict[str, Any] = {
     "description": "The answer; with `stream`, server-sent events that end with `[DONE]`.",
     "content": {"text/event-stream": {"schema": {"type": "string"}}},

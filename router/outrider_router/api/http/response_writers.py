@@ -1,7 +1,7 @@
 """Writers of completions and chat responses, whole and in stream chunks. Pure.
 
-A chunk's JSON is assembled from parts that are made once per stream: only its text has to be
-quoted, which is most of what a token costs here.
+The constant JSON parts of a chunk are built once per stream. Per chunk mainly its text is converted
+to JSON, which is most of the cost of a token here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from outrider_router.api.http.logprobs import (
 from outrider_router.api.http.usage import metrics_body, sum_stats, total_usage_body
 
 json_quote = json.JSONEncoder(ensure_ascii=False).encode
-"""A text as JSON."""
+"""Function that returns a value as JSON."""
 _REASONS = {FinishReason.LENGTH: "length"}
 
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceState:
-    """One answer as far as it has come."""
+    """State of one choice while it is generated."""
 
     index: int
     text: list[str] = field(default_factory=list)
@@ -36,15 +36,15 @@ class ChoiceState:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishInfo | None = None
     echo: str = ""
-    """What its text begins with, where the prompt is to be told again."""
+    """Text of the prompt that precedes the output if the request sets `echo`."""
     prompt_ids: Sequence[int] = ()
-    """Where they are to be told."""
+    """Token ids of the prompt if the request asks for token ids."""
     has_started: bool = False
-    """Whether a chunk of it was sent."""
+    """Whether a chunk of the choice was sent."""
     tokens: int = 0
-    """Token ids so far."""
+    """Number of token ids so far."""
     offsets: TextOffsets | None = None
-    """Where its tokens stand in its text, once that was asked for."""
+    """Counter of the text offsets of the tokens; None until log-probabilities are written."""
 
 
 class ResponseWriter(ABC):
@@ -67,10 +67,13 @@ class ResponseWriter(ABC):
         with_ids: bool = False,
         with_usage: bool = False,
     ) -> None:
-        """`created`: seconds since 1970; `n`: choices of each prompt, side by side;
-        `stop_token_ids`: those that the client asked for; `with_ids`: whether the ids of prompts
-        and answers are told; `with_usage`: whether a stream ends with a chunk that tells usage, so
-        that all others have `"usage": null`."""
+        """Create the writer of one response.
+
+        `created` is the time in seconds since 1970, and `n` the number of choices of each prompt.
+        `stop_token_ids` are those of the request. With `with_ids`, token ids of prompts and outputs
+        are written. With `with_usage`, a stream ends with a usage chunk and all other chunks have
+        `"usage": null`.
+        """
         self._common = {"id": f"{self.prefix}-{request_id}", "created": created, "model": model}
         self._n = n
         self._texts = texts
@@ -83,7 +86,9 @@ class ResponseWriter(ABC):
 
     @property
     def is_text_only(self) -> bool:
-        """Whether nothing but its text is told of a token."""
+        """Whether chunks contain no log-probabilities or token ids, so that a token without text
+        needs no chunk.
+        """
         return not self._with_logprobs and not self._with_ids
 
     # ---- chunks --------------------------------------------------------------------------------
@@ -96,7 +101,9 @@ class ResponseWriter(ABC):
         logprobs: Sequence[TokenLogprobs],
         usage: dict[str, object] | None,
     ) -> str:
-        """A chunk with newly emitted text; before the first one what precedes it."""
+        """Return a chunk with new text. The first chunk of a choice is preceded by the opening
+        chunk, if the format has one.
+        """
         told = "null"
         if self._with_logprobs:
             told = json_quote(self._logprobs(choice, token_ids, logprobs))
@@ -110,7 +117,7 @@ class ResponseWriter(ABC):
         return f"{opening}{self._head}{body}]{self._tail(usage)}"
 
     def write_end(self, choice: ChoiceState, usage: dict[str, object] | None) -> str:
-        """The last chunk of a choice."""
+        """Return the last chunk of a choice."""
         assert choice.finish is not None, "it has ended"
         opening = ""
         if not choice.has_started:
@@ -124,7 +131,7 @@ class ResponseWriter(ABC):
         return f"{opening}{self._head}{body}]{self._tail(usage)}"
 
     def write_usage(self, choices: Sequence[ChoiceState]) -> str:
-        """The chunk without a choice that tells what was used."""
+        """Return the chunk with the token usage, which has no choice."""
         finishes = _finishes(choices)
         told = json_quote(total_usage_body(finishes, self._n))
         speculation = json_quote(metrics_body(sum_stats([finish.stats for finish in finishes])))
@@ -137,21 +144,23 @@ class ResponseWriter(ABC):
         return ""
 
     def _ids(self, choice: ChoiceState, token_ids: Sequence[int], *, first: bool) -> str:
-        """Members of a choice with new text that tell ids."""
+        """Return the JSON members with the token ids of a choice with new text."""
         return f'"token_ids": {json_quote(list(token_ids))}'
 
     @abstractmethod
     def _delta(self, index: int, text: str, logprobs: str) -> str:
-        """A choice with new text; all but the index is JSON already."""
+        """Return the JSON of a choice with new text. `text` and `logprobs` are already JSON."""
 
     @abstractmethod
     def _end(self, index: int, reason: str, stop_reason: str) -> str:
-        """A choice that has ended."""
+        """Return the JSON of the last chunk's choice. `reason` and `stop_reason` are already
+        JSON.
+        """
 
     # ---- whole ---------------------------------------------------------------------------------
 
     def write_whole(self, choices: Sequence[ChoiceState]) -> str:
-        """The answer at once."""
+        """Return the JSON of a complete response."""
         finishes = _finishes(choices)
         told = {
             **self._common,
@@ -178,22 +187,22 @@ class ResponseWriter(ABC):
         }
 
     def _prompt(self, choices: Sequence[ChoiceState]) -> dict[str, object]:
-        """Members of an answer that tell ids of its prompt."""
+        """Return the members of a response with the prompt's token ids."""
         return {}
 
     def _whole_ids(self, choice: ChoiceState) -> dict[str, object]:
-        """Members of a choice that tell ids."""
+        """Return the members of a choice with token ids."""
         return {"token_ids": choice.token_ids}
 
     @abstractmethod
     def _content(self, text: str) -> dict[str, object]:
-        """What holds the text."""
+        """Return the members of a choice that contain the text."""
 
     @abstractmethod
     def _logprobs(
         self, choice: ChoiceState, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, object]:
-        """Logprobs of the next tokens of a choice."""
+        """Return the `logprobs` member for the next tokens of a choice."""
 
     # ---- both ----------------------------------------------------------------------------------
 
@@ -201,7 +210,9 @@ class ResponseWriter(ABC):
         return _REASONS.get(finish.reason, "stop")
 
     def _stop_reason(self, finish: FinishInfo) -> str | int | None:
-        """What of the client's stops ended it, as vLLM tells it; None: the model did."""
+        """Return vLLM's `stop_reason`: the stop string or the client's stop token id that ended the
+        output, or None.
+        """
         if finish.stop_string is not None:
             return finish.stop_string
         return finish.stop_token_id if finish.stop_token_id in self._stop_token_ids else None
@@ -212,7 +223,7 @@ def _finishes(choices: Sequence[ChoiceState]) -> list[FinishInfo]:
 
 
 class CompletionWriter(ResponseWriter):
-    """POST /v1/completions."""
+    """Writer of responses to POST /v1/completions."""
 
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
@@ -249,7 +260,7 @@ class CompletionWriter(ResponseWriter):
 
 
 class ChatWriter(ResponseWriter):
-    """POST /v1/chat/completions."""
+    """Writer of responses to POST /v1/chat/completions."""
 
     prefix = "chatcmpl"
     whole_object = "chat.completion"

@@ -27,15 +27,15 @@ from outrider_router.requests.service import RouterService
 
 BACKLOG = 2048
 STOP_GRACE_S = 2
-"""Time in seconds that connections get to end when the server stops; requests have ended before."""
+"""Time in seconds that connections get to end when the server stops. Requests have ended before."""
 CERTIFICATE_CHECK_S = 10.0
-"""Time in seconds between two checks whether the certificate has changed."""
+"""Time in seconds between two checks of whether the certificate has changed."""
 _LOOK_S = 0.005
 _MAX_PORT = 65535
 
 
 class _HttpUvicornServer(uvicorn.Server):
-    """Signals are the router's business, and connections have a place before uvicorn sees them."""
+    """uvicorn server that does not handle signals, and whose connections need a slot first."""
 
     def __init__(
         self, config: uvicorn.Config, *, options: HttpConfig, places: ConnectionSlots
@@ -78,7 +78,7 @@ class HttpServer:
     """Serves a router over HTTP until it is stopped."""
 
     def __init__(self, address: str, service: RouterService) -> None:
-        """address: host:port; port 0 takes a free one."""
+        """Create a server for the address HOST:PORT; port 0 picks a free one."""
         self._address = address
         self._service = service
         self._server: _HttpUvicornServer | None = None
@@ -86,8 +86,9 @@ class HttpServer:
         self._renewing: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Bind and serve; return the address. Raises FailedPreconditionError if the address cannot
-        be bound or the certificate is invalid."""
+        """Bind the address, start serving and return the address. Raises FailedPreconditionError if
+        the address cannot be bound or the certificate is invalid.
+        """
         config = self._service.config
         listener = bind_socket(
             self._address,
@@ -108,7 +109,7 @@ class HttpServer:
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=STOP_GRACE_S,
                 http=HttpConnection,
-                # Whoever changes to another protocol would leave its place taken.
+                # A connection that changes to WebSocket would never release its slot.
                 ws="none",
                 timeout_keep_alive=options.keep_alive_s,
                 **uvicorn_tls(tls),
@@ -143,14 +144,14 @@ class HttpServer:
 
 
 async def _renew(context: ssl.SSLContext, tls: TlsConfig) -> None:
-    """Have new connections see a certificate that was replaced."""
+    """Load a replaced certificate into the TLS context, for new connections."""
     files = TlsFiles(tls)
     told = files.current_material()
     while True:
         await asyncio.sleep(CERTIFICATE_CHECK_S)
         found = files.current_material()
         if found is not told and tls.cert is not None:
-            # It was good when it was read; one that has changed since is read at the next look.
+            # The files were valid when read; if they changed since, the next check reads them.
             with contextlib.suppress(OSError):
                 context.load_cert_chain(tls.cert, tls.key)
                 told = found
@@ -159,10 +160,10 @@ async def _renew(context: ssl.SSLContext, tls: TlsConfig) -> None:
 def bind_socket(
     address: str, *, slow_reader_timeout_s: float, shared: bool = False
 ) -> socket.socket:
-    """Create a listening socket for host:port; with `shared`, other processes may listen there too.
+    """Return a listening socket for HOST:PORT. With `shared`, other processes may listen there too.
 
-    The kernel closes a connection whose client reads nothing for longer than a slow reader may,
-    where the system supports it, so that its buffers are freed. Raises FailedPreconditionError.
+    If the system supports it, the kernel closes a connection whose client reads nothing for
+    `slow_reader_timeout_s`, so that its buffers are freed. Raises FailedPreconditionError.
     """
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")

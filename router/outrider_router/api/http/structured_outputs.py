@@ -1,6 +1,6 @@
-"""Structured-output fields of HTTP requests, in the forms of OpenAI and vLLM.
+"""Structured-output fields of HTTP requests, in the formats of OpenAI and vLLM.
 
-Pure. Schemas, expressions and grammars are checked where they are compiled.
+Pure. Schemas, expressions and grammars are validated later, when they are compiled.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ class StructuredOutputFields(StrictModel):
 
 
 def structured_output_of(body: StructuredOutputFields) -> StructuredOutput | None:
-    """Return the structured output that is asked for. Raises InvalidRequestError for more than one,
-    or an incomplete one."""
+    """Return the structured output of a request, or None. Raises InvalidRequestError if it is
+    incomplete or if there are several.
+    """
     said = _of(
         "guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar
     )
@@ -117,7 +118,9 @@ def _of(
     choice: list[str] | None,
     grammar: str | None,
 ) -> dict[str, StructuredOutput]:
-    """The forms that are given, by their fields; `where` stands before the fields' names."""
+    """Return the structured outputs that are set, by the names of their fields. `where` is the
+    prefix of these names.
+    """
     found = {}
     if schema is not None:
         text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -134,7 +137,7 @@ def _of(
 
 
 def _quoted(text: str) -> str:
-    """A text as Lark's syntax has it: as JSON has it, but for DEL, which JSON leaves as it is."""
+    """Return a string literal in Lark's syntax: a JSON string in which DEL is escaped too."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -143,7 +146,7 @@ def _invalid(message: str) -> InvalidRequestError:
 
 
 def structure_field(body: StructuredOutputFields) -> str:
-    """Return the field by which a body asks for a structured output, the first one of several."""
+    """Return the name of the first structured-output field that is set in a body."""
     return next(
         (name for name in StructuredOutputFields.model_fields if getattr(body, name) is not None),
         "structured_outputs",

@@ -1,6 +1,6 @@
 """Refuses OpenAI and vLLM request fields that would change an answer but are not supported.
 
-A request that sets one is refused, because its answer would differ from the one asked for. Null
+If such a field were ignored, the answer would differ from the one that the client asked for. Null
 and no-op values are accepted. Pure.
 """
 
@@ -12,10 +12,10 @@ from typing import Final
 from outrider.errors import InvalidRequestError
 
 UnsupportedFields = Mapping[str, tuple[object, ...]]
-"""By field: values beside null that ask for nothing."""
+"""Values other than null that have no effect, by field name."""
 
 _BOTH: Final[dict[str, tuple[object, ...]]] = {
-    # OpenAI's.
+    # OpenAI's fields.
     "audio": (),
     "function_call": ("none",),
     "functions": ([],),
@@ -26,7 +26,7 @@ _BOTH: Final[dict[str, tuple[object, ...]]] = {
     "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
-    # vLLM's: what is sampled.
+    # vLLM's fields for sampling.
     "early_stopping": (False,),
     "length_penalty": (1.0,),
     "logits_processors": ([],),
@@ -34,13 +34,13 @@ _BOTH: Final[dict[str, tuple[object, ...]]] = {
     "thinking_token_budget": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
-    # What it is made of.
+    # vLLM's fields for the prompt.
     "prompt_embeds": (),
     "truncate_prompt_tokens": (),
-    # Which form it has.
+    # vLLM's fields for structured outputs.
     "guided_whitespace_pattern": (),
     "structural_tag": (),
-    # What is told of it.
+    # vLLM's fields for the response.
     "include_reasoning": (True,),
     "logprob_token_ids": ([],),
     "prompt_logprobs": (),
@@ -68,7 +68,7 @@ TOKENIZED_CHAT: Final[UnsupportedFields] = {
     "documents": ([],),
     "tools": ([],),
 }
-"""Of a conversation that is to be tokenized: these would change its tokens."""
+"""Unsupported fields of /tokenize for a conversation, which would change its tokens."""
 MESSAGE: Final[UnsupportedFields] = {
     "audio": (),
     "function_call": (),
@@ -79,18 +79,20 @@ MESSAGE: Final[UnsupportedFields] = {
     "tool_call_id": (),
     "tool_calls": ([],),
 }
-"""Of a turn of a conversation."""
+"""Unsupported fields of a chat message."""
 STRUCTURE: Final[UnsupportedFields] = {
     "disable_additional_properties": (False,),
     "disable_any_whitespace": (False,),
     "structural_tag": (),
     "whitespace_pattern": (),
 }
-"""Of `structured_outputs`."""
+"""Unsupported fields of `structured_outputs`."""
 
 
 class UnsupportedFieldError(InvalidRequestError):
-    """A field that would change the answer; `param` is its name."""
+    """Error of a request with an unsupported field, which would change the answer. `param` is the
+    field's name.
+    """
 
     def __init__(self, message: str, *, param: str) -> None:
         super().__init__(message, reason="UNSUPPORTED", param=param)
@@ -99,8 +101,9 @@ class UnsupportedFieldError(InvalidRequestError):
 def refuse_unsupported(
     extra: Mapping[str, object] | None, fields: UnsupportedFields, where: str = ""
 ) -> None:
-    """Raise UnsupportedFieldError for one of `fields` that would change the answer; `where` stands
-    before its name."""
+    """Raise UnsupportedFieldError for the first of `fields` whose value would change the answer.
+    `where` is the prefix of its name.
+    """
     for name, value in (extra or {}).items():
         harmless = fields.get(name)
         if harmless is None or value is None or value in harmless:

@@ -12,8 +12,9 @@ from outrider.wire.stats import SpecStats
 def usage_body(
     prompt_tokens: int, completion_tokens: int, stats: SpecStats | None = None
 ) -> dict[str, object]:
-    """Build OpenAI's `usage`; draft tokens are reported as predicted ones once `stats` are
-    known."""
+    """Return OpenAI's `usage`. If `stats` are given, draft tokens are reported as predicted
+    tokens.
+    """
     told: dict[str, object] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -28,7 +29,7 @@ def usage_body(
 
 
 def total_usage_body(finishes: Sequence[FinishInfo], n: int) -> dict[str, object]:
-    """Build `usage` of all choices; a prompt of `n` adjacent choices counts once."""
+    """Return `usage` of all choices. The prompt of `n` adjacent choices counts once."""
     return usage_body(
         sum(finish.usage.prompt_tokens for finish in finishes[::n]),
         sum(finish.usage.completion_tokens for finish in finishes),
@@ -37,7 +38,7 @@ def total_usage_body(finishes: Sequence[FinishInfo], n: int) -> dict[str, object
 
 
 def sum_stats(stats: Sequence[SpecStats]) -> SpecStats:
-    """Add up the counters of several sessions."""
+    """Return the sums of the counters of several sessions."""
     depths = zip_longest(*(each.accepted_per_depth for each in stats), fillvalue=0)
     return SpecStats(
         rounds=sum(each.rounds for each in stats),
@@ -52,10 +53,12 @@ def sum_stats(stats: Sequence[SpecStats]) -> SpecStats:
 
 
 def metrics_body(stats: SpecStats) -> dict[str, object]:
-    """The object `metrics`: vLLM's names where the meaning is vLLM's, then Outrider's own.
+    """Return the object `metrics`, with vLLM's names where the meaning is the same, and Outrider's
+    other counters.
 
-    `num_spec_steps` are the rounds that had a proposal; `mean_acceptance_length` counts the token
-    that each of them adds to what it accepts, as vLLM does; `tokens_per_round` is over all rounds.
+    `num_spec_steps` is the number of rounds with a proposal. `mean_acceptance_length` is the mean
+    number of tokens that such a round emits: its accepted tokens plus one, as in vLLM.
+    `tokens_per_round` is the mean over all rounds.
     """
     drafted = stats.drafted_rounds
     length = 1.0 + stats.accepted / drafted if drafted else 1.0

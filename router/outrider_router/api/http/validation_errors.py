@@ -16,11 +16,11 @@ from outrider_router.api.http.unsupported_fields import (
 )
 
 UNION_TAG: Final = "~"
-"""Begins the names of a union's members in `request_models`, which no client is to see."""
+"""Prefix of the names of union members in `request_models`, which error messages must not show."""
 _MAX_TOLD: Final = 3
-"""Mistakes of a body that one answer tells."""
+"""Largest number of mistakes of a body that one error message lists."""
 _MAX_QUOTED: Final = 40
-"""Characters of a value."""
+"""Largest number of characters of a value that an error message quotes."""
 _RULES: Final = {
     "missing": "is required",
     "string_type": "must be a string",
@@ -44,7 +44,7 @@ _RULES: Final = {
     "string_too_long": "must have at most {max_length} characters",
     "value_error": "{error}",
 }
-"""By pydantic's type of mistake; in brackets, what it knows of it."""
+"""Error messages by pydantic's error type. Fields in braces come from pydantic's error context."""
 _UNIONS: Final = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "a string or a list of strings",
@@ -52,10 +52,10 @@ _UNIONS: Final = {
     "guided_json": "an object, or a string that holds one",
     "json": "an object, or a string that holds one",
 }
-"""What fields of several types may be."""
+"""Descriptions of the values that fields of several types accept."""
 _TYPES: Final = frozenset({"string_type", "list_type", "dict_type"})
 _UNTOLD: Final = frozenset({"missing", "too_short", "too_long", "string_too_short", "value_error"})
-"""Mistakes that say enough without the value."""
+"""Error types whose message does not quote the value."""
 _ONE: Final = re.compile(r"\b1 (entries|characters)\b")
 _TOOL_ROLES: Final = frozenset({"tool", "function"})
 
@@ -63,7 +63,9 @@ Mistake = Mapping[str, Any]
 
 
 def describe_validation_errors(mistakes: Sequence[Mistake], body: object) -> InvalidRequestError:
-    """Return the error of a body with these mistakes; its `param` is "" if no field is at fault."""
+    """Return the error for a body with these mistakes. Its `param` is "" if no single field is
+    wrong.
+    """
     unsupported = _unsupported_turn(mistakes, body)
     if unsupported is not None:
         return unsupported
@@ -77,7 +79,9 @@ def describe_validation_errors(mistakes: Sequence[Mistake], body: object) -> Inv
 
 
 def _unsupported_turn(mistakes: Sequence[Mistake], body: object) -> UnsupportedFieldError | None:
-    """What a history of tool calls is refused for: the calls, not the content that they lack."""
+    """Return the error for a history with tool calls, or None. The error names the tool calls, not
+    the content that such messages lack.
+    """
     messages = body.get("messages") if isinstance(body, dict) else None
     if not isinstance(messages, list):
         return None
@@ -108,8 +112,9 @@ def _unsupported_in(message: object, where: str) -> UnsupportedFieldError | None
 
 
 def _without_followers(mistakes: Sequence[Mistake]) -> Sequence[Mistake]:
-    """Mistakes without those that follow from others: fields that an object of another kind
-    lacks, and further members of a union."""
+    """Remove mistakes that only follow from others: fields missing from an object of the wrong
+    type, and errors of further members of a union.
+    """
     found: dict[str, Mistake] = {}
     parents = {_parent(mistake) for mistake in mistakes if mistake["type"] == "literal_error"}
     for mistake in mistakes:
@@ -123,7 +128,9 @@ def _parent(mistake: Mistake) -> tuple[object, ...]:
 
 
 def _path(mistake: Mistake) -> str:
-    """The field, as JavaScript and Python would write it; "" is the whole body."""
+    """Return the path of the field as in JavaScript and Python, such as `messages[0].role`; "" is
+    the whole body.
+    """
     parts: list[str] = []
     for part in mistake["loc"][1:]:
         if isinstance(part, int):
@@ -154,7 +161,7 @@ def _singular(found: re.Match[str]) -> str:
 
 
 def _quoted(mistake: Mistake) -> str:
-    """The value, or what it is where it is large."""
+    """Return the invalid value for an error message; objects and lists are only named."""
     value = mistake.get("input")
     match value:
         case dict():

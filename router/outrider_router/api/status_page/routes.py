@@ -1,7 +1,7 @@
 """Routes of the status page: static files, and the router's state in `/status.json`.
 
-The files reveal nothing about the fleet; only `/status.json` does, so that is the route which a
-token must protect where tokens are in use.
+The files reveal nothing about the fleet. Only `/status.json` does, so this route needs the operator
+check if API keys are required.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KINDS = {
     "status.js": "text/javascript; charset=utf-8",
 }
 _HEADERS = {
-    # Nothing but its own files, and nobody may frame it.
+    # The page may load only its own files, and no other page may embed it in a frame.
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -34,10 +34,11 @@ _HEADERS = {
 
 
 def status_router(service: RouterService, guards: Sequence[Depends] = ()) -> APIRouter:
-    """GET /, /status.css, /status.js and /status.json of a router; none is in the OpenAPI.
+    """Create the routes GET /, /status.css, /status.js and /status.json of a router, which the
+    OpenAPI description omits.
 
-    `guards` refuse who may not see the state; the page itself is for whoever may call the router,
-    and asks for another token where that is not enough.
+    `guards` are dependencies that refuse callers who may not see the state. They protect only
+    /status.json; the page itself asks for another key if `guards` refuse the caller.
     """
     router = APIRouter(include_in_schema=False)
     folder = files("outrider_router.api.status_page") / "static"

@@ -19,10 +19,10 @@ _NO_ERRORS = {*(reason.value for reason in FinishReason), CancelledRequestError.
 
 
 def make_snapshot(service: RouterService) -> dict[str, Any]:
-    """Everything that the page shows, as JSON takes it.
+    """Return all data of the status page, in types that JSON has.
 
-    Times are in the unit that their names end with; `*_total` are sums since the router's start,
-    but those of a verifier since its own.
+    Names of times end with their unit. `*_total` are sums since the router's start, or for a
+    verifier since the verifier's start.
     """
     info = server_status.make_server_info(service)
     infos = {p.address: p.info for p in list(service.registry.verifiers.values())}
@@ -67,7 +67,7 @@ def _totals(metrics: RouterMetrics) -> dict[str, float]:
 
 
 def _value(counter: Any) -> float:
-    """The value of a counter without labels."""
+    """Return the value of a counter without labels."""
     samples = (s for metric in counter.collect() for s in metric.samples)
     return next((s.value for s in samples if s.name.endswith("_total")), 0.0)
 

@@ -1,4 +1,4 @@
-"""Resumable requests: their answers, which a client can take up again, and the durable log by which
+"""Resumable requests: their output, which a client can resume reading, and the durable log by which
 they survive a restart of the router. It may import the modules of `requests` that describe one
 request, never those that serve it.
 

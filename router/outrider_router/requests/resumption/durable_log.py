@@ -1,9 +1,10 @@
 """Durable log of resumable requests: the file from which a restarted router resumes them.
 
-The event loop appends to it, one `write` for all sessions of a round, before any client gets the
-tokens: what a client has seen outlives the router's process. `Fsync` decides when the kernel's copy
-goes to the disk. The file is rewritten without finished requests when it has grown too long, and
-after a failure: until that succeeds the router serves on without a log.
+The event loop appends the tokens of a round with one `write` for all sessions, before any client
+gets them. So every token that a client has seen survives a crash of the router process. `Fsync`
+sets when the data is flushed to the disk. The file is rewritten without finished requests when it
+has grown too long, and after a failure. Until a rewrite after a failure succeeds, the router serves
+without a log.
 """
 
 from __future__ import annotations
@@ -42,26 +43,28 @@ from outrider_router.requests.resumption.log_records import (
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
-"""Time between two checks in seconds: flush to disk, length of the file, recovery from a
-failure."""
+"""Time in seconds between two checks that flush the file, limit its length, or retry after a
+failure.
+"""
 MIN_BYTES = 4 << 20
-"""Length in bytes below which the file is not rewritten."""
+"""Length in bytes below which the file is never rewritten."""
 MAX_FILE_BYTES = 512 << 20
-"""Largest part of a file in bytes that is read at the start; files that routers write are far
-shorter."""
+"""Largest number of bytes of a file that is read at the start. Files that routers write are far
+shorter.
+"""
 REWRITE_FACTOR = 4
-"""Growth since the last rewrite at which the file is rewritten."""
+"""Growth factor since the last rewrite at which the file is rewritten."""
 
 
 @dataclass(slots=True)
 class _LoggedRequest:
-    """A request of which the log is to hold something."""
+    """A request that the next rewrite of the log keeps."""
 
     opened: bytes
     emitted: list[int]
-    """The journal's own list, which grows."""
+    """Emitted token ids: the request's own list, which grows."""
     logprobs: list[TokenLogprobs]
-    """The same."""
+    """Log-probabilities of the emitted tokens: the request's own list, which grows."""
     ended: bytes = b""
 
 
@@ -77,12 +80,13 @@ class DurableLog:
         on_failing: Callable[[bool], None] = lambda failing: None,
         read_s: float = math.inf,
     ) -> None:
-        """Lock the file and read it, for at most `read_s` seconds; `begin` starts to write.
+        """Lock the file and read it, for at most `read_s` seconds. Nothing is written before
+        `start_writing`.
 
-        `wall` is wall-clock time in seconds; `on_failing` hears when the log cannot be written and
-        when it can be again. A file that cannot be locked, read or written is a failure like that
-        of a disk later on: the router serves without. Raises FailedPreconditionError, reason
-        JOURNAL_LOCKED, if another router has the file.
+        `wall` returns wall-clock time in seconds. `on_failing` is called with True when the log
+        cannot be written, and with False when it can be again. If the file cannot be locked, read
+        or written, the router serves without a log, as after a later disk failure. Raises
+        FailedPreconditionError (JOURNAL_LOCKED) if another router uses the file.
         """
         self.path = path
         self._fsync = fsync
@@ -93,7 +97,7 @@ class DurableLog:
         self._size = self._size_at_first = 0
         self._failing = False
         self._meanwhile: list[bytes] | None = None
-        """What is written while the file is written anew."""
+        """Data that is written while the file is being rewritten; None otherwise."""
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._lock = -1
@@ -114,7 +118,7 @@ class DurableLog:
         return self._failing
 
     def start_writing(self) -> None:
-        """Rewrite the file with the restored requests only, and append to it from then on."""
+        """Rewrite the file with only the restored requests, and append to it from then on."""
         if not self._failing:
             try:
                 self._start_anew(self._write_new(self._snapshot()), b"")
@@ -123,7 +127,7 @@ class DurableLog:
         self._task = asyncio.create_task(self._run(), name="journal")
 
     async def close(self) -> None:
-        """Stop writing; the file stays. Idempotent."""
+        """Stop writing and close the file, which is kept. Idempotent."""
         self._stop.set()
         if self._task is not None:
             await self._task
@@ -138,7 +142,9 @@ class DurableLog:
             self._lock = -1
 
     def restore_request(self, logged: LoggedRequest) -> None:
-        """Keep a request of `contents`; its list of ids is the one that will grow."""
+        """Keep a request of `contents` in the log. Its `emitted` and `logprobs` lists must be the
+        ones that grow.
+        """
         live = _LoggedRequest(
             encode_opened(logged.number, logged.opened), logged.emitted, logged.logprobs
         )
@@ -149,8 +155,9 @@ class DurableLog:
     def append_opened(
         self, opened: OpenedRequest, emitted: list[int], logprobs: list[TokenLogprobs]
     ) -> int:
-        """Log a new request and return its number. `emitted` and `logprobs` are the lists that will
-        grow."""
+        """Log a new request and return its number. `emitted` and `logprobs` must be the request's
+        own lists, which grow.
+        """
         self._last_number = self._last_number % MAX_NUMBER + 1
         while self._last_number in self._live:
             self._last_number = self._last_number % MAX_NUMBER + 1
@@ -161,11 +168,13 @@ class DurableLog:
         return self._last_number
 
     def append_emitted(self, rows: Sequence[EmittedRow]) -> None:
-        """Log new ids of requests, before any client receives them."""
+        """Log new token ids of requests, before any client receives them."""
         self._write(encode_emitted(rows))
 
     def append_ended(self, number: int, finish: FinishInfo | None) -> None:
-        """Log the end of a request; with a finish it is kept until it is forgotten."""
+        """Log the end of a request. With a finish, the request is kept until `forget_request`;
+        without one it is forgotten at once.
+        """
         live = self._live.get(number)
         if live is None:
             return
@@ -175,7 +184,7 @@ class DurableLog:
             self.forget_request(number)
 
     def forget_request(self, number: int) -> None:
-        """Leave a request out of the next rewrite."""
+        """Omit a request from the next rewrite."""
         self._live.pop(number, None)
 
     def _write(self, data: bytes) -> None:
@@ -220,9 +229,8 @@ class DurableLog:
             self._fail(error)
 
     async def _renew(self) -> None:
-        """Write the file anew beside the rounds; what these say meanwhile is appended at the end.
-
-        What the new file lacks is what was over, and a failure's gap.
+        """Rewrite the file in a thread, and append the data that is written meanwhile. The new file
+        omits requests that have ended without a finish or were forgotten.
         """
         self._take_lock()
         self._meanwhile = []
@@ -237,8 +245,9 @@ class DurableLog:
             self._on_failing(False)
 
     def _take_lock(self) -> None:
-        """Lock the file, unless that is done. Raises OSError, and FailedPreconditionError if
-        another router has it."""
+        """Lock the file unless it is locked already. Raises OSError, and FailedPreconditionError if
+        another router holds the lock.
+        """
         if self._lock < 0:
             self._lock = _locked(self.path)
 
@@ -253,7 +262,7 @@ class DurableLog:
         fd = os.open(self._new_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             _write_all(fd, data)
-            # Else a failing machine could leave the new name without its content.
+            # Otherwise a machine crash could leave the new file without its content.
             if self._fsync is not Fsync.OFF:
                 os.fdatasync(fd)
         except OSError:
@@ -297,8 +306,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _locked(path: Path) -> int:
-    """A descriptor that holds the lock for as long as it is open. The file itself is replaced now
-    and then, so the lock has a file of its own."""
+    """Lock a file and return the descriptor that holds the lock while it is open. The lock has a
+    separate file, because the log itself is replaced at each rewrite.
+    """
     name = path.with_name(path.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -315,7 +325,9 @@ def _locked(path: Path) -> int:
 
 
 def _check_unlocked(name: Path) -> None:
-    """Raise FailedPreconditionError if another router holds this lock, which cannot be written."""
+    """Raise FailedPreconditionError if another router holds this lock file, which this process
+    cannot open for writing.
+    """
     try:
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -336,7 +348,7 @@ def _locked_error(name: Path) -> FailedPreconditionError:
 
 
 def _read_file(path: Path, until: float) -> LogContents:
-    """What a file says, as far as it can be read until this time of the monotonic clock."""
+    """Read the contents of a file until `until`, a time of the monotonic clock in seconds."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError(f"{path} is not a regular file")

@@ -3,10 +3,10 @@
     file   = HEADER, record, record, ...
     record = MARK, body length (u32), CRC-32 of kind and body (u32), kind (u8), body
 
-A damaged record is detected by its checksum, the next one found by its mark. All numbers are
-little-endian. Requests are identified by numbers of their own, so that a round's record is four
-arrays. Log-probabilities are written before the record of their ids: ids without them count as
-lost.
+A damaged record is detected by its checksum, and the next record is found by its mark. All numbers
+are little-endian. Each request has a number in the log, so that the record of a round consists of
+arrays only. Log-probabilities are written before the record of their token ids; token ids whose
+log-probabilities are missing are ignored.
 """
 
 from __future__ import annotations
@@ -36,24 +36,30 @@ OPENED, EMITTED, ENDED, TICK, LOGPROBS = 1, 2, 3, 4, 5
 
 
 MAX_RECORD_BYTES = 32 << 20
-"""A longer record is damage: a request of a million ids with log-probabilities is shorter."""
+"""Largest length of a record body in bytes; a longer one is damaged. A million token ids with
+log-probabilities fit.
+"""
 MAX_ROWS = 1 << 16
-"""Rows of one record of ids; a round has fewer sessions."""
+"""Largest number of rows in one record of token ids; a round has fewer sessions."""
 MAX_NUMBER = (1 << 31) - 1
-"""Numbers of requests begin again behind it."""
+"""Largest number of a request; the next number after it is 1."""
 MAX_REQUESTS = 4096
-"""Requests that a log may hold at once; those beyond are damage. As many ended answers are kept."""
+"""Largest number of requests in a log; records of further requests count as damaged. The router
+keeps as many finished answers.
+"""
 
 
 class EmittedRow(NamedTuple):
-    """New ids of a request."""
+    """New token ids of one request."""
 
     number: int
     start: int
-    """How many ids came before."""
+    """Number of token ids that the request emitted before."""
     ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs] = ()
-    """One for each id, all of one width, or none."""
+    """Log-probabilities of each id, all with the same number of top ids; empty if the request has
+    none.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,43 +69,45 @@ class OpenedRequest:
     request_id: RequestId
     job: ValidatedRequest
     deadline: float | None
-    """Wall-clock time, seconds."""
+    """Wall-clock time of the deadline in seconds; None if there is none."""
     tokenizer_hash: str
-    """Of the tokenizer whose ids these are."""
+    """Hash of the tokenizer that produced the token ids."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LoggedRequest:
-    """One request as its records describe it."""
+    """One request as described by its records."""
 
     number: int
     opened: OpenedRequest
     emitted: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One for each of `emitted`, where the request wants them; there may be more."""
+    """Log-probabilities of `emitted` if the request asked for them. The list may be longer than
+    `emitted`.
+    """
     finish: FinishInfo | None = None
     ended_at: float = 0.0
-    """Wall-clock time of the finish, seconds."""
+    """Wall-clock time of the finish in seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LogContents:
-    """Contents of a log: its requests that have not ended, or ended with a finish."""
+    """Contents of a log: the requests that have not ended or ended with a finish."""
 
     requests: dict[int, LoggedRequest] = field(default_factory=dict)
     last_number: int = 0
     alive_at: float = 0.0
-    """Wall-clock time until which the router wrote, at least; seconds."""
+    """Wall-clock time in seconds of the newest record with a time, when the router still ran."""
     num_damaged: int = 0
-    """Stretches of the file, or records, that could not be read and were skipped."""
+    """Number of damaged records or parts of the file that were skipped."""
     is_torn: bool = False
-    """Whether the last record is incomplete: what a crash leaves."""
+    """Whether the last record is incomplete, as after a crash."""
     unread_bytes: int = 0
-    """What was left at the end when the time for reading was over."""
+    """Number of bytes at the end that were not read because the time limit had passed."""
 
 
 def encode_opened(number: int, opened: OpenedRequest) -> bytes:
-    """A request begins."""
+    """Return the record of a request that begins."""
     job = asdict(replace(opened.job, prompt_ids=()))
     said = {
         "request_id": opened.request_id,
@@ -113,7 +121,9 @@ def encode_opened(number: int, opened: OpenedRequest) -> bytes:
 
 
 def encode_emitted(rows: Sequence[EmittedRow]) -> bytes:
-    """New ids of any number of requests, and what comes with them."""
+    """Return the records of new token ids of any number of requests, and of their
+    log-probabilities.
+    """
     values = [len(rows)]
     for column in zip(*((row.number, row.start, len(row.ids)) for row in rows), strict=True):
         values += column
@@ -131,27 +141,30 @@ def _logprobs_record(row: EmittedRow) -> bytes:
 
 
 def encode_ended(number: int, at: float, finish: FinishInfo | None) -> bytes:
-    """A request is over; without a finish nothing of it is to be kept. `at`: wall clock."""
+    """Return the record of a request that ended at the wall-clock time `at` in seconds. Without a
+    finish, the log need not keep the request.
+    """
     said = {"at": at, "finish": None if finish is None else asdict(finish)}
     text = json.dumps(said, separators=(",", ":")).encode()
     return _record(ENDED, _NUMBER.pack(number) + text)
 
 
 def encode_tick(at: float) -> bytes:
-    """The router was alive at this wall-clock time."""
+    """Return a record which says that the router ran at the wall-clock time `at` in seconds."""
     return _record(TICK, _TIME.pack(at))
 
 
 def encode_file(records: Iterable[bytes]) -> bytes:
-    """A file of these records."""
+    """Return the bytes of a file with these records."""
     return HEADER + b"".join(records)
 
 
 def decode_log(data: bytes, *, is_late: Callable[[], bool] = lambda: False) -> LogContents:
-    """Everything that the bytes of a log say, header included; never raises for damage.
+    """Return the contents of a log from its bytes, which include the header. Damaged parts are
+    skipped and never raise an error.
 
-    `is_late` is asked before every record and every attempt to find one: once it says so, the rest
-    of the bytes is not read. The bytes may be crafted to take as long as they can.
+    `is_late` is called before every attempt to read a record. Once it returns True, the rest of the
+    bytes is not read. This limits the time for bytes that were crafted to be slow to read.
     """
     contents = LogContents()
     for kind, body in _scan(data, contents, is_late):
@@ -179,7 +192,9 @@ def _record(kind: int, body: bytes) -> bytes:
 def _scan(
     data: bytes, contents: LogContents, is_late: Callable[[], bool]
 ) -> Iterator[tuple[int, bytes]]:
-    """The valid records; what lies between two of them is damage, what follows the last is torn."""
+    """Yield the valid records. Invalid bytes between two of them count as damage; invalid bytes at
+    the end count as an incomplete record.
+    """
     at, clean = len(HEADER), True
     while at < len(data):
         if is_late():
@@ -244,7 +259,7 @@ def _fold_emitted(contents: LogContents, body: bytes) -> None:
         tokens = values[at : at + count]
         at += count
         logged = contents.requests.get(number)
-        # Behind a gap (a damaged record) nothing is known; a checkpoint may repeat what came last.
+        # Ids after a gap (a damaged record) are dropped. A rewrite may repeat the last ids.
         if logged is not None and start <= len(logged.emitted):
             if logged.opened.job.top_logprobs is not None:
                 del tokens[max(0, len(logged.logprobs) - start) :]

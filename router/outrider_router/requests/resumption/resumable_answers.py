@@ -1,8 +1,8 @@
 """Resumable answers: output that a client can resume reading after a broken connection.
 
-The task of a resumable request writes to its client itself, while the client's call does nothing:
-so a message costs no more turns of the event loop than one of a request that ends with its stream,
-and the pacer sees how soon messages leave.
+The task of a resumable request writes to its client directly, while the task of the client's call
+only waits. So a message needs no more event loop iterations than a message of other requests, and
+the pacer measures when messages are sent.
 """
 
 from __future__ import annotations
@@ -35,31 +35,35 @@ EventWriter = Callable[[StreamEvent], Awaitable[None]]
 """Function that sends one message to a client; any exception means that the client is gone."""
 
 POLL_INTERVAL_S = 0.02
-"""Time between two checks whether a restarted answer has reached its client's position, in
-seconds."""
+"""Time in seconds between two checks of whether a restarted answer has reached its client's
+position.
+"""
 MAX_FINISHED_ANSWERS = 4096
 """Largest number of finished answers that are kept for their clients."""
 MAX_FINISHED_BYTES = 64 << 20
-"""Approximate largest size in bytes of the finished answers that are kept: texts, ids and
-log-probabilities."""
+"""Approximate largest size in bytes of all finished answers that are kept, including texts, token
+ids and log-probabilities.
+"""
 _LOGPROB_BYTES = 100
-"""Of one number, its id and what holds the two."""
+"""Approximate memory in bytes of one log-probability with its token id."""
 
 
 class _AnswerListener:
-    """One call of a client that is told an answer."""
+    """A client's call that receives an answer."""
 
     __slots__ = ("error", "live", "over", "write")
 
     def __init__(self, write: EventWriter) -> None:
         self.write = write
         self.live = False
-        """Whether the request's task writes to it; before that it is told what came earlier."""
+        """Whether the request's task writes new messages to this call. Before that, the call sends
+        the earlier output itself.
+        """
         self.error: OutriderError | None = None
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def end(self, error: OutriderError | None = None) -> None:
-        """Let the call return, or fail."""
+        """End the call, with an error if one is given. Only the first error counts."""
         self.error = self.error or error
         if not self.over.done():
             self.over.set_result(None)
@@ -69,19 +73,23 @@ class ResumableAnswer:
     """Output of a resumable request so far, and the client call that listens to it."""
 
     def __init__(self, entry: RequestEntry, *, grace_s: float, may_lag: bool = False) -> None:
-        """`grace_s`: without a listener for this many seconds the request is cancelled."""
+        """Create an empty answer. The request is cancelled after `grace_s` seconds without a client
+        that listens.
+        """
         self.entry = entry
         self.info: PromptInfo | None = None
         self.finish: FinishInfo | None = None
         self.error: OutriderError | None = None
         self.over = False
         self.tokens = 0
-        """Ids said; those of the entry, up to here."""
+        """Number of token ids of the entry that were added to the answer."""
         self.characters = 0
-        """Characters said."""
+        """Number of characters that were added to the answer."""
         self.may_lag = may_lag
-        """Whether a client may have heard more than this router knows of, and the same will come
-        again: a log may lack its end, and the text depends on nothing but prompt and seed."""
+        """Whether a client may have received more of the output than this router has. The log may
+        lack the last tokens, but the request generates the same ones again, because its text
+        depends only on prompt and seed.
+        """
         self._text: list[str] = []
         self._grace_s = grace_s
         self._timer: asyncio.TimerHandle | None = None
@@ -91,7 +99,7 @@ class ResumableAnswer:
 
     @property
     def text(self) -> str:
-        """The text so far."""
+        """Text of the answer so far."""
         if len(self._text) > 1:
             self._text = ["".join(self._text)]
         return self._text[0] if self._text else ""
@@ -100,13 +108,13 @@ class ResumableAnswer:
     def size_bytes(self) -> int:
         """Approximate memory size in bytes."""
         output = self.entry.output
-        # All tokens have as many log-probabilities.
+        # All tokens have the same number of log-probabilities.
         told = len(output.logprobs) * (1 + len(output.logprobs[0].top)) if output.logprobs else 0
         ids = len(output.token_ids) + (len(self.info.prompt_token_ids) if self.info else 0)
         return 8 * ids + self.characters + _LOGPROB_BYTES * told
 
     def result(self) -> GenerateResult:
-        """The complete answer, once the request has finished."""
+        """Return the complete answer. The request must have finished without an error."""
         assert self.info is not None and self.finish is not None, "it ended without an error"
         return GenerateResult(
             request_id=self.info.request_id,
@@ -119,7 +127,9 @@ class ResumableAnswer:
         )
 
     async def add_event(self, event: StreamEvent) -> None:
-        """Store a message of the request and send it to the client. For the request's own task."""
+        """Store a message of the request and send it to the client. Called only by the request's
+        task.
+        """
         self.store_event(event)
         listener = self._listener
         if listener is not None and listener.live:
@@ -138,21 +148,24 @@ class ResumableAnswer:
                 self.info = event
 
     def finish_answer(self, error: OutriderError | None) -> None:
-        """Record the end of the request. For the request's own task."""
+        """Record the end of the request and end the client's call. Called only by the request's
+        task.
+        """
         self.over = True
         self.error = error
-        # An answer is kept for longer than its task, which holds all that it ran in.
+        # The answer outlives its task; a reference to the task would keep its frames in memory.
         self._task = None
         self.cancel_timer()
         if self._listener is not None:
             self._listener.end()
 
     async def stream_from(self, position: StreamPosition, write: EventWriter) -> None:
-        """Send a client all messages from a position to the end. For the client's call.
+        """Send a client all messages from a position to the end. Called by the task of the client's
+        call.
 
-        A client that listened before gets AbortedError, reason TAKEN_OVER. Raises the request's
-        error, and InvalidRequestError, reason INVALID_POSITION, for a position that was not
-        reached. Cancelling this does not affect the request.
+        A client that listened before gets AbortedError (TAKEN_OVER). Raises the request's error,
+        and InvalidRequestError (INVALID_POSITION) for a position that the answer has not reached.
+        Cancelling this call does not affect the request.
         """
         self._check(position)
         listener = _AnswerListener(write)
@@ -170,21 +183,23 @@ class ResumableAnswer:
             self._leave(listener)
 
     def start_task(self, events: Coroutine[object, None, None]) -> asyncio.Task[None]:
-        """Start the task that reads the request's messages, and the grace time until a client
-        listens."""
+        """Start the task that reads the request's messages, and the grace time within which a
+        client must listen.
+        """
         self._task = asyncio.create_task(events, name="resumable-request")
         self._wait_for_listener()
         return self._task
 
     def cancel_timer(self) -> None:
-        """Stop waiting for a client."""
+        """Stop the grace time within which a client must listen."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def interrupt(self, error: OutriderError) -> None:
-        """Notify a client whose slow write delays the request that it must end; other clients hear
-        of it at the end."""
+        """End the call of a client whose slow write delays the request's task, because the request
+        fails with `error`. Without such a write this has no effect.
+        """
         listener = self._listener
         if self._telling and listener is not None:
             self._listener = None
@@ -192,12 +207,14 @@ class ResumableAnswer:
             listener.end(error.copy())
 
     async def _reach(self, position: StreamPosition) -> None:
-        """Wait until everything that the client has was said again, after a restart."""
+        """Wait, after a restart, until the answer has reached a client's position again."""
         while not self._check(position):
             await asyncio.sleep(POLL_INTERVAL_S)
 
     def _check(self, position: StreamPosition) -> bool:
-        """Whether a position was reached; InvalidRequestError if it will not be."""
+        """Return whether the answer has reached a position. Raises InvalidRequestError if it never
+        will.
+        """
         if position.tokens <= self.tokens and position.characters <= self.characters:
             return True
         known = len(self.entry.output.token_ids)
@@ -222,7 +239,7 @@ class ResumableAnswer:
             )
             tokens, characters = self.tokens, self.characters
             await listener.write(delta)
-        # Nothing is awaited from the last look on: not a word is lost or said twice.
+        # No await since the last comparison, so that no message is lost or sent twice.
         listener.live = True
         if self.finish is not None and listener.error is None:
             await listener.write(self.finish)
@@ -234,7 +251,7 @@ class ResumableAnswer:
         except asyncio.CancelledError:
             if self._listener is listener or self._task is None:
                 raise
-            # The listener has left, which must not keep the request from going on.
+            # The listener has left, but the request continues.
             self._task.uncancel()
         except Exception as error:
             logger.debug("client disconnected", exc_info=error)
@@ -262,7 +279,7 @@ class ResumableAnswer:
             self._wait_for_listener()
 
     def _stop_telling(self) -> None:
-        """Have the request's task go on although a write is not done."""
+        """Let the request's task continue although its write to the client has not finished."""
         if self._telling and self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
 
@@ -286,7 +303,9 @@ class AnswerStore:
         max_kept: int = MAX_FINISHED_ANSWERS,
         max_kept_bytes: int = MAX_FINISHED_BYTES,
     ) -> None:
-        """`grace_s`: seconds that an answer waits for its client; 0 keeps none that has ended."""
+        """Create an empty store. A finished answer is kept for `grace_s` seconds. `on_forgotten` is
+        called with the entry of each answer that is removed.
+        """
         self._grace_s = grace_s
         self._on_forgotten = on_forgotten
         self._max_kept = max_kept
@@ -299,12 +318,13 @@ class AnswerStore:
         return len(self._answers)
 
     def get_answer(self, request_id: RequestId) -> ResumableAnswer | None:
-        """Return the answer of a request that is running or finished recently; None otherwise."""
+        """Return the answer of a request that is running or finished recently, or None."""
         return self._answers.get(request_id)
 
     def add_answer(self, entry: RequestEntry, *, may_lag: bool = False) -> ResumableAnswer:
-        """Create an answer and forget a finished one of the same id. `may_lag` is explained at
-        `ResumableAnswer.may_lag`."""
+        """Create the answer of a request, and remove a finished answer with the same id. `may_lag`
+        is described at `ResumableAnswer.may_lag`.
+        """
         previous = self._answers.get(entry.request_id)
         if previous is not None:
             self._forget(previous)
@@ -313,7 +333,9 @@ class AnswerStore:
         return answer
 
     def keep_finished(self, answer: ResumableAnswer, for_s: float | None = None) -> None:
-        """Keep a finished answer for its client, within the limits."""
+        """Keep a finished answer for `for_s` seconds, by default the grace time. The oldest answers
+        are removed if there are too many.
+        """
         loop = asyncio.get_running_loop()
         seconds = self._grace_s if for_s is None else for_s
         self._kept[answer] = loop.call_later(seconds, self._forget, answer)
@@ -322,11 +344,11 @@ class AnswerStore:
             self._forget(next(iter(self._kept)))
 
     def drop_answer(self, answer: ResumableAnswer) -> None:
-        """Forget a finished answer that no client will ask for."""
+        """Remove a finished answer that no client will ask for."""
         self._forget(answer)
 
     def clear(self) -> None:
-        """Forget all answers."""
+        """Remove all answers."""
         for timer in self._kept.values():
             timer.cancel()
         for answer in self._answers.values():

@@ -1,6 +1,6 @@
-"""Resumable requests of one router: tasks of their own, their answers, and the durable log.
+"""Resumable requests of one router: their tasks, their answers, and the durable log.
 
-A request that is not resumable runs in the call of its client and does not pass here.
+A request that is not resumable runs in the task of its client's call and does not use this module.
 """
 
 from __future__ import annotations
@@ -31,16 +31,20 @@ logger = logging.getLogger(__name__)
 
 RequestFactory = Callable[[], Awaitable[ValidatedRequest]]
 RequestHandler = Callable[[RequestEntry, RequestFactory], AsyncGenerator[StreamEvent, None]]
-"""Function that yields the messages of a request; closing the iterator releases what it holds."""
+"""Function that yields the messages of a request. Closing the generator releases the request's
+resources.
+"""
 
 UNWANTED_REASONS = ("ABORTED", "ABANDONED")
 """Reasons of errors after which no client asks for the answer any more."""
 REPRODUCIBLE_RULES = (Rule.GREEDY, Rule.COUPLED)
-"""Acceptance rules whose text depends on the prompt and the seed alone."""
+"""Acceptance rules with which the text depends only on the prompt and the seed."""
 
 
 class ResumableRequests:
-    """Runs resumable requests, keeps and logs their answers, and resumes those of a log."""
+    """Runs resumable requests, keeps and logs their answers, and resumes requests from the log
+    after a restart.
+    """
 
     def __init__(
         self,
@@ -53,7 +57,9 @@ class ResumableRequests:
         clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
-        """`clock` is monotonic, `wall` is not; both in seconds."""
+        """Create an object without requests. `clock` returns monotonic and `wall` wall-clock time,
+        both in seconds.
+        """
         self._config = config
         self._running_requests = running_requests
         self._tokenizer = tokenizer
@@ -67,17 +73,19 @@ class ResumableRequests:
         self._closing = False
 
     def __len__(self) -> int:
-        """Answers that are held, running and ended."""
+        """Return the number of answers of running and finished requests."""
         return len(self._answers)
 
     def get_answer(self, request_id: RequestId) -> ResumableAnswer | None:
-        """Return the answer of a request that is running or ended recently; None otherwise."""
+        """Return the answer of a request that is running or ended recently, or None."""
         return self._answers.get_answer(request_id)
 
     def start_request(
         self, entry: RequestEntry, make: RequestFactory, *, may_lag: bool = False
     ) -> ResumableAnswer:
-        """Run a request in its own task. `may_lag` is explained at `ResumableAnswer.may_lag`."""
+        """Run a request in a separate task and return its answer. `may_lag` is described at
+        `ResumableAnswer.may_lag`.
+        """
         answer = self._answers.add_answer(entry, may_lag=may_lag)
 
         async def make_logged() -> ValidatedRequest:
@@ -91,23 +99,24 @@ class ResumableRequests:
         return answer
 
     def interrupt_answer(self, entry: RequestEntry, error: OutriderError) -> None:
-        """Stop the write to a client that holds up a request which fails with `error`. Requests
-        that are not resumable are ignored."""
+        """End the write to a client that delays a request which fails with `error`. Has no effect
+        for requests that are not resumable.
+        """
         answer = self._answers.get_answer(entry.request_id)
         if answer is not None and answer.entry is entry:
             answer.interrupt(error)
 
     def survives_restart(self, entry: RequestEntry) -> bool:
-        """Return whether a request continues after a restart of this router."""
+        """Return whether a request would continue after a restart of this router."""
         return entry.output.log_number != 0 and self._log is not None and not self._log.is_failing
 
     # ---- the log -------------------------------------------------------------------------------
 
     def open_log(self) -> None:
-        """Open the log, if one is configured, and continue the requests that ran when it was
-        closed.
+        """Open the log if one is configured, and continue the requests that were running when it
+        was last written.
 
-        Raises FailedPreconditionError if another router uses it.
+        Raises FailedPreconditionError if another router uses the log.
         """
         if self._config.journal is None:
             return
@@ -120,7 +129,7 @@ class ResumableRequests:
         )
         contents = self._log.contents
         self._metrics.journal_damaged.inc(contents.num_damaged)
-        # Were an end damaged, an id could be there twice: the later request counts.
+        # If the record of an end is damaged, an id may occur twice; the later request counts.
         latest = {logged.opened.request_id: logged for logged in contents.requests.values()}
         for logged in latest.values():
             try:
@@ -133,7 +142,7 @@ class ResumableRequests:
         self._log.start_writing()
 
     def _log_opened(self, entry: RequestEntry, job: ValidatedRequest) -> None:
-        """A request was accepted. One that came out of the log is in there already."""
+        """Log a request that was accepted, unless it was restored from the log."""
         if self._log is None or entry.output.log_number:
             return
         left = None if entry.deadline is None else entry.deadline - self._clock()
@@ -147,24 +156,24 @@ class ResumableRequests:
         output.record_logged(self._log.append_opened(opened, output.token_ids, output.logprobs))
 
     def log_emitted(self, rows: Sequence[EmittedRow]) -> None:
-        """Log ids that were appended to logged entries, before any client receives them."""
+        """Log token ids that were appended to logged entries, before any client receives them."""
         if self._log is not None:
             self._log.append_emitted(rows)
 
     def _log_finished(self, entry: RequestEntry, finish: FinishInfo) -> None:
-        """A request has come to its end, of which nobody has been told yet."""
+        """Log the finish of a request, before any client receives it."""
         if self._log is not None and entry.output.log_number:
             self._log.append_ended(entry.output.log_number, finish)
 
     def prepare_close(self) -> None:
         """Keep requests that fail from now on in the log, so that the next router continues them.
 
-        Call it before the first of them fails, because their tasks may run at once.
+        Must be called before the first of these requests fails, because its task may run at once.
         """
         self._closing = True
 
     async def close(self) -> None:
-        """Stop after all requests have ended."""
+        """Wait until all requests have ended, then close the log."""
         self.prepare_close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._answers.clear()
@@ -188,7 +197,7 @@ class ResumableRequests:
             return
         if error is not None and self._log is not None:
             self._log.append_ended(answer.entry.output.log_number, None)
-        # An error before anything was said is no answer: its client asks anew.
+        # An answer that failed before its first message is dropped: its client sends a new request.
         if answer.info is None or (error is not None and error.reason in UNWANTED_REASONS):
             self._answers.drop_answer(answer)
         else:
@@ -217,7 +226,9 @@ class ResumableRequests:
             self._go_on(logged, left)
 
     def _go_on(self, logged: LoggedRequest, left_s: float | None) -> None:
-        """Run a restored request behind what it has emitted; `left_s` until its deadline."""
+        """Run a restored request from the tokens that it has emitted. `left_s` is the time until
+        its deadline in seconds, or None.
+        """
         job, now = logged.opened.job, self._clock()
         entry = RequestEntry(
             request_id=logged.opened.request_id,
@@ -254,7 +265,7 @@ class ResumableRequests:
         text = assembler.push_tokens(ids, last_is_stop=stopped) + assembler.flush()
         answer = self._answers.add_answer(entry)
         answer.store_event(job.prompt_info(entry.request_id))
-        # Its log-probabilities are the entry's.
+        # The answer reads its log-probabilities from the entry.
         answer.store_event(Delta(text=text, token_ids=tuple(ids)))
         answer.store_event(finish)
         answer.finish_answer(None)
@@ -262,9 +273,10 @@ class ResumableRequests:
 
 
 def _restored_output(logged: LoggedRequest, now: float | None) -> RequestOutput:
-    """The output of a logged request, in the lists that the log goes on with. `now`: clock time
-    that counts as that of its tokens, seconds; None: they have none."""
-    # A record may lack its end.
+    """Return the output of a logged request, which shares its lists with the log. `now` is used as
+    the clock time of its tokens in seconds; with None the tokens have no time.
+    """
+    # The log may lack token ids that follow logged log-probabilities.
     del logged.logprobs[len(logged.emitted) :]
     told_at = now if logged.emitted else None
     return RequestOutput(
