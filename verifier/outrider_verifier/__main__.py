@@ -78,6 +78,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="launch kernels one by one",
     )
     parser.add_argument(
+        "--batch-invariant",
+        action=argparse.BooleanOptionalAction,
+        help="Compute the same bits for a token whatever runs beside it. GPUs only.",
+    )
+    parser.add_argument(
         "--simulated-acceptance",
         metavar="MEAN|R1,R2,...",
         help="benchmarks only: drafts are accepted by chance",

@@ -92,6 +92,10 @@ class VerifierConfig:
     ("0.8,0.6,0.4,0.2"); empty disables it."""
     cuda_graphs: bool = True
     """Whether rounds are replayed from CUDA graphs; otherwise kernels are launched one by one."""
+    batch_invariant: bool = False
+    """Whether a token's KV and logits on a GPU have the same bits whatever runs beside it: any
+    draft, batch, prompt chunk or prefix hit. Greedy and coupled output in bfloat16 is then the same
+    with and without speculation. It needs a CUDA device and dense weights."""
     dtype: Annotated[str, OneOf(DTYPES)] = "float32"
     """Compute dtype of the target, float32 or bfloat16; features are sent in the same dtype."""
     device: str = "cpu"
@@ -376,6 +380,10 @@ class VerifierConfig:
                 "draft_length must not be greater than max_tree_nodes",
             )
         parse_rates(self.simulated_acceptance, self.draft_length)
+        _require(
+            not self.batch_invariant or self.is_on_cuda,
+            f"batch_invariant needs a CUDA device, device is {self.device}",
+        )
 
 
 def _require(ok: bool, message: str) -> None:

@@ -45,6 +45,7 @@ LOCAL_ONLY = (
     "device_exchange",
     "draft_length",
     "no_cuda_graphs",
+    "batch_invariant",
     "busy_polling_cores",
     "simulated_acceptance",
 )

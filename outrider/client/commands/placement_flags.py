@@ -29,6 +29,7 @@ class PlacementOptions(TypedDict):
     draft_length: int | None
     draft_top_k: int | None
     cuda_graphs: bool
+    batch_invariant: bool
     busy_polling_cores: int | None
     simulated_acceptance: str
 
@@ -69,6 +70,12 @@ def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
         help="Launch kernels one by one instead of replaying CUDA graphs, for debugging.",
     )
     add(
+        "--batch-invariant",
+        action="store_true",
+        help="Compute the same bits for a token whatever runs beside it. Greedy and coupled output "
+        "in bfloat16 then does not depend on speculation or load. GPUs only.",
+    )
+    add(
         "--busy-polling-cores",
         type=integer_at_least(0),
         metavar="N",
@@ -93,6 +100,7 @@ def placement_of(args: argparse.Namespace) -> PlacementOptions:
         # Only some commands declare this flag, because its meaning depends on the command.
         "draft_top_k": getattr(args, "draft_top_k", None),
         "cuda_graphs": not args.no_cuda_graphs,
+        "batch_invariant": args.batch_invariant,
         "busy_polling_cores": args.busy_polling_cores,
         "simulated_acceptance": args.simulated_acceptance or "",
     }

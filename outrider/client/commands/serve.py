@@ -453,4 +453,5 @@ def ray_args(config: LocalFleetConfig) -> list[str]:
     flags = ((f"--{name}", str(value)) for name, value in values.items() if value is not None)
     switches = [] if config.cuda_graphs else ["--no-cuda-graphs"]
     switches += [] if config.prefix_cache else ["--no-prefix-cache"]
+    switches += ["--batch-invariant"] if config.batch_invariant else []
     return [part for flag in flags for part in flag] + switches

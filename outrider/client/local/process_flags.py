@@ -147,6 +147,7 @@ def verifier_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str
     flags += _hook_flags(config.verifier_hooks)
     flags += [] if config.prefix_cache else ["--no-prefix-cache"]
     flags += _exchange_flags(config, place)
+    flags += ["--batch-invariant"] if config.batch_invariant else []
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
 
 

@@ -30,6 +30,7 @@ from outrider.engine.device.inputs.round_rows import RoundRows
 from outrider.engine.device.logprobs import LogprobRequest, PendingLogprobs, RoundLogprobs
 from outrider.engine.device.round_program import RoundProgram, VerifyOutput
 from outrider.engine.device.slots.session_slots import DeviceSessionSlots
+from outrider.engine.device.target_kernels import FastKernels, InvariantKernels
 from outrider.engine.device.transfer.buffers import Downloader, PendingDownload
 from outrider.engine.heads import FeatureProjection
 from outrider.engine.kernels.acceptance.matching import INVALID_OUTPUT
@@ -94,10 +95,12 @@ class RoundLauncher:
         fused: bool = False,
         graphs: bool = True,
         simulated_rates: Sequence[float] | None = None,
+        batch_invariant: bool = False,
         recorder: DeviceRecorder | None = None,
         after_launch: Callable[[RoundShape], None] | None = None,
     ) -> None:
-        """`simulated_rates`: SIMULATED acceptance, the chance of each draft position.
+        """`batch_invariant`: the target's rows keep their bits whatever runs beside them.
+        `simulated_rates`: SIMULATED acceptance, the chance of each draft position.
         `after_launch`: called behind each launch of a round while CUDA graphs are on (a hook of the
         process); None: nothing is."""
         self._device = target.device
@@ -115,6 +118,7 @@ class RoundLauncher:
             in_process_drafter=in_process_drafter,
             simulated_rates=simulated_rates,
             max_token_rows=max(shape.token_rows for shape in family.all_shapes()),
+            kernels=InvariantKernels() if batch_invariant else FastKernels(),
         )
         self._logprobs = RoundLogprobs(self._program, max_rows=slots.padding, device=target.device)
         self._inputs: dict[tuple[int, int], RoundInputs] = {}

@@ -19,7 +19,8 @@ from outrider.engine.device.graphs.shapes import CHUNK_TOKENS, AcceptanceMode, D
 from outrider.engine.device.inputs.prefill_chunks import PrefillChunkInputs
 from outrider.engine.device.inputs.round_inputs import RoundInputs
 from outrider.engine.device.slots.session_slots import DeviceSessionSlots
-from outrider.engine.device.target_program import RowGroup, TargetOutput, TargetProgram
+from outrider.engine.device.target_kernels import RowGroup, TargetKernels
+from outrider.engine.device.target_program import TargetOutput, TargetProgram
 from outrider.engine.heads import FeatureProjection
 from outrider.engine.kernels.acceptance.matching import (
     DeviceAcceptance,
@@ -82,8 +83,9 @@ class RoundProgram:
         in_process_drafter: RoundDrafter | None,
         simulated_rates: Sequence[float] | None,
         max_token_rows: int,
+        kernels: TargetKernels | None = None,
     ) -> None:
-        """`max_token_rows`: M at most."""
+        """`max_token_rows`: M at most. `kernels`: of the target; None for the fastest."""
         self._slots = slots
         self._pool = target.pool
         self._projection = projection
@@ -99,8 +101,8 @@ class RoundProgram:
         would take megabytes each."""
         if projection is not None:
             self._features = _row_buffer(max_token_rows, projection.hidden_size, like)
-        self._tapped = TargetProgram(target, taps, hidden=hidden)
-        self._plain = TargetProgram(target, hidden=hidden)
+        self._tapped = TargetProgram(target, taps, hidden=hidden, kernels=kernels)
+        self._plain = TargetProgram(target, hidden=hidden, kernels=kernels)
         self._max_len = slots.sequence.tables.shape[1] * self._pool.block_tokens
         self._rates = None
         if simulated_rates is not None:

@@ -15,29 +15,19 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.head_config import FINAL_NORM
-from outrider.engine.kernels.attention.layout import RoundLayout
+from outrider.engine.device.target_kernels import (
+    AttentionLimits,
+    FastKernels,
+    HeadWrites,
+    RowGroup,
+    TargetKernels,
+)
 from outrider.engine.kernels.attention.rotary import rotary_table
-from outrider.engine.kernels.attention.tree import tree_attention
-from outrider.engine.kernels.embedding import embed
-from outrider.engine.kernels.linear.fused import SKINNY_ROWS, Normed, add_linear, fused_linear
-from outrider.engine.kernels.linear.qkv import rotary_qkv
+from outrider.engine.kernels.linear.fused import SKINNY_ROWS, Normed
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.layers import LayerWeights
 from outrider.engine.linear import plain_weights
 from outrider.engine.target import TargetModel
-
-
-class RowGroup(NamedTuple):
-    """B * N consecutive token rows of a forward."""
-
-    slots: Tensor
-    """int32 [B]: session slots. A session may stand here several times, in order of its context:
-    the keys and values of all rows of a layer are written before any of them attends."""
-    context: Tensor
-    """int32 [B]: KV slots before the first of the N rows."""
-    round_layout: RoundLayout
-    num_nodes: int
-    """N."""
 
 
 class TargetOutput(NamedTuple):
@@ -59,11 +49,13 @@ class TargetProgram:
         *,
         hidden: Tensor | None = None,
         storage: Tensor | None = None,
+        kernels: TargetKernels | None = None,
     ) -> None:
         """`hidden`: where the last layer's output [M, H] goes, for `logits`; [most M, H].
         `storage` [2, L, G, S, d]: other keys and values than the model's pool, in blocks of as many
-        slots."""
+        slots. `kernels`: None for the fastest."""
         self._model = model
+        self._kernels = kernels or FastKernels()
         self._hidden = hidden
         self._config = model.config
         self.tap_layers = tap_layers
@@ -123,7 +115,7 @@ class TargetProgram:
         norms = [layer.weights.input_norm for layer in self._layers] + [weights.final_norm]
         # With many rows the layers work in place, and so the last one where it is wanted.
         last = None if self._hidden is None else self._hidden[: tokens.shape[0]]
-        x, normed = embed(tokens, weights.embedding, norms[0], eps, out=last)
+        x, normed = self._kernels.embed(tokens, weights.embedding, norms[0], eps, out=last)
         place = self._write_kv(groups, tables, max_len)
         outputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
@@ -135,8 +127,7 @@ class TargetProgram:
         return x, normed, outputs
 
     def _to_logits(self, normed: Normed) -> Tensor:
-        head = self._lm_head
-        return fused_linear(normed, head.weight, bias=head.bias, out_dtype=torch.float32)
+        return self._kernels.multiply(normed, self._lm_head, gated=False, out_dtype=torch.float32)
 
     def _write_kv(self, groups: Sequence[RowGroup], tables: Tensor, max_len: int) -> _LayerContext:
         positions = [group.round_layout.positions for group in groups]
@@ -148,8 +139,9 @@ class TargetProgram:
             ),
             write_slots=write_slots[0] if alone else torch.cat(write_slots),
             groups=groups,
-            tables=tables,
-            max_len=max_len,
+            limits=AttentionLimits(
+                tables, self._model.pool.block_tokens, max_len, self._config.sliding_window
+            ),
         )
 
     def _attend(self, query: Tensor, index: int, place: _LayerContext) -> Tensor:
@@ -159,19 +151,12 @@ class TargetProgram:
         first, attended = 0, query
         for group in place.groups:
             end = first + group.slots.shape[0] * group.num_nodes
-            attended = tree_attention(
+            attended = self._kernels.attend(
                 query[first:end],
                 self._keys[index],
                 self._values[index],
-                tables=place.tables,
-                slots=group.slots,
-                context=group.context,
-                num_nodes=group.num_nodes,
-                mask=group.round_layout.mask,
-                block_tokens=self._model.pool.block_tokens,
-                positions=group.round_layout.positions,
-                max_len=place.max_len,
-                window=self._config.sliding_window,
+                group,
+                place.limits,
                 out=None if joined is None else joined[first:end].flatten(1),
             )
             first = end
@@ -188,43 +173,21 @@ class TargetProgram:
         out: Tensor | None,
     ) -> tuple[Tensor, Normed]:
         """The residual stream after a layer, and its norm by `next_norm`; `out`: its memory."""
-        config, weights = self._config, layer.weights
-        eps = config.rms_norm_eps
-        query = rotary_qkv(
-            normed,
-            layer.qkv.weight,
+        kernels, weights, eps = self._kernels, layer.weights, self._config.rms_norm_eps
+        writes = HeadWrites(
             place.table,
             place.write_slots,
             self._keys[index],
             self._values[index],
-            num_heads=config.num_heads,
-            interleaved=True,
-            bias=layer.qkv.bias,
-            qk_norms=weights.qk_norms,
-            eps=eps,
+            self._config.num_heads,
+            weights.qk_norms,
+            eps,
         )
+        query = kernels.project_heads(normed, layer.qkv, writes)
         attended = self._attend(query, index, place)
-        o_proj, down = layer.o_proj, layer.down
-        x, normed = add_linear(
-            attended,
-            o_proj.weight,
-            x,
-            bias=o_proj.bias,
-            norm_weight=weights.post_norm,
-            eps=eps,
-            overwrite=True,
-        )
-        inner = fused_linear(normed, layer.gate_up.weight, bias=layer.gate_up.bias, gated=True)
-        return add_linear(
-            inner,
-            down.weight,
-            x,
-            bias=down.bias,
-            norm_weight=next_norm,
-            eps=eps,
-            overwrite=True,
-            out=out,
-        )
+        x, normed = kernels.add(attended, layer.o_proj, x, weights.post_norm, eps, out=None)
+        inner = kernels.multiply(normed, layer.gate_up, gated=True, out_dtype=None)
+        return kernels.add(inner, layer.down, x, next_norm, eps, out=out)
 
 
 class _LayerContext(NamedTuple):
@@ -235,8 +198,7 @@ class _LayerContext(NamedTuple):
     write_slots: Tensor
     """int64 [M]."""
     groups: Sequence[RowGroup]
-    tables: Tensor
-    max_len: int
+    limits: AttentionLimits
 
 
 class _Layer:

@@ -19,7 +19,8 @@ from outrider.engine.device.drafting.draft_forward import (
     ProposalNodes,
     RowPositions,
 )
-from outrider.engine.device.target_program import RowGroup, TargetProgram
+from outrider.engine.device.target_kernels import RowGroup
+from outrider.engine.device.target_program import TargetProgram
 from outrider.engine.kernels.attention.layout import RoundLayout
 from outrider.engine.kernels.drafts.inputs import DraftLayout
 from outrider.engine.kernels.drafts.proposal_layout import ProposalLayout

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.engine.device.graphs.shapes import CHUNK_TOKENS
 from outrider.engine.device.inputs.round_inputs import NO_TOKEN, int32_zeros
-from outrider.engine.device.target_program import RowGroup
+from outrider.engine.device.target_kernels import RowGroup
 from outrider.engine.device.transfer.buffers import Uploader
 from outrider.engine.kernels.attention.layout import RoundLayout, tree_layout
 from outrider.engine.kernels.session_tensors import SequenceState

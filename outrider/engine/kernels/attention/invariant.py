@@ -2,7 +2,8 @@
 """Batch-invariant attention over the paged KV cache: the bits of a row depend on its path alone.
 
 B rows of the bucket, N nodes a row, M = B * N token rows, Q query heads, G key/value heads,
-g = Q / G, d head dimension, S pool slots, X session slots, T blocks of a table, D entries of a path.
+g = Q / G, d head dimension, S pool slots, X session slots, T blocks of a table, D entries
+of a path.
 
 A row at position p attends to the positions 0..p of its own path: the context, then the nodes from
 the root to itself. Its result is defined by these positions alone, so it is the same for a decoding
@@ -11,9 +12,9 @@ row, a node of a chain or of a tree, and a row of a prompt, whatever runs beside
 * Positions are cut into KV tiles of 64 at multiples of 64. A tile has its own maximum m of the
   scores, weights exp((s - m) * scale) rounded to the cache's dtype, their sum, and the weighted sum
   of the values, which starts from zero.
-* Tiles are joined from left to right within splits of 8 tiles, at multiples of 512 positions; splits
-  are joined from left to right (the online softmax of Milakov and Gimelshein 2018). Positions after
-  p leave a join as it was, bit for bit.
+* Tiles are joined from left to right within splits of 8 tiles, at multiples of 512 positions, and
+  splits from left to right (the online softmax of Milakov and Gimelshein 2018). Positions after p
+  leave a join as it was, bit for bit.
 
 Fixed splits cost partial results that a split by load would not need, as Flash-Decoding (Dao et al.
 2023) chooses it.
@@ -305,7 +306,9 @@ def _check(
             "keys and values must agree; their heads and rows of q contiguous"
         )
     if keys.shape[1] * dim >= 2**31 or q.shape[0] * q.stride(0) >= 2**31:
-        raise InvalidRequestError("queries and heads of the cache must span less than 2^31 elements")
+        raise InvalidRequestError(
+            "queries and heads of the cache must span less than 2^31 elements"
+        )
     if positions.shape != (batch * num_nodes,):
         raise InvalidRequestError(f"positions {tuple(positions.shape)} for {len(q)} rows")
     if paths is not None and (paths.shape[:2] != (batch, num_nodes) or not paths.is_contiguous()):

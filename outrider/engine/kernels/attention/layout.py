@@ -174,7 +174,7 @@ def _layout_kernel(
         tl.store(mask_ptr + out + columns, seen.to(tl.uint8), mask=columns < num_nodes)
         path = columns * 0
         current = node
-        for above in range(0, depth + 1):
+        for above in range(depth + 1):
             path = tl.where(columns == depth - above, current, path)
             parent = tl.load(parents_ptr + b * (num_nodes - 1) + current - 1, current > 0, -1)
             current = tl.maximum(tl.minimum(parent + 1, current - 1), 0)

@@ -217,8 +217,9 @@ def _rotary_kernel(
         normed_b = ((second * scale).to(dtype).to(tl.float32) * b).to(dtype).to(tl.float32)
         first = tl.where(turns, normed_a, first)
         second = tl.where(turns, normed_b, second)
-    out_a = first * cos - second * sin
-    out_b = first * sin + second * cos
+    # Written as they are rounded, so that no compiler chooses.
+    out_a = tl.fma(first, cos, -(second * sin))
+    out_b = tl.fma(first, sin, second * cos)
     is_query = head < QUERY_HEADS
     _store_pairs(source, out_a, out_b, is_query, DIM, PAIRS, BLOCK_HEADS, INTERLEAVED)
     last = tl.where(slot >= 0, QUERY_HEADS + 2 * KV_HEADS, 0)

@@ -237,13 +237,15 @@ def fused_linear_triton(
     config: LinearConfig | None = None,
     norm_out: NormOut | None = None,
     rotary: RotaryOut | None = None,
+    rounded: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`fused_linear` by the weight-streaming kernel; M <= SKINNY_ROWS.
+    """`fused_linear` by the weight-streaming kernel; M <= SKINNY_ROWS unless `rounded`.
 
     The order of every sum is fixed by `config` (None: `choose_config`), so results repeat.
     norm_out: where the first half of a norm of the result goes. rotary: rotate and keep the result
-    by heads; returns the query heads [M, Q * d].
+    by heads; returns the query heads [M, Q * d]. rounded: round the product before what follows it,
+    as `fused_linear_wide` does; rows of several tiles are allowed then.
 
     Raises:
         InvalidRequestError: more rows than SKINNY_ROWS or than the config's tile.
@@ -253,7 +255,7 @@ def fused_linear_triton(
     x = x_MK.scaled if isinstance(x_MK, HalfNormed) else x_MK
     config = config or product_config(x, weight_NK, gated=gated)
     num_rows, columns = x.shape[0], weight_NK.shape[0]
-    if num_rows > min(config.block_m, SKINNY_ROWS):
+    if not rounded and num_rows > min(config.block_m, SKINNY_ROWS):
         raise InvalidRequestError(f"{num_rows} rows for a kernel of {config.block_m}")
     if gated:
         columns //= 2
@@ -275,6 +277,7 @@ def fused_linear_triton(
         norm_in=NormIn(x_MK.squares, x_MK.eps) if isinstance(x_MK, HalfNormed) else None,
         norm_out=norm_out,
         rotary=rotary,
+        rounded=rounded,
     )
     return out
 

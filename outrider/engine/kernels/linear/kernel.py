@@ -28,10 +28,12 @@ def _finish(
     M,
     C,
     residual_stride,
+    m,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     NORM_OUT: tl.constexpr,
+    ROUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -43,13 +45,14 @@ def _finish(
         at = tile * BLOCK_N + shm_channel % BLOCK_N
         at_row = at + (shm_channel // BLOCK_N) * C
         product += tl.load(bias + at_row, mask=at < C, other=0.0).to(tl.float32)[None, :]
+    if ROUNDED and (GATED or (HAS_BIAS and HAS_RESIDUAL)):
+        product = product.to(out.dtype.element_ty).to(tl.float32)
     if GATED:
         pairs = tl.permute(tl.reshape(product, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1))
         gate, up = tl.split(pairs)
         result = gate * tl.sigmoid(gate) * up
     else:
         result = product
-    m = tl.arange(0, BLOCK_M)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (m < M)[:, None] & (column < C)[None, :]
     if HAS_RESIDUAL:
@@ -71,16 +74,15 @@ def _load_rotary(
     write_slots,
     tile,
     M,
+    m,
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Cos and sin of one tile's pairs, float32 [BLOCK_M, ROWS / 2] (see `rotary.rotary_table`), and
     the pool slots of its rows; -1 for queries."""
     head = tile * ROWS // DIM
-    m = tl.arange(0, BLOCK_M)
     # Written so that the compiler sees what the start is a multiple of, and loads wide.
     pair = tile % (DIM // ROWS) * (ROWS // 2) + tl.arange(0, ROWS // 2)
     at = table + m[:, None] * DIM + pair[None, :]
@@ -106,10 +108,12 @@ def _finish_rotary(
     M,
     keys_stride,
     values_stride,
+    m,
     HAS_BIAS: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    ROUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -119,17 +123,19 @@ def _finish_rotary(
     shm_channel = tl.arange(0, ROWS)
     if HAS_BIAS:
         product += tl.load(bias + start + shm_channel).to(tl.float32)[None, :]
+    if ROUNDED:
+        product = product.to(out.dtype.element_ty).to(tl.float32)
     head = start // DIM
     first, second = tl.split(tl.reshape(product, (BLOCK_M, ROWS // 2, 2)))
     # The value heads keep their bits. Chosen within the pairs: a branch, or a choice after the
     # join, would hold the product in the layout it came in, for more exchanges between threads.
     turns = head < QUERY_HEADS + KV_HEADS
-    turned_first = tl.where(turns, first * cos - second * sin, first)
-    turned_second = tl.where(turns, first * sin + second * cos, second)
+    # Written as they are rounded, like those of `rotary`, so that no compiler chooses.
+    turned_first = tl.where(turns, tl.fma(first, cos, -(second * sin)), first)
+    turned_second = tl.where(turns, tl.fma(first, sin, second * cos), second)
     result = tl.reshape(tl.join(turned_first, turned_second), (BLOCK_M, ROWS))
     result = result.to(out.dtype.element_ty)
     if head < QUERY_HEADS:
-        m = tl.arange(0, BLOCK_M)
         at_query = m[:, None] * (QUERY_HEADS * DIM) + (start + shm_channel)[None, :]
         tl.store(out + at_query, result, mask=(m < M)[:, None])
     else:
@@ -185,6 +191,8 @@ def skinny_kernel(
     SPLIT_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     SWAP: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    SEVERAL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """One tile of output columns (C in all) for all rows, over one of SPLIT_K parts of K.
@@ -192,10 +200,18 @@ def skinny_kernel(
     A gated tile reads its gate rows and, C rows further down, its up rows as one tile of weight.
     Of the programs that share a tile the last to arrive adds the parts, in their order. NORM_IN: x
     comes scaled by its norm's weight, and `x_squares` says what its product must be divided by.
-    ROTARY: the columns are heads of DIM, and a tile lies within one of them.
+    ROTARY: the columns are heads of DIM, and a tile lies within one of them. ROUNDED: the product
+    is rounded to the dtype of `out` before an activation, a rotation, or a residual that follows a
+    bias, as several kernels would do. SEVERAL: there are more rows than BLOCK_M, in tiles; programs
+    of a tile of columns come one after the other, so that they share its weights in the L2 cache.
     """
     BLOCK_N: tl.constexpr = ROWS // 2 if GATED else ROWS
     tile = tl.program_id(0)
+    m = tl.arange(0, BLOCK_M)
+    if SEVERAL:
+        row_tiles = tl.cdiv(M, BLOCK_M)
+        m += tile % row_tiles * BLOCK_M
+        tile = tile // row_tiles
     part = tl.program_id(1)
     shm_channel = tl.arange(0, ROWS)
     # Rows past the end read the last row again: cheaper than a mask in the loop.
@@ -205,7 +221,6 @@ def skinny_kernel(
     start = part * length
     end = tl.minimum(start + length, K)
 
-    m = tl.arange(0, BLOCK_M)
     x_starts = x + m * x_stride
     present = (m < M)[:, None]
     if NORM_IN:
@@ -216,7 +231,7 @@ def skinny_kernel(
         row_squares = tl.load(x_squares + at_square, mask=in_row, other=0.0)
     if ROTARY:
         cos, sin, slot = _load_rotary(
-            table, write_slots, tile, M, QUERY_HEADS, KV_HEADS, DIM, BLOCK_M, ROWS
+            table, write_slots, tile, M, m, QUERY_HEADS, KV_HEADS, DIM, ROWS
         )
     if SWAP:
         product = tl.zeros((ROWS, BLOCK_M), dtype=tl.float32)
@@ -272,10 +287,12 @@ def skinny_kernel(
                 M,
                 keys_stride,
                 values_stride,
+                m,
                 HAS_BIAS,
                 QUERY_HEADS,
                 KV_HEADS,
                 DIM,
+                ROUNDED,
                 BLOCK_M,
                 ROWS,
             )
@@ -292,10 +309,12 @@ def skinny_kernel(
                 M,
                 C,
                 residual_stride,
+                m,
                 HAS_BIAS,
                 HAS_RESIDUAL,
                 GATED,
                 NORM_OUT,
+                ROUNDED,
                 BLOCK_M,
                 ROWS,
             )

@@ -66,8 +66,9 @@ def launch_skinny(
     norm_in: NormIn | None,
     norm_out: NormOut | None,
     rotary: RotaryOut | None,
+    rounded: bool = False,
 ) -> None:
-    """Launch `skinny_kernel`.
+    """Launch `skinny_kernel`; more rows than its tile only without a split K and half norms.
 
     out [M, C], the query heads [M, Q * d] with `rotary`. x, weight and residual are contiguous
     along their columns. Raises InternalError for `rotary` with a residual, `gated` or `norm_out`,
@@ -76,6 +77,9 @@ def launch_skinny(
     if rotary is not None and (residual is not None or gated or norm_out is not None):
         raise InternalError("a rotated product takes no residual, gate or norm after it")
     num_rows, k = x_MK.shape
+    row_tiles = cdiv(num_rows, config.block_m)
+    if row_tiles > 1 and (config.split_k > 1 or norm_in is not None or norm_out is not None):
+        raise InternalError(f"{num_rows} rows in several tiles with a split K or half a norm")
     columns = weight_NK.shape[0] // 2 if gated else weight_NK.shape[0]
     tiles = cdiv(columns, config.block_n)
     # Arguments that a variant does not read still need a tensor.
@@ -86,7 +90,7 @@ def launch_skinny(
         workspace, counters = product_workspace(out.device)
     parts = 1 if norm_in is None else norm_in.squares.shape[0]
     kernel: Any = skinny_kernel
-    kernel[(tiles, config.split_k)](
+    kernel[(tiles * row_tiles, config.split_k)](
         x_MK,
         weight_NK,
         out if bias is None else bias,
@@ -126,6 +130,8 @@ def launch_skinny(
         SPLIT_K=config.split_k,
         EVEN_K=k % config.block_k == 0,
         SWAP=config.swap,
+        ROUNDED=rounded,
+        SEVERAL=row_tiles > 1,
         INTERPRETED=INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

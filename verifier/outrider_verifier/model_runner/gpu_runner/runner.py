@@ -36,6 +36,7 @@ from outrider.engine.device.slots.session_slots import DeviceSessionSlots
 from outrider.engine.device.transfer.pinned_memory import pin_memory
 from outrider.engine.device.warm_up import compile_shapes, warm_up_shapes
 from outrider.engine.heads import DraftHead, FeatureProjection
+from outrider.engine.kernels.linear.invariant import forbid_split_k
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.logprobs import PathLogprobs
 from outrider.engine.swap import SwapSpace
@@ -194,6 +195,8 @@ class GpuModelRunner:
             remote_drafter = _remote_drafter(
                 config, target, slots, projection, family, timeout_ms=exchange_timeout_ms
             )
+        if config.batch_invariant:
+            forbid_split_k()
         rounds = RoundLauncher(
             target,
             slots,
@@ -204,6 +207,7 @@ class GpuModelRunner:
             fused=config.placement == "fused" or is_exchanging,
             graphs=config.cuda_graphs,
             simulated_rates=config.simulated_rates or None,
+            batch_invariant=config.batch_invariant,
             recorder=recorder,
             after_launch=None if throttle is None else throttle.delay_launch,
         )

@@ -1,0 +1,297 @@
+"""Kernels of the target's forward pass: the fastest ones, or those whose rows keep their bits.
+
+M token rows, B sessions of a row group, N rows a session, Q query and G key/value heads, d head
+dimension, H hidden size, S pool slots, X session slots, T blocks of a table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.engine.kernels.attention.invariant import invariant_attention
+from outrider.engine.kernels.attention.layout import RoundLayout
+from outrider.engine.kernels.attention.tree import tree_attention
+from outrider.engine.kernels.embedding import embed, embed_torch
+from outrider.engine.kernels.linear.fused import Normed, add_linear, fused_linear
+from outrider.engine.kernels.linear.invariant import (
+    invariant_add_linear,
+    invariant_linear,
+    invariant_qkv,
+)
+from outrider.engine.kernels.linear.qkv import rotary_qkv
+from outrider.engine.kernels.norm import rms_norm
+from outrider.engine.linear import PlainLinear
+
+
+class HeadWrites(NamedTuple):
+    """Rotation of new heads, and the KV cache of a layer."""
+
+    table: Tensor
+    """float32 [M, 2, d/2]: cos and sin (see `rotary.rotary_table`)."""
+    write_slots: Tensor
+    """int64 [M]: pool slots of the rows; -1 for none."""
+    keys: Tensor
+    """[G, S, d]."""
+    values: Tensor
+    num_heads: int
+    """Q."""
+    qk_norms: Tensor | None
+    """[Q + G, d]: weights of the norms of query and key heads."""
+    eps: float
+
+
+class RowGroup(NamedTuple):
+    """B * N consecutive token rows of a forward."""
+
+    slots: Tensor
+    """int32 [B]: session slots. A session may stand here several times, in order of its context:
+    the keys and values of all rows of a layer are written before any of them attends."""
+    context: Tensor
+    """int32 [B]: KV slots before the first of the N rows."""
+    round_layout: RoundLayout
+    num_nodes: int
+    """N."""
+
+
+class AttentionLimits(NamedTuple):
+    """Facts about the cache that all layers share."""
+
+    tables: Tensor
+    """int32 [X, T]: pool blocks of the sessions."""
+    block_tokens: int
+    max_len: int
+    """Longest context of a row, its own nodes included."""
+    window: int | None
+
+
+class TargetKernels(Protocol):
+    """Protocol of the kernels of one forward pass."""
+
+    def embed(
+        self,
+        tokens: Tensor,
+        embedding: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        *,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Normed]:
+        """Return embedding rows [M, H] of token ids int32 [M], and their norm."""
+        ...
+
+    def project_heads(self, x: Normed, linear: PlainLinear, writes: HeadWrites) -> Tensor:
+        """Return rotated queries [M, Q, d]; write rotated keys and values to the cache."""
+        ...
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        group: RowGroup,
+        limits: AttentionLimits,
+        *,
+        out: Tensor | None,
+    ) -> Tensor:
+        """Return attention [B * N, Q * d] of queries [B * N, Q, d] to their paths."""
+        ...
+
+    def add(
+        self,
+        x: Tensor,
+        linear: PlainLinear,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        *,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Normed]:
+        """Return residual + linear(x), which may take the residual's memory, and its norm."""
+        ...
+
+    def multiply(
+        self, x: Normed, linear: PlainLinear, *, gated: bool, out_dtype: torch.dtype | None
+    ) -> Tensor:
+        """Return linear(x); with `gated` silu of its first half times its second half."""
+        ...
+
+
+class FastKernels:
+    """Kernels that take the fastest order of sums for the shape of a round."""
+
+    def embed(
+        self,
+        tokens: Tensor,
+        embedding: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        *,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Normed]:
+        """See `TargetKernels`."""
+        return embed(tokens, embedding, norm_weight, eps, out=out)
+
+    def project_heads(self, x: Normed, linear: PlainLinear, writes: HeadWrites) -> Tensor:
+        """See `TargetKernels`."""
+        return rotary_qkv(
+            x,
+            linear.weight,
+            writes.table,
+            writes.write_slots,
+            writes.keys,
+            writes.values,
+            num_heads=writes.num_heads,
+            interleaved=True,
+            bias=linear.bias,
+            qk_norms=writes.qk_norms,
+            eps=writes.eps,
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        group: RowGroup,
+        limits: AttentionLimits,
+        *,
+        out: Tensor | None,
+    ) -> Tensor:
+        """See `TargetKernels`."""
+        return tree_attention(
+            query,
+            keys,
+            values,
+            tables=limits.tables,
+            slots=group.slots,
+            context=group.context,
+            num_nodes=group.num_nodes,
+            mask=group.round_layout.mask,
+            block_tokens=limits.block_tokens,
+            positions=group.round_layout.positions,
+            max_len=limits.max_len,
+            window=limits.window,
+            out=out,
+        )
+
+    def add(
+        self,
+        x: Tensor,
+        linear: PlainLinear,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        *,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Normed]:
+        """See `TargetKernels`."""
+        return add_linear(
+            x,
+            linear.weight,
+            residual,
+            bias=linear.bias,
+            norm_weight=norm_weight,
+            eps=eps,
+            overwrite=True,
+            out=out,
+        )
+
+    def multiply(
+        self, x: Normed, linear: PlainLinear, *, gated: bool, out_dtype: torch.dtype | None
+    ) -> Tensor:
+        """See `TargetKernels`."""
+        return fused_linear(x, linear.weight, bias=linear.bias, gated=gated, out_dtype=out_dtype)
+
+
+class InvariantKernels:
+    """Kernels that give a row the same bits whatever runs beside it (batch invariance)."""
+
+    def embed(
+        self,
+        tokens: Tensor,
+        embedding: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        *,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Normed]:
+        """See `TargetKernels`."""
+        x = embed_torch(tokens, embedding, out=out)
+        return x, rms_norm(x, norm_weight, eps)
+
+    def project_heads(self, x: Normed, linear: PlainLinear, writes: HeadWrites) -> Tensor:
+        """See `TargetKernels`."""
+        assert isinstance(x, Tensor)
+        return invariant_qkv(
+            x,
+            linear.weight,
+            writes.table,
+            writes.write_slots,
+            writes.keys,
+            writes.values,
+            num_heads=writes.num_heads,
+            bias=linear.bias,
+            qk_norms=writes.qk_norms,
+            eps=writes.eps,
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        group: RowGroup,
+        limits: AttentionLimits,
+        *,
+        out: Tensor | None,
+    ) -> Tensor:
+        """See `TargetKernels`."""
+        return invariant_attention(
+            query,
+            keys,
+            values,
+            tables=limits.tables,
+            slots=group.slots,
+            context=group.context,
+            num_nodes=group.num_nodes,
+            positions=group.round_layout.positions,
+            paths=group.round_layout.paths,
+            block_tokens=limits.block_tokens,
+            max_len=limits.max_len,
+            window=limits.window,
+            out=out,
+        )
+
+    def add(
+        self,
+        x: Tensor,
+        linear: PlainLinear,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        *,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Normed]:
+        """See `TargetKernels`."""
+        return invariant_add_linear(
+            x,
+            linear.weight,
+            residual,
+            bias=linear.bias,
+            norm_weight=norm_weight,
+            eps=eps,
+            overwrite=True,
+            out=out,
+        )
+
+    def multiply(
+        self, x: Normed, linear: PlainLinear, *, gated: bool, out_dtype: torch.dtype | None
+    ) -> Tensor:
+        """See `TargetKernels`."""
+        assert isinstance(x, Tensor)
+        return invariant_linear(
+            x, linear.weight, bias=linear.bias, gated=gated, out_dtype=out_dtype
+        )

@@ -1,0 +1,232 @@
+"""Batch-invariant matrix products: the bits of a row depend on the row and the weight alone.
+
+M rows of x, N rows of the weight, K features, C output columns, Q query heads, d head dimension.
+
+A product sums its K features in ascending order in one float32 accumulator. Hopper's matrix unit
+gives the same bits for every tile size and instruction, so that two programs may compute it: the
+weight-streaming kernel without a split K, and cuBLAS where its algorithm does not split K. Whether
+cuBLAS does is found out by comparing both, once for each shape. The result is rounded to x's dtype
+before an activation, a rotation, or a residual that follows a bias; a residual without a bias is
+added in float32. Norms between products are kernels of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from outrider.engine.kernels.attention.rotary import rotary_write
+from outrider.engine.kernels.linear.configs import LinearConfig
+from outrider.engine.kernels.linear.fused import (
+    KERNEL_DTYPES,
+    SKINNY_ROWS,
+    check_product,
+    fused_linear_torch,
+    fused_linear_triton,
+    fused_linear_wide,
+    product_config,
+)
+from outrider.engine.kernels.linear.launch import RotaryOut
+from outrider.engine.kernels.norm import rms_norm
+
+logger = logging.getLogger(__name__)
+
+# (N, K, gated, block_m): (block_n, block_k, num_warps, num_stages, swap)
+_TABLE: Final[dict[tuple[int, int, bool, int], tuple[int, int, int, int, bool]]] = {
+    (4096, 4096, False, 16): (32, 128, 4, 8, False),
+    (4096, 4096, False, 32): (32, 128, 4, 6, False),
+    (4096, 4096, False, 64): (32, 64, 4, 8, False),
+    (4096, 14336, False, 32): (32, 128, 4, 6, False),
+    (4096, 14336, False, 64): (32, 64, 4, 8, False),
+}
+"""Tiles for shapes whose entry in `configs.TABLE` splits K: half as wide, for as many programs."""
+_equal: dict[tuple[object, ...], bool] = {}
+"""Whether cuBLAS gives the bits of the weight-streaming kernel, by shape and dtypes."""
+
+
+def forbid_split_k() -> None:
+    """Tell torch to choose no cuBLAS algorithm that splits K in this process, where torch can.
+
+    `invariant_linear` is right without it, and slower for shapes that cuBLAS would split.
+    """
+    matmul = torch.backends.cuda.matmul
+    for name in ("bf16", "fp16"):
+        setattr(matmul, f"allow_{name}_reduced_precision_reduction", (False, False))
+
+
+def invariant_config(x: Tensor, weight: Tensor, *, gated: bool = False) -> LinearConfig:
+    """Return the launch configuration of x [M, K] and a weight [N, K]: K is never split."""
+    config = product_config(x, weight, gated=gated)
+    entry = _TABLE.get((weight.shape[0], weight.shape[1], gated, config.block_m))
+    if entry is not None and x.element_size() == 2:
+        block_n, block_k, num_warps, num_stages, swap = entry
+        return LinearConfig(config.block_m, block_n, block_k, 1, num_warps, num_stages, swap)
+    return config._replace(split_k=1)
+
+
+def invariant_linear(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """activation(x @ weight^T + bias) + residual; arguments and errors as for `fused_linear`.
+
+    On CUDA the first call of a shape with more than SKINNY_ROWS rows outside of a graph capture
+    compares cuBLAS with the kernel, which takes a millisecond.
+    """
+    check_product(x_MK, weight_NK, bias, residual, gated)
+    dtype = x_MK.dtype if out_dtype is None else out_dtype
+    if not x_MK.is_cuda or x_MK.dtype not in KERNEL_DTYPES:
+        result = fused_linear_torch(
+            x_MK, weight_NK, bias=bias, residual=residual, gated=gated, out_dtype=dtype
+        )
+    elif x_MK.shape[0] > SKINNY_ROWS and _cublas_is_equal(
+        x_MK, weight_NK, bias, residual, gated=gated, dtype=dtype
+    ):
+        result = fused_linear_wide(
+            x_MK,
+            weight_NK,
+            bias=bias,
+            residual=residual,
+            gated=gated,
+            out_dtype=dtype,
+            overwrite=overwrite,
+        )
+    else:
+        return invariant_linear_triton(
+            x_MK, weight_NK, bias=bias, residual=residual, gated=gated, out_dtype=dtype, out=out
+        )
+    return result if out is None or result.data_ptr() == out.data_ptr() else out.copy_(result)
+
+
+def invariant_linear_triton(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+    rotary: RotaryOut | None = None,
+    config: LinearConfig | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`invariant_linear` by the weight-streaming kernel, for any number of rows."""
+    return fused_linear_triton(
+        x_MK,
+        weight_NK,
+        bias=bias,
+        residual=residual,
+        gated=gated,
+        out_dtype=out_dtype,
+        config=config or invariant_config(x_MK, weight_NK, gated=gated),
+        rotary=rotary,
+        rounded=True,
+        out=out,
+    )
+
+
+def invariant_add_linear(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    residual_MN: Tensor,
+    *,
+    norm_weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+    overwrite: bool = False,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return x @ weight^T + bias + residual [M, N], and its RMSNorm by norm_weight [N]."""
+    result = invariant_linear(
+        x_MK, weight_NK, bias=bias, residual=residual_MN, overwrite=overwrite, out=out
+    )
+    return result, rms_norm(result, norm_weight, eps)
+
+
+def invariant_qkv(
+    x: Tensor,
+    weight_NK: Tensor,
+    table: Tensor,
+    write_slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    num_heads: int,
+    bias: Tensor | None = None,
+    qk_norms: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Project x to heads with neighbouring pairs, rotate them, and write KV to the cache.
+
+    Arguments, result and errors as for `qkv.rotary_qkv`. The product is rounded before the
+    rotation, in one kernel for few rows and in two for many.
+    """
+    check_product(x, weight_NK, bias, None, gated=False)
+    if _is_one_kernel(x, weight_NK, keys, values, qk_norms):
+        rotary = RotaryOut(table, write_slots, keys, values, num_heads)
+        query = invariant_linear_triton(x, weight_NK, bias=bias, rotary=rotary)
+        return query.view(query.shape[0], num_heads, keys.shape[2])
+    qkv = invariant_linear(x, weight_NK, bias=bias)
+    return rotary_write(
+        qkv.view(qkv.shape[0], num_heads + 2 * keys.shape[0], keys.shape[2]),
+        table,
+        write_slots,
+        keys,
+        values,
+        num_heads=num_heads,
+        interleaved=True,
+        qk_norms=qk_norms,
+        eps=eps,
+    )
+
+
+def _is_one_kernel(
+    x: Tensor, weight: Tensor, keys: Tensor, values: Tensor, qk_norms: Tensor | None
+) -> bool:
+    return (
+        x.is_cuda
+        and qk_norms is None
+        and x.shape[0] <= SKINNY_ROWS
+        and x.dtype in KERNEL_DTYPES
+        and x.dtype == keys.dtype == values.dtype
+        and keys.shape[2] % invariant_config(x, weight).block_n == 0
+    )
+
+
+def _cublas_is_equal(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    gated: bool,
+    dtype: torch.dtype,
+) -> bool:
+    """Whether `fused_linear_wide` gives the bits of the kernel; false while that is not known."""
+    key = (
+        *(x.shape[0], *weight.shape, x.dtype, dtype, weight.device),
+        *(bias is not None, residual is not None, gated),
+    )
+    known = _equal.get(key)
+    if known is not None:
+        return known
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    generator = torch.Generator(x.device).manual_seed(len(_equal))
+    sample = torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
+    others = {"bias": bias, "residual": residual, "gated": gated, "out_dtype": dtype}
+    wide = fused_linear_wide(sample, weight, **others)  # type: ignore[arg-type]
+    streamed = invariant_linear_triton(sample, weight, **others)  # type: ignore[arg-type]
+    _equal[key] = torch.equal(wide, streamed)
+    logger.debug("matrix product compared", extra={"shape": str(key[:3]), "is_cublas": _equal[key]})
+    return _equal[key]
