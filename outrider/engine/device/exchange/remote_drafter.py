@@ -65,7 +65,7 @@ class ReplicaHost(Protocol):
         """Add KV blocks to a session."""
 
     def end_session(self, slot: int) -> None:
-        """Nobody is in a slot any more."""
+        """End the session of a slot."""
 
     def launch_round(self, announced: ReplicaRound) -> None:
         """Announce a round that the verifier has launched."""
@@ -167,7 +167,7 @@ class RemoteDrafter:
             self._host.add_blocks(slot, first, blocks)
 
     def end_session(self, slot: int) -> None:
-        """Nobody is in a slot any more."""
+        """End the session of a slot."""
         if self._host is not None and slot in self._followed:
             self._followed.discard(slot)
             self._host.end_session(slot)

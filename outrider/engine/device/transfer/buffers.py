@@ -100,7 +100,7 @@ class DownloadBuffer:
         self._places: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def start_copy(self, tensor: Tensor) -> None:
-        """Begin to copy `tensor`, in the order of the stream."""
+        """Begin to copy `tensor` to the host, in stream order."""
         key = (tensor.shape, tensor.dtype)
         place = self._places.get(key)
         if place is None:
@@ -206,7 +206,7 @@ class Downloader:
         return len(self._rings)
 
     def start_download(self, tensor: Tensor, part: int = 0) -> PendingDownload:
-        """Begin to copy `tensor`, in the order of the stream."""
+        """Begin to copy `tensor` to the host, in stream order."""
         return self.start_downloads((tensor,), part)[0]
 
     def start_downloads(
