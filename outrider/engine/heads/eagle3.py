@@ -52,7 +52,7 @@ class HeadBlock:
         return apply_rotary(kv[:, :num_kv], cos, sin), kv[:, num_kv:]
 
     def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
-        """Rotated queries [N, nq, hd]."""
+        """Return rotated queries [N, nq, hd]."""
         num_heads, _, head_dim = self._heads
         q = self.weights.qkv[0](inputs).view(-1, num_heads, head_dim)
         cos, sin = rotary_tables(positions_N, self.inverse_frequencies, q.dtype)
@@ -110,7 +110,7 @@ class Eagle3Head:
         return self.block.kv(inputs, positions_N)
 
     def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
-        """Rotated queries [N, nq, hd]."""
+        """Return rotated queries [N, nq, hd]."""
         return self.block.query(inputs, positions_N)
 
     def finish(self, residual_NH: Tensor, attn_out_NQh: Tensor) -> Tensor:
