@@ -56,9 +56,8 @@ class HeadWeights:
     def from_head(cls, head: DraftHead) -> HeadWeights:
         """Return the weight tensors of a loaded head.
 
-        The tensors are shared with the head: its query, key, value, gate and up weights become
-        views of the fused tensors. Raises FailedPreconditionError for other kinds of heads and for
-        packed weights.
+        The tensors are shared with the head, whose query, key and value weights become views of the
+        fused `qkv`. Raises FailedPreconditionError for other kinds of heads and for packed weights.
         """
         if not isinstance(head, Eagle3Head):
             raise FailedPreconditionError(

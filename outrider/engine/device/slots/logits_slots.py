@@ -32,13 +32,13 @@ MAX_ENTRIES: Final = MAX_BANNED_IDS + MAX_BIASED_IDS + MAX_INITIAL_BANS
 NO_END: Final = 2**31 - 1
 """End position of a ban without end."""
 _WORDS: Final = 9
-"""Number of int32 words of a slot beside its entries: top-p (2), min-p floor, penalties (3), flags,
+"""Number of int32 words of a slot beside its entries: top-p (2), penalties (3), min-p floor, flags,
 top-k, number of entries."""
 Ids = Sequence[int] | NDArray[np.integer]
 
 
 def logits_slot_bytes(num_sessions: int, num_columns: int) -> int:
-    """Return the device memory of `LogitsSlots`, in bytes, up to small per-slot fields."""
+    """Return the device memory of `LogitsSlots` in bytes, without its small per-slot fields."""
     return (num_sessions + 1) * (4 * num_columns + 12 * MAX_ENTRIES)
 
 

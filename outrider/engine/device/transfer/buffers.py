@@ -150,7 +150,8 @@ class PendingDownload:
 
 
 class _Arrival:
-    """The end of copies that were started together; asked once, whoever waits."""
+    """Completion event of copies that were started together; queried until it has been waited for
+    once."""
 
     __slots__ = ("_landed",)
 
