@@ -1,6 +1,6 @@
 """Attempts of one request: after a failure retry, resume the stream, or give up.
 
-Pure: an error, what was received and the time in, a decision out.
+Pure: decides from an error, the answer received so far and the time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ MIN_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.25
 """Maximum pause between two attempts to resume a stream, in seconds; a user is waiting."""
 MAX_ROUTER_LOOKUPS = 32
-"""Maximum number of connections that search for an answer where several routers share an address.
-All 32 connections lead to wrong routers once in ten thousand cases with four routers, and once in
-seventy with eight."""
+"""Maximum number of connections with which a client searches for the router that has its stream, if
+several routers share an address.
+
+All 32 connections reach other routers in one of ten thousand cases with four routers, and in one of
+seventy with eight.
+"""
 SHUTDOWN = "SHUTDOWN"
-"""Reason of the errors of a router that stops; it, or one with its journal, may be back soon."""
+"""Error reason of a router that shuts down. The router may soon be back, with its requests if it
+has a journal."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryDecision:
-    """Retry after a delay; `resume`: continue the stream behind what was received."""
+    """The decision to try again after `delay_s` seconds. With `resume` the next attempt continues
+    the stream after the events received so far; otherwise it sends the request again."""
 
     delay_s: float
     resume: bool
@@ -38,9 +43,10 @@ class RetryDecision:
 class RequestAttempts:
     """The attempts of one request.
 
-    Opening it is retried by the policy; an attempt that broke may have arrived, so its stream is
-    asked for before it is sent again. Once something was heard, a connection that breaks is
-    followed by attempts to take the stream up again.
+    A request that could not be opened is retried as the retry policy says. If the connection broke,
+    the request may have arrived, so the client first asks for its stream before it sends the
+    request again. If the connection breaks after the request was admitted, the client tries to
+    resume the stream.
     """
 
     def __init__(self, retry: RetryPolicy, *, resumable: bool) -> None:
@@ -48,11 +54,12 @@ class RequestAttempts:
         self._resumable = resumable
         self._openings = 1
         self._probing = False
-        """Whether the next attempt asks for the stream of an attempt whose connection broke."""
+        """Whether the next attempt asks for the stream of an earlier attempt whose connection
+        broke."""
         self._pauses = 0
         self._looks = 0
-        """Number of routers that did not have the answer while another router at the address
-        may."""
+        """Number of attempts that reached a router without the stream while another router at the
+        same address may have it."""
         self._broke: OutriderError | None = None
         self._broke_at = 0.0
 
@@ -65,10 +72,11 @@ class RequestAttempts:
     def decide_after(
         self, error: OutriderError, *, now: float, informed: bool = False, told: bool = False
     ) -> RetryDecision:
-        """What to do about a failed attempt; raises the error if that is nothing.
+        """Return what to do after a failed attempt. Raises `error` if there is to be no further
+        attempt.
 
-        `informed`: it was heard that the request was admitted; `told`: some of its answer; `now`
-        in seconds.
+        `informed` says whether the client knows that the request was admitted, `told` whether it
+        has received a part of the answer. `now` is in seconds.
         """
         broken = self._resumable and _is_break(error)
         if broken and informed:
@@ -83,7 +91,7 @@ class RequestAttempts:
             self._probing = True
             return RetryDecision(0.0, resume=True)
         if self._broke is not None and isinstance(error, NotFoundError):
-            # The router that knew of the request is gone for good.
+            # # The router that had the request is gone for good.
             error, self._broke = self._broke, None
         if told:
             raise error
@@ -105,9 +113,10 @@ class RequestAttempts:
 
 
 def is_elsewhere(error: OutriderError) -> bool:
-    """Return whether the stream may be on another router at the same address.
+    """Return whether another router at the same address may have the stream.
 
-    Only then does the error of the router that was asked say when to retry.
+    A router that shares its address and does not know the stream says so by a NOT_FOUND error with
+    a hint when to retry.
     """
     return isinstance(error, NotFoundError) and error.retry_after_s is not None
 

@@ -1,6 +1,7 @@
 """Resumable requests whose answers a client still waits for.
 
-A router keeps an interrupted answer for a while, so it is told of requests that nobody will resume.
+After an interruption a router keeps such a request for a while, so the client tells the router to
+abort the requests that it will not resume.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from outrider.wire.inference import GenerateRequest
 
 
 class PendingRequests:
-    """Pending resumable requests of one client. Thread-safe; forgets dropped streams."""
+    """The pending resumable requests of one client. Thread-safe. Requests whose streams were
+    garbage-collected are dropped."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,19 +29,21 @@ class PendingRequests:
     def add_request(
         self, attempts: RequestAttempts, request: GenerateRequest, metadata: Metadata
     ) -> None:
-        """A request is sent, with this metadata; one that is not resumable ends with its call."""
+        """Add a request that is sent with this metadata. Requests that are not resumable are
+        ignored, because they end with their calls."""
         if request.resumable and request.request_id is not None:
             with self._lock:
                 self._asked[attempts] = (request.request_id, metadata)
 
     def remove_request(self, attempts: RequestAttempts) -> Mapping[Metadata, list[RequestId]]:
-        """Its answer is whole, or nobody wants it any more. What `take` would say of it alone."""
+        """Remove a request whose answer is complete or no longer needed. Returns its id by its
+        metadata, or an empty mapping if the request is not pending."""
         with self._lock:
             asked = self._asked.pop(attempts, None)
         return {} if asked is None else {asked[1]: [asked[0]]}
 
     def take_all(self) -> Mapping[Metadata, list[RequestId]]:
-        """All that are left, by what went with them; none is kept."""
+        """Remove all pending requests and return their ids, grouped by their metadata."""
         left: dict[Metadata, list[RequestId]] = {}
         with self._lock:
             for request_id, metadata in list(self._asked.values()):

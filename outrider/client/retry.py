@@ -1,4 +1,7 @@
-"""Retry policy of client calls. Pure: an error and a number of attempts in, a delay out."""
+"""Retry policy of client calls.
+
+Pure functions: they compute a delay from an error and the number of attempts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from outrider.errors import OutriderError, ResourceExhaustedError, UnavailableEr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Retry policy of calls without an answer yet, and of broken streams.
+    """Retry policy of client calls that failed before their answer began, and of broken streams.
 
     Raises InvalidRequestError (INVALID_OPTION) for values of the wrong type or range.
     """
@@ -21,13 +24,16 @@ class RetryPolicy:
     first_delay_s: float = 0.5
     """Delay before the second attempt in seconds; it doubles with each further attempt."""
     max_delay_s: float = 8.0
-    """Maximum delay in seconds, unless the server gives a hint."""
+    """Maximum delay in seconds; a longer hint of the server is still respected."""
     max_hint_s: float = 60.0
-    """Maximum retry hint of a server in seconds; with a longer hint the error is raised at once."""
+    """Maximum delay that a server may ask for, in seconds. If the server asks for a longer one, the
+    error is raised at once."""
     resume_s: float = 30.0
-    """Time in seconds for which the client tries to resume a broken stream; 0 tries once."""
+    """Time in seconds for which the client keeps trying to resume a broken stream; 0 allows a
+    single attempt."""
     jitter: float = 0.25
-    """Random share of a delay, in [0, 1], so that clients do not retry at the same time."""
+    """Maximum random increase of a delay, as a fraction of the delay in [0, 1], so that clients do
+    not retry at the same time."""
 
     def __post_init__(self) -> None:
         if not _is_number(self.max_attempts, int) or self.max_attempts < 1:
@@ -43,9 +49,11 @@ class RetryPolicy:
             raise invalid_argument("jitter", "in [0, 1]", self.jitter)
 
     def delay_s(self, attempt: int, error: OutriderError) -> float | None:
-        """Seconds to wait after the failed attempt number `attempt` (from 1); None: do not retry.
+        """Return the seconds to wait after attempt number `attempt` (from 1) failed, or None if the
+        call must not be retried.
 
-        Only UNAVAILABLE, and RESOURCE_EXHAUSTED with a hint, are retried.
+        Only UNAVAILABLE errors, and RESOURCE_EXHAUSTED errors with a hint when to retry, are
+        retried.
         """
         hint = error.retry_after_s
         retryable = isinstance(error, UnavailableError) or (
@@ -64,5 +72,5 @@ def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
 
 
 def remaining(deadline: float | None, now: float) -> float | None:
-    """Seconds left until a deadline; None without one."""
+    """Return the seconds left until a deadline (at least 0), or None if there is no deadline."""
     return None if deadline is None else max(0.0, deadline - now)

@@ -49,8 +49,8 @@ ABORT_TIMEOUT_S = 2.0
 """Timeout of the Abort call for resumable requests that the client leaves unfinished, in seconds.
 If the call fails, the router ends them after its grace time."""
 _RECONNECT_MS = 200
-"""Longest pause between two attempts to connect, in milliseconds: a restarted router is back
-soon."""
+"""Maximum pause between two attempts to connect, in milliseconds. It is short because a restarted
+router serves again soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Rpc(Generic[RequestT, ResponseT]):
         return f"/outrider.wire.v1.InferenceService/{self.name}"
 
     def decode(self, data: bytes) -> ResponseT:
-        """Decode a response. Raises InternalError for a malformed one, which is the server's
-        fault."""
+        """Decode a response. Raises InternalError (BAD_RESPONSE) if the server sent a malformed
+        one."""
         try:
             return self._decode(data)
         except InvalidMessageError as error:
@@ -113,7 +113,7 @@ def stream_call(
     request: GenerateRequest, collected: CollectedStream, *, resume: bool
 ) -> tuple[str, bytes, Callable[[bytes], StreamEvent]]:
     """Return the path, the message and the response decoder of the call that starts a request's
-    stream, or with `resume` continues it behind what `collected` holds."""
+    stream or, with `resume`, continues it after the events in `collected`."""
     if not resume:
         return GENERATE_STREAM.path, GENERATE_STREAM.encode(request), GENERATE_STREAM.decode
     assert request.request_id is not None, "a resumable request is named by its client"
@@ -125,12 +125,12 @@ def client_options() -> list[tuple[str, int]]:
     """Return the channel options: keepalive, message bounds and quick reconnection."""
     options = dict(channel_options(GrpcConfig()))
     options["grpc.max_reconnect_backoff_ms"] = _RECONNECT_MS
-    # A channel that replaces a broken one must not inherit its connection's back-off.
+    # # A new channel must not inherit the reconnection back-off of the broken one.
     options["grpc.use_local_subchannel_pool"] = 1
     return list(options.items())
 
 
 def to_typed_error(error: grpc.RpcError, address: str) -> OutriderError:
-    """Return the typed error of a failed call of either client."""
+    """Convert a failed call's gRPC error to a typed error. Both clients use it."""
     # A failed call of the synchronous client has the same accessors as an AioRpcError.
     return to_lost_error(cast("grpc.aio.AioRpcError", error), peer=address)

@@ -19,29 +19,31 @@ from outrider.ids import RequestId
 def send_abort(
     channels: ChannelPool[grpc.Channel], left: Mapping[Metadata, list[RequestId]]
 ) -> None:
-    """Tell the router of a resumable request that nobody wants; others end with their calls."""
-    # A closed client has said so of all of them.
+    """Tell the router to abort the resumable requests in `left`, grouped by their metadata.
+    Requests that are not resumable need no abort: they end with their calls."""
+    # # A closed client has already aborted all its requests.
     with contextlib.suppress(CancelledRequestError), convert_call_errors(channels):
         send_aborts(channels.current, left)
 
 
 def send_aborts(channel: grpc.Channel, left: Mapping[Metadata, list[RequestId]]) -> None:
-    """The same of several, side by side."""
+    """Send one Abort call for each group of requests on `channel`, in parallel, and wait for the
+    answers. Errors are ignored."""
     method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ABORT.path)
     told = [
         method.future(ABORT.encode(ids), timeout=ABORT_TIMEOUT_S, metadata=metadata)
         for metadata, ids in left.items()
     ]
     for answer in told:
-        # A router that does not hear of them finds out within its grace time.
+        # # If an abort is lost, the router ends the requests after its grace time.
         with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):
             answer.result()
 
 
 @contextlib.contextmanager
 def convert_call_errors(channels: ChannelPool[grpc.Channel]) -> Iterator[None]:
-    """Around a call. Raises CancelledRequestError where the client is closed meanwhile: grpc has a
-    ValueError for a closed channel."""
+    """Convert errors of a call within the context: raise CancelledRequestError if the client was
+    closed meanwhile, for which gRPC raises ValueError."""
     try:
         yield
     except ValueError:
@@ -52,14 +54,15 @@ def convert_call_errors(channels: ChannelPool[grpc.Channel]) -> Iterator[None]:
 def replace_channel(
     channels: ChannelPool[grpc.Channel], channel: grpc.Channel, problem: OutriderError
 ) -> None:
-    """Have calls go by a new channel if this one broke."""
+    """Replace the channel of later calls if `problem` shows that this channel is broken."""
     old = channels.report_broken(channel, problem)
     if old is not None:
         old.close()
 
 
 def wait_attempt(again: RetryDecision, problem: OutriderError, deadline: float | None) -> bool:
-    """Wait before the next attempt, and say whether it resumes; `problem` if it is too late."""
+    """Wait for the delay before the next attempt, and return whether that attempt resumes the
+    stream. Raises `problem` if the deadline would pass during the wait."""
     left_s = remaining(deadline, time.monotonic())
     if left_s is not None and again.delay_s >= left_s:
         raise problem
@@ -70,7 +73,8 @@ def wait_attempt(again: RetryDecision, problem: OutriderError, deadline: float |
 def wait_retry(
     retry: RetryPolicy, attempt: int, problem: OutriderError, deadline: float | None
 ) -> None:
-    """Wait before the next attempt; raises `problem` if there is to be none."""
+    """Wait before the next attempt. Raises `problem` if the retry policy or the deadline allows
+    none."""
     delay_s = retry.delay_s(attempt, problem)
     if delay_s is None:
         raise problem

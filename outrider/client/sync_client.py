@@ -1,6 +1,6 @@
 """Synchronous client of a router: `Client` and `Stream`. Thread-safe.
 
-It mirrors `outrider.client.async_client`: change both together.
+The module mirrors `outrider.client.async_client`; a change to one applies to the other, too.
 """
 
 from __future__ import annotations
@@ -150,14 +150,14 @@ class Client:
         except OutriderError:
             raise
         except BaseException:
-            # An interrupt: nobody waits for the answer any more.
+            # # An interrupt such as Ctrl-C: the answer is no longer needed.
             send_abort(self._channels, self._wanted.remove_request(attempts))
             raise
         finally:
             self._wanted.remove_request(attempts)
         if answer is not None:
             return answer
-        # The request has arrived, its answer has not: that is taken up as a stream.
+        # # The request reached the router but the answer was lost, so continue it as a stream.
         with self._open(request, attempts, deadline, said, resume=True) as stream:
             return stream.result()
 
@@ -183,15 +183,15 @@ class Client:
         return self._call(ABORT, ids, INFO_TIMEOUT_S)
 
     def server_info(self) -> ServerInfo:
-        """State of the router and its fleet."""
+        """Return the state of the router and its fleet."""
         return self._call(SERVER_INFO, None, INFO_TIMEOUT_S)
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """Served models."""
+        """Return the served models."""
         return self._call(LIST_MODELS, None, INFO_TIMEOUT_S)
 
     def _said(self, metadata: Metadata) -> Metadata:
-        """What goes with a request, the caller's trace included."""
+        """Return the metadata of a request, including the caller's trace context."""
         return add_trace_metadata((*self._metadata, *check_metadata(metadata)))
 
     def _deadline(self, timeout_s: float | None) -> float | None:
@@ -225,7 +225,8 @@ class Client:
         deadline: float | None,
         metadata: Metadata,
     ) -> GenerateResult | None:
-        """The answer to a request; None if its stream is to be asked for instead."""
+        """Send a request and return the answer, or None if the answer must be resumed as a
+        stream."""
         method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         data = GENERATE.encode(request)
         while True:
@@ -270,7 +271,7 @@ class Stream:
     """Stream of an answer: an iterator of deltas and a context manager.
 
     Leaving the context before the end cancels the request. A lost connection is reopened and the
-    stream continues where it was, unless the request has `resume=False`.
+    stream continues after the last received delta, unless the request has `resume=False`.
     """
 
     def __init__(
@@ -287,7 +288,7 @@ class Stream:
     ) -> None:
         self._channels = channels
         self._channel: grpc.Channel
-        """That of the call."""
+        """Channel on which the current call runs."""
         self._address = address
         self._request = request
         self._attempts = attempts
@@ -302,12 +303,12 @@ class Stream:
 
     @property
     def info(self) -> PromptInfo | None:
-        """Id and prompt length of the request, once the server has admitted it."""
+        """Id and prompt length of the request, or None until the server has admitted it."""
         return self._collected.info
 
     @property
     def finish(self) -> FinishInfo | None:
-        """Finish reason, usage and statistics, once the answer has ended."""
+        """Finish reason, usage and statistics, or None until the answer has ended."""
         return self._collected.finish
 
     @property
@@ -337,7 +338,7 @@ class Stream:
             except grpc.RpcError as error:
                 delta, problem = None, to_typed_error(error, self._address)
             except OutriderError as error:
-                # An answer that makes no sense, or a client that was closed.
+                # # The answer is malformed, or the client was closed.
                 if not self._over:
                     self._collected.fail(error)
                     self._leave()
@@ -355,7 +356,7 @@ class Stream:
         return self._collected.result()
 
     def close(self) -> None:
-        """End the request; idempotent."""
+        """Cancel the request if it is still running; idempotent."""
         if not self._over:
             self._leave()
 
@@ -399,7 +400,7 @@ class Stream:
         self._wanted.remove_request(self._attempts)
 
     def _leave(self) -> None:
-        """Want no more, and have the router told."""
+        """Cancel the call and tell the router to abort the request."""
         self._over = True
         self._collected.fail(left_error())
         if self._call is not None:

@@ -1,7 +1,7 @@
 """Trace propagation: makes the spans of a request children of the calling program's span.
 
-OpenTelemetry is not needed here. A program that uses it has imported it; one that has not, has no
-span to be a child of.
+OpenTelemetry need not be installed. If the program has not imported OpenTelemetry, there is no span
+that could be the parent.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from outrider.client.rpcs import Metadata
 
 _MODULE: Final = "opentelemetry.trace"
 TRACEPARENT: Final = "traceparent"
-"""Key of W3C's Trace Context."""
+"""Metadata key of the W3C Trace Context."""
 
 
 def add_trace_metadata(metadata: Metadata) -> Metadata:
-    """Metadata of a request with the current span's context, where there is one and the metadata
-    names none."""
+    """Return the metadata with the current span's context added, or unchanged if there is no
+    current span or the metadata already has a context."""
     trace: Any = sys.modules.get(_MODULE)
     if trace is None or any(key == TRACEPARENT for key, _ in metadata):
         return metadata

@@ -38,37 +38,42 @@ from outrider.spec.noise import noise_keys as numpy_noise_keys
 from outrider.spec.sampling import Rule, SamplingParams
 
 DRAFT_LOGIT_ERROR = 0.5
-"""Scale of the draft logits' error, at temperature 1, that `coupled_logprobs` assumes."""
+"""Assumed error of the draft logits at temperature 1, as a scale in logits, in
+`coupled_logprobs`."""
 NUM_RUNNER_UPS = 32
-"""Perturbed candidates that compete in `coupled_logprobs`."""
+"""Number of perturbed candidates over which `coupled_logprobs` normalises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributionLimits:
-    """Size limits of a draft distribution on the wire, at 6 bytes an id.
+    """Size limits of one draft distribution on the wire, at 6 bytes an id.
 
-    What is cut off costs its mass in acceptance, at most. SmolLM2-135M over its 16,384 most
-    frequent ids needs 70 ids a node for a mass of .995 at T = .7 and 1,000 at T = 1; 4,096 ids
-    hold .99 at T = 1.3, .97 at T = 1.5 and .885 at T = 2 (1,024 ids: .95, .90 and .70).
+    The ids that are cut off reduce the acceptance rate by their probability mass, at most.
+    SmolLM2-135M over its 16,384 most frequent ids needs 70 ids per node for a mass of .995 at T =
+    .7 and 1,000 ids at T = 1; 4,096 ids hold .99 at T = 1.3, .97 at T = 1.5 and .885 at T = 2
+    (1,024 ids hold .95, .90 and .70).
     """
 
     mass: float = 0.995
-    """Keep the smallest set of most probable ids that has this mass, in (0, 1]."""
+    """Probability mass, in (0, 1], that the kept ids must reach. The most probable ids are kept."""
     max_ids: int = 1024
-    """And at most so many: 6 KB a node."""
+    """Maximum number of ids per node, which takes precedence over `mass`. 1,024 ids take 6 KB."""
 
 
 MAX_DISTRIBUTION_ENTRIES = 1 << 15
-"""Ids of a whole proposal's distribution that `distribution_limits_for` allows: 192 KB."""
+"""Maximum number of ids in all distributions of one proposal, at 6 bytes an id (192 KB), unless
+that leaves fewer than 64 ids per distribution."""
 DEFAULT_DISTRIBUTION_LIMITS = DistributionLimits()
 
 
 def distribution_limits_for(num_distributions: int) -> DistributionLimits:
-    """Limits of a proposal that ships `num_distributions` distributions (its root and every node
-    with children).
+    """Return the limits for a proposal that contains `num_distributions` distributions (one for its
+    root and one for every node with children).
 
-    Short chains get room for the flat distributions of high temperatures (8,192 ids a node for a
-    chain of 4), wide trees are kept to a bounded message. Depends on the shape only, as it must.
+    A short chain may send many ids per node (8,192 for a chain of 4), which the flat distributions
+    of high temperatures need; a wide tree may send fewer, so that the message stays bounded. The
+    result depends on the tree's shape only, never on its tokens: otherwise the output would not be
+    lossless.
     """
     return DistributionLimits(
         max_ids=max(64, MAX_DISTRIBUTION_ENTRIES // max(num_distributions, 1))
@@ -80,9 +85,9 @@ MAX_COUNT = 65535
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChildCandidates:
-    """The children of N rows; k of them a row, best (or first drawn) first.
+    """The child tokens of N rows, k per row, with the best (or the first drawn) first.
 
-    A row that has fewer than k possible children has id -1 and log-prob -inf in the rest.
+    If a row has fewer than k possible children, the remaining entries have id -1 and log-prob -inf.
     """
 
     tokens: Tensor
@@ -90,10 +95,12 @@ class ChildCandidates:
     draft_ids: Tensor
     """Columns of the draft logits, int64 [N, k]."""
     logprobs: Tensor
-    """float32 [N, k], <= 0: the score to sum along a path when ranking nodes. 0, the only bound
-    that costs nothing, for greedy, target-only and coupled rows with k = 1."""
+    """Log-probabilities that are summed along a path to rank tree nodes, float32 [N, k], <= 0. They
+    are 0 for greedy, target-only and coupled rows with k = 1, because a chain needs no ranking and
+    0 is an upper bound that needs no softmax."""
     distributions: tuple[DistributionEntries | None, ...]
-    """Of each row: target ids (int32) and counts (uint16) under the rejection rule, else None."""
+    """The quantised draft distribution of each row: target ids (int32) and counts (uint16) under
+    the rejection rule, else None."""
 
 
 def propose_children(
@@ -107,11 +114,13 @@ def propose_children(
     distribution_limits: DistributionLimits
     | Sequence[DistributionLimits] = DEFAULT_DISTRIBUTION_LIMITS,
 ) -> ChildCandidates:
-    """Children of every row of draft logits, float32 [N, D].
+    """Return the child tokens of every row of draft logits, float32 [N, D].
 
-    target_ids: int64 [D], distinct, None if the vocabularies are one; sampling, positions: of
-    each row (the absolute position of the child tokens); histories: needed for penalties;
-    law_limits: of all rows or of each. A row's result depends on that row only.
+    `target_ids` is the target id of each draft logit, int64 [D], distinct, or None if draft and
+    target share one vocabulary. `sampling` and `positions` have one entry per row; a position is
+    the absolute position of the child tokens. `histories` is needed for penalties, bans before the
+    minimum length and grammars. `distribution_limits` applies to all rows, or is a list with one
+    entry per row. A row's result depends on that row only.
     """
     rows = logits.shape[0]
     batch = _Batch(
@@ -200,8 +209,8 @@ def _proposer(params: SamplingParams, top_k: int) -> _Proposer:
 
 
 def _argmax(batch: _Batch) -> _Part:
-    """The mode. Temperature and truncation cannot move it, so rows are edited and not processed by
-    the logits processor."""
+    """Return the most probable column of each row. Temperature and truncation cannot change the
+    argmax, so only penalties, biases, bans and grammars are applied."""
     columns = plain_argmax(batch.logits_ND)
     pairs = zip(batch.sampling, batch.histories, strict=True)
     edited = [row for row, pair in enumerate(pairs) if needs_editing(*pair)]
@@ -219,7 +228,8 @@ def _max_probable(batch: _Batch) -> _Part:
 
 
 def _stable_topk(logprobs_D: Tensor, k: int) -> Tensor:
-    """Columns of the k largest, best first, ties to the lower column; -1 where there is none."""
+    """Return the columns of the k largest entries, best first; ties go to the lower column. Missing
+    entries are -1."""
     kept = min(k, logprobs_D.shape[0])
     floor = logprobs_D.topk(kept).values[-1]
     candidates = ((logprobs_D >= floor) & (logprobs_D > -torch.inf)).nonzero()[:, 0]
@@ -242,16 +252,18 @@ def _coupled(batch: _Batch) -> _Part:
 
 
 def coupled_logprobs(perturbed_NM: Tensor, temperatures_N: Tensor) -> Tensor:
-    """Log-probability that a candidate is the target's choice, given that the noise is shared.
+    """Return the log-probability that each candidate is the target's sample, given the shared noise
+    G.
 
-    perturbed: log q + G of the best candidates, float64 [N, M] -> float32 [N, M], <= 0.
-    The target takes the argmax of log p + G = (log q + G) + log(p / q). The noise is known, so
-    log q itself no longer says how probable a candidate is; what is unknown is log(p / q), the
-    draft logits' error over T. Modelled as Gumbel noise of scale s = DRAFT_LOGIT_ERROR / T it
-    lets candidate i win with probability softmax((log q + G) / s). Candidates far below the best
-    weigh next to nothing, so M of them normalise well enough. On simulated pairs (heavy-tailed
-    logits, draft error .8, TV .2 to .4, T .5 to 1.5) this s is within .01 nat a token of the best
-    one, log q alone is .8 to 6 nats worse.
+    `perturbed` is log q + G of the M best candidates, float64 [N, M], where q is the draft and p
+    the target distribution. Returns float32 [N, M], <= 0. The target takes the argmax of log p + G
+    = (log q + G) + log(p / q). Because the noise is known, log q alone no longer says how probable
+    a candidate is; the only unknown is log(p / q), the draft logits' error over T. If this error is
+    modelled as Gumbel noise of scale s = DRAFT_LOGIT_ERROR / T, candidate i is the sample with
+    probability softmax((log q + G) / s). Candidates far below the best have almost no weight, so M
+    candidates suffice to normalise. On simulated pairs (heavy-tailed logits, draft error .8, total
+    variation .2 to .4, T .5 to 1.5) this s is within .01 nat per token of the best s; log q alone
+    is .8 to 6 nats worse.
     """
     scale = temperatures_N[:, None] / DRAFT_LOGIT_ERROR
     return (perturbed_NM * scale).log_softmax(dim=-1).to(torch.float32)
@@ -288,7 +300,8 @@ def _drawn_from_distribution(batch: _Batch) -> _Part:
 
 
 def _largest(values: NDArray[np.float64], k: int) -> NDArray[np.int64]:
-    """Indices of the k largest, largest first; fewer if there are not so many."""
+    """Return the indices of the k largest values, largest first, or of all values if there are
+    fewer than k."""
     if k == 1:
         return np.array([values.argmax()])
     top = np.argpartition(values, -k)[-k:] if k < len(values) else np.arange(len(values))
@@ -296,21 +309,21 @@ def _largest(values: NDArray[np.float64], k: int) -> NDArray[np.int64]:
 
 
 def distribution_weights(scores_ND: Tensor) -> Tensor:
-    """exp(score - the row's largest), float32: what `quantise_distribution` counts. Scores are
-    finite or -inf, with a finite one in every row."""
+    """Return exp(score - the row's largest score), float32 [N, D], the input of
+    `quantise_distribution`. Scores are finite or -inf, and each row has a finite score."""
     return (scores_ND - scores_ND.amax(dim=-1, keepdim=True)).exp()
 
 
 def quantise_distribution(
     weights_D: NDArray[np.float32], limits: DistributionLimits, *, at_least: int
 ) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
-    """Columns (increasing) and counts of a truncated, quantised distribution.
+    """Return the columns (increasing) and counts of the truncated, quantised distribution.
 
-    weights: probabilities up to a factor. The largest has count 65535, the others are rounded to
-    that scale, and those of count 0 are left out. What is kept is a matter of the counts alone, so
-    that no order of summation decides it: the largest counts, of equal ones those of the lower
-    columns; so many that they have the mass, but at most max_ids, and at least `at_least`
-    if there are as many.
+    `weights_D` holds probabilities up to a common factor. The largest weight gets count 65535, the
+    others are rounded to that scale, and columns of count 0 are dropped. Then the largest counts
+    are kept until they reach `limits.mass`, at most `limits.max_ids` but at least `at_least` if
+    there are as many. Among equal counts the lower columns are kept. This choice depends on the
+    integer counts alone, so rounding in a floating-point sum cannot change it.
     """
     scale = MAX_COUNT / float(weights_D.max())
     possible = np.flatnonzero(weights_D > 0.49 / scale)

@@ -37,7 +37,7 @@ _GLOBAL_NAMES: Final = {
 }
 _PERMUTED: Final = ("attn_q", "attn_k")
 _NOT_WEIGHTS: Final = ("rope_freqs",)
-"""Derived from the config; not part of a checkpoint."""
+"""Tensors that can be computed from the configuration and are therefore not loaded as weights."""
 _MAGIC: Final = b"GGUF"
 _LFS_START: Final = b"version https://git-lfs"
 TENSOR_TYPES: Final = (
@@ -45,11 +45,12 @@ TENSOR_TYPES: Final = (
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
 )
-"""Element types that are dequantised, by the names of the format."""
+"""Supported element types of tensors, by their names in the GGUF format. Tensors of these types are
+dequantised to float32."""
 
 
 class GGUFSource:
-    """The tensors of a GGUF file, dequantised on reading to float32."""
+    """The tensors of a GGUF file, dequantised to float32 when read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -63,19 +64,22 @@ class GGUFSource:
 
     @functools.cached_property
     def metadata(self) -> Mapping[str, Any]:
-        """All key-value pairs of the file, as Python values."""
+        """All metadata key-value pairs of the file, as Python values."""
         return {key: field.contents() for key, field in self._reader.fields.items()}
 
     def names(self) -> list[str]:
-        """Hugging Face names of all tensors."""
+        """Return the Hugging Face names of all tensors, sorted."""
         return sorted(self._hf_names)
 
     def has(self, name: str) -> bool:
-        """Whether the file holds the tensor."""
+        """Return whether the file contains a tensor of this Hugging Face name."""
         return name in self._hf_names
 
     def get(self, name: str) -> Tensor:
-        """The tensor in float32, query and key projections in Hugging Face order."""
+        """Return the tensor in float32, with query and key projections in Hugging Face row order.
+
+        Raises InvalidRequestError if the file has no such tensor or cannot be dequantised.
+        """
         import gguf
 
         stored_name = self._hf_names.get(name)
@@ -95,12 +99,13 @@ class GGUFSource:
         return tensor
 
     def _check_tensors(self) -> None:
-        """Refuse a file with tensors that are unknown, missing or of unsupported types."""
+        """Raise InvalidRequestError if tensors are unknown, missing or of unsupported types."""
         tensors = {
-            # A tensor without a Hugging Face name is unknown, and is named as the file does.
+            # # A tensor without a Hugging Face name is unknown; the error shows its name in the
+            # file.
             _to_hf_name(name) or name: StoredTensor(
                 dtype=str(tensor.tensor_type.name),
-                # GGUF names extents from the innermost outwards.
+                # # GGUF stores dimensions innermost first.
                 shape=tuple(int(extent) for extent in reversed(tensor.shape)),
             )
             for name, tensor in self._tensors.items()
@@ -120,7 +125,7 @@ class GGUFSource:
             ) from error
 
     def _hf_config(self) -> dict[str, Any]:
-        """The metadata as a Hugging Face `config.json` would say it."""
+        """Return the metadata in the form of a Hugging Face `config.json`."""
         arch = self._value("general.architecture")
         hidden = self._size(f"{arch}.embedding_length")
         heads = self._size(f"{arch}.attention.head_count")
@@ -153,7 +158,8 @@ class GGUFSource:
         }
 
     def _refuse_window(self, arch: str) -> None:
-        """Refuse a sliding window: a GGUF file does not say in which layers it applies."""
+        """Raise InvalidRequestError for a sliding window: a GGUF file does not say in which layers
+        it applies."""
         window = self._value(f"{arch}.attention.sliding_window", 0)
         if window and window < self._size(f"{arch}.context_length"):
             raise InvalidRequestError(
@@ -188,7 +194,11 @@ class GGUFSource:
 
 
 def open_gguf(path: str | Path) -> GGUFSource:
-    """Open a `.gguf` file. Raises NotFoundError or InvalidRequestError."""
+    """Open a `.gguf` file.
+
+    Raises NotFoundError if there is no such file, InvalidRequestError if the file is damaged or not
+    supported, and FailedPreconditionError if the `gguf` package is not installed.
+    """
     path = Path(path)
     if not path.is_file():
         raise NotFoundError(f"{path}: no such file")
@@ -196,7 +206,8 @@ def open_gguf(path: str | Path) -> GGUFSource:
 
 
 def separate_pairs(weight: Tensor, head_dim: int) -> Tensor:
-    """Undo the order in which GGUF keeps Llama's q and k rows (rotary pairs as neighbours)."""
+    """Convert Llama's query or key weight from GGUF's row order (the two rows of a rotary pair are
+    neighbours) to Hugging Face's (the first rows of all pairs, then the second rows, per head)."""
     pairs = weight.reshape(-1, head_dim // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
 
@@ -224,12 +235,12 @@ def _open_reader(path: Path) -> Any:
     except OSError as error:
         raise _unreadable(path, str(error)) from error
     except (ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
-        # The reader fails in many ways on a file that ends early; none is in plain words.
+        # # The reader raises many kinds of errors for a truncated file, none with a clear message.
         raise _unreadable(path, "it is truncated or damaged") from error
 
 
 def _check_start(path: Path) -> None:
-    """Refuse a file that does not begin as GGUF files do."""
+    """Raise InvalidRequestError if the file does not begin with the GGUF magic bytes."""
     with path.open("rb") as file:
         first = file.read(len(_LFS_START))
     if not first:

@@ -1,12 +1,14 @@
 """KV cache: one pool of fixed-size blocks that holds the keys and values of many sequences.
 
-Shapes: L layers, G key/value heads, S slots (blocks x tokens a block), d head dimension. The pool
-is one tensor [2, L, G, S, d] (keys, then values), so that a commit moves all layers in one call. A
-sequence allocates blocks as it grows and may free them all and start again. On a CPU it occupies
-one extent wherever one is long enough, and moves where it cannot grow in place: then every read is
-a view. A fragmented sequence reads by a gather, which costs about as much as one move every round.
-A GPU reads through block tables: blocks never move, any free block will do, and sequences with a
-common prefix may share its blocks.
+Shapes: L layers, G key/value heads, S slots (blocks x tokens per block), d head dimension. The pool
+is one tensor [2, L, G, S, d] (keys, then values), so that one call moves the slots of all layers. A
+sequence allocates blocks as it grows; it may free all of them and start again.
+
+On a CPU a sequence occupies contiguous blocks if a long enough extent is free, and moves to another
+extent if it cannot grow in place. Reads of a contiguous sequence are views; a fragmented sequence
+is read by a gather, which costs about as much as moving it every round. A GPU reads through block
+tables: blocks never move, any free block will do, and sequences with a common prefix can share its
+blocks.
 """
 
 from __future__ import annotations
@@ -39,41 +41,42 @@ class KVPool:
             raise ValueError(f"block_tokens must be at least 1, not {block_tokens}")
         self.block_tokens = block_tokens
         self.ledger = BlockRefCounts(BlockAllocator(num_blocks))
-        """Who holds which block, and which are kept when nobody does."""
+        """Reference counts of the blocks, and the cached blocks that no sequence holds."""
         slots = num_blocks * block_tokens
         self.storage = torch.zeros(
             (2, num_layers, num_kv_heads, slots, head_dim), dtype=dtype, device=device
         )
-        """[2, L, G, S, d]; zeroed, so that an unwritten slot can never be a NaN."""
+        """Keys and values, [2, L, G, S, d]. Zeroed at the start, so that an unwritten slot never
+        holds NaN."""
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that no sequence holds."""
+        """Number of blocks that no sequence holds, including cached blocks."""
         return self.ledger.free
 
     @property
     def total_blocks(self) -> int:
-        """Blocks of the pool."""
+        """Number of blocks of the pool."""
         return self.ledger.total
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks that hold `num_tokens` slots."""
+        """Return the number of blocks that are needed for `num_tokens` slots."""
         return -(-num_tokens // self.block_tokens)
 
     def use_block_tables(self, by_tables: bool = True) -> None:
-        """From here on blocks are named by tables on a device, so that no sequence moves; or not
-        any more."""
+        """Set whether the device reads blocks through block tables. If so, sequences never move and
+        may use blocks in any order."""
         self.ledger.use_block_tables(by_tables)
 
     def new_sequence(self) -> KVSequence:
-        """A sequence without blocks; see `KVSequence.reserve`."""
+        """Return a new sequence without blocks; `KVSequence.reserve` allocates them."""
         return KVSequence(self)
 
     def allocate(self, max_tokens: int) -> KVSequence:
-        """A sequence that holds the blocks of `max_tokens` slots and will not need more.
+        """Return a new sequence with blocks for `max_tokens` slots, allocated at once.
 
-        Count the rows of the largest draft tree in: rows are written before they are committed.
-        Raises ResourceExhaustedError when the free blocks do not suffice.
+        `max_tokens` must include the rows of the largest draft tree, because rows are written
+        before they are committed. Raises ResourceExhaustedError if too few blocks are free.
         """
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
@@ -83,7 +86,8 @@ class KVPool:
 
 
 class KVSequence:
-    """Slots of one sequence: `len` committed ones, then those of the last forward."""
+    """The slots of one sequence: `len` committed slots, followed by the rows of the last forward
+    pass."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -92,21 +96,22 @@ class KVSequence:
         self._pending = 0
         self._released = False
         self.capacity = 0
-        """Slots of the blocks held."""
+        """Number of slots in the sequence's blocks."""
         self.start: int | None = None
-        """First slot if all slots are one extent, else None."""
-        # A device's rounds know a sequence by its blocks alone; making these would wait for the
-        # device.
+        """Index in the pool of the first slot if all slots are contiguous, else None."""
+        # # Created on first use: rounds on a device need only the block numbers, and creating these
+        # tensors would wait for the device.
         self._slots: Tensor | None = None
-        """Pool slots in order, int64, of the first `_told` blocks of a fragmented sequence."""
+        """Pool indices of the slots of the first `_told` blocks, in order, int64; used while the
+        sequence is fragmented."""
         self._told = 0
-        """Blocks whose slots `_slots` holds."""
+        """Number of blocks whose slots are in `_slots`."""
         self._positions: Tensor | None = None
-        """int64 [>= capacity]: absolute position of the token in each slot."""
+        """Absolute position of the token in each slot, int64 [>= capacity]."""
 
     @property
     def len(self) -> int:
-        """Committed tokens."""
+        """Number of committed tokens."""
         return self._len
 
     def __len__(self) -> int:
@@ -114,28 +119,31 @@ class KVSequence:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks held."""
+        """Number of blocks that the sequence holds."""
         return len(self._blocks)
 
     @property
     def is_released(self) -> bool:
-        """Whether the blocks went back to the pool for good."""
+        """Whether `release` was called; a released sequence cannot be used again."""
         return self._released
 
     @property
     def blocks(self) -> Sequence[int]:
-        """Pool blocks in order."""
+        """Numbers of the sequence's blocks, in the order of their tokens."""
         return self._blocks
 
     # ---- blocks --------------------------------------------------------------------------------
 
     def blocks_missing(self, slots: int) -> int:
-        """Blocks that `reserve` would have to take."""
+        """Return the number of blocks that `reserve` would have to allocate."""
         return max(0, self._pool.blocks_for(slots) - len(self._blocks))
 
     def reserve(self, slots: int) -> bool:
-        """Hold blocks for at least `slots` slots; False, and nothing is changed, if too few are
-        free. Not to be called while something else reads or writes the sequence."""
+        """Allocate blocks until the sequence has at least `slots` slots.
+
+        Returns False, and changes nothing, if too few blocks are free. Must not be called while
+        another thread reads or writes the sequence.
+        """
         self._check_held()
         missing = self.blocks_missing(slots)
         if not missing:
@@ -155,15 +163,18 @@ class KVSequence:
         return True
 
     def attach_blocks(self, filled: Sequence[int], slots: int) -> bool:
-        """Hold blocks for at least `slots` slots, of which the first are as in these blocks, all of
-        them full, that are kept or held by others: the blocks themselves where they are named by
-        tables, else copies. False, and nothing is changed, if too few are free. Only of a sequence
-        that holds none."""
+        """Allocate at least `slots` slots and fill the first of them from `filled`, which are full
+        blocks that the prefix cache or other sequences hold.
+
+        With block tables the sequence shares the blocks; otherwise their content is copied. Returns
+        False, and changes nothing, if too few blocks are free. Raises ValueError if the sequence
+        already holds blocks.
+        """
         self._check_held()
         if self._blocks:
             raise ValueError(f"the sequence holds {len(self._blocks)} blocks")
         ledger, count = self._pool.ledger, len(filled) * self._pool.block_tokens
-        # Nobody may have them while the others are taken.
+        # # The references keep the blocks from eviction while the other blocks are allocated.
         ledger.add_refs(filled)
         if ledger.uses_block_tables:
             self._append(filled)
@@ -180,7 +191,7 @@ class KVSequence:
         return held
 
     def reset(self) -> None:
-        """Give all blocks back and forget everything; the sequence may be used again."""
+        """Free all blocks and drop all tokens; the sequence can be used again."""
         blocks, self._blocks = self._blocks, []
         self._len = self._pending = self.capacity = self._told = 0
         self.start = None
@@ -188,7 +199,7 @@ class KVSequence:
             self._pool.ledger.release_refs(blocks)
 
     def release(self) -> None:
-        """Give the blocks back for good. Idempotent."""
+        """Free all blocks for good: the sequence cannot be used again. Idempotent."""
         self.reset()
         self._released = True
         self._slots = self._positions = None
@@ -202,7 +213,8 @@ class KVSequence:
         self.start = first if joined and in_order else None
 
     def _move_to(self, extent: range) -> None:
-        """Go on in an extent that was taken; what is written, if not committed, goes along."""
+        """Move the sequence to an allocated extent of blocks, including rows that are not committed
+        yet."""
         used, start = self._len + self._pending, extent.start * self._pool.block_tokens
         if used:
             with torch.inference_mode():
@@ -218,7 +230,7 @@ class KVSequence:
         self._append(extent)
 
     def _copy_from(self, filled: Sequence[int]) -> None:
-        """The first slots become those of these blocks."""
+        """Copy the content of these blocks into the first slots of the sequence."""
         storage, size = self._pool.storage, self._pool.block_tokens
         place = 0
         while place < len(filled):
@@ -231,7 +243,8 @@ class KVSequence:
             place += count
 
     def _follow(self, filled: Sequence[int], place: int) -> bool:
-        """Whether this one of the blocks, and ours, lie behind the ones before them."""
+        """Return whether the block at `place` directly follows the block before it, both in
+        `filled` and in this sequence's blocks."""
         return all(each[place] == each[place - 1] + 1 for each in (filled, self._blocks))
 
     def _check_held(self) -> None:
@@ -241,7 +254,11 @@ class KVSequence:
     # ---- rows ----------------------------------------------------------------------------------
 
     def begin(self, positions: Tensor) -> None:
-        """Announce rows [N] to be written at slots len .. len+N; what was pending is dropped."""
+        """Begin a forward pass that writes N rows at slots len .. len + N, at these absolute
+        positions, int64 [N]. Rows that were written before but not committed are dropped.
+
+        Raises ResourceExhaustedError if the sequence has too few slots.
+        """
         end = self._len + positions.shape[0]
         self._check_held()
         if end > self.capacity:
@@ -253,11 +270,11 @@ class KVSequence:
         self._all_positions()[self._len : end] = positions
 
     def positions(self, start: int, end: int) -> Tensor:
-        """Absolute position of the tokens in slots start .. end, int64."""
+        """Return the absolute positions of the tokens in slots start .. end (exclusive), int64."""
         return self._all_positions()[start:end]
 
     def slots(self, start: int, end: int) -> Tensor:
-        """Indices into the pool of slots start .. end of this sequence, int64."""
+        """Return the pool indices of the sequence's slots start .. end (exclusive), int64."""
         device = self._pool.storage.device
         if self.start is not None:
             return torch.arange(self.start + start, self.start + end, device=device)
@@ -271,7 +288,9 @@ class KVSequence:
         return known[start:end]
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the last forward (0-based, ascending), compacted; drop the others."""
+        """Commit these rows of the last forward pass (0-based, ascending), move them to be
+        contiguous, and drop the other rows. Raises ValueError for rows that are out of range or not
+        ascending."""
         if rows and rows[-1] >= self._pending:
             raise ValueError(f"row {rows[-1]} is not one of the {self._pending} rows written last")
         self._check_held()
@@ -284,24 +303,31 @@ class KVSequence:
         self._len, self._pending = start + len(rows), 0
 
     def advance(self, count: int) -> None:
-        """`count` more slots are committed: a device wrote them and made them contiguous."""
+        """Commit `count` more slots that a device has already written contiguously. Raises
+        ValueError beyond `capacity`."""
         if self._len + count > self.capacity:
             raise ValueError(f"{count} slots after {self._len} of {self.capacity}")
         self._len, self._pending = self._len + count, 0
 
     def truncate(self, length: int) -> None:
-        """Forget everything from slot `length` on."""
+        """Drop all tokens from slot `length` on. Raises ValueError if fewer tokens are
+        committed."""
         if not 0 <= length <= self._len:
             raise ValueError(f"length must be within 0..{self._len}, not {length}")
         self._len, self._pending = length, 0
 
     def save_positions(self) -> Tensor | None:
-        """A copy of the committed slots' positions, if the host keeps any."""
+        """Return a copy of the committed slots' positions, or None if the host does not store
+        any."""
         return None if self._positions is None else self._positions[: self._len].clone()
 
     def restore(self, length: int, positions: Tensor | None) -> None:
-        """The first `length` slots of an empty sequence were written from a copy; `positions`: what
-        `save_positions` gave. Raises ValueError if they do not fit."""
+        """Commit the first `length` slots of an empty sequence, whose content is or will be copied
+        in by the caller.
+
+        `positions` is the result of `save_positions`. Raises ValueError if the sequence is not
+        empty or has too few slots.
+        """
         if self._len or self._pending:
             raise ValueError(f"the sequence holds {self._len} tokens")
         self.advance(length)
@@ -327,11 +353,11 @@ class KVSequence:
 
 
 def _with_capacity(held: Tensor | None, size: int, device: torch.device) -> Tensor:
-    """`held` int64 if it has `size` elements, else a longer copy; doubling, so that a sequence that
-    grows copies each element a few times in all."""
+    """Return `held` (int64) if it has at least `size` elements, else a longer copy. The length at
+    least doubles, so that each element of a growing sequence is copied only a few times in all."""
     if held is not None and held.shape[0] >= size:
         return held
-    # Tensors made in inference mode could be written in that mode only.
+    # # Tensors made in inference mode can be written in that mode only.
     with torch.inference_mode(False):
         length = size if held is None else max(size, 2 * held.shape[0])
         larger = torch.zeros(length, dtype=torch.int64, device=device)

@@ -31,10 +31,12 @@ from outrider.engine.truncation import min_p_floor, probability_thresholds
 from outrider.spec.sampling import SamplingParams
 
 MAX_LOGIT = 1e30
-"""Larger logits (+inf too) are clamped before they are divided by a temperature, so that this
-cannot overflow. Greedy rows, which divide nothing, compare logits as they are."""
+"""Upper limit of logits before the division by the temperature, so that the division cannot
+overflow. Larger logits, including +inf, are clamped to it. Greedy rows are not divided and not
+clamped."""
 MIN_TEMPERATURE = 1e-6
-"""Smaller positive temperatures act as this one; float32 cannot tell them from greedy."""
+"""Lower limit of positive temperatures: smaller ones are raised to it, because float32 cannot
+distinguish them from greedy decoding."""
 
 
 def _no_ids() -> NDArray[np.int32]:
@@ -43,20 +45,22 @@ def _no_ids() -> NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenHistory:
-    """Tokens that penalties count: target ids of the prompt, the output and the path to a node."""
+    """The tokens before one position, by target id, with the position's bans and grammar mask:
+    prompt, output, and the path to a tree node."""
 
     prompt_ids: NDArray[np.int32] = field(default_factory=_no_ids)
     output_ids: NDArray[np.int32] = field(default_factory=_no_ids)
     path_ids: tuple[int, ...] = ()
-    """Draft tokens between the root and the node, the node's own included."""
+    """Draft tokens on the path from the root (exclusive) to the node (inclusive)."""
     banned_now: tuple[int, ...] = ()
     """Ids banned at this position only (stop tokens before the minimum length)."""
     allowed_tokens: NDArray[np.uint32] | None = None
-    """uint32 [W]: target ids that a grammar allows at this position, id i is bit i % 32 of word
-    i // 32; ids beyond the words are not allowed. None: all are."""
+    """Bit mask of the target ids that a grammar allows at this position, uint32 [words], or None if
+    all ids are allowed. Id i is bit i % 32 of word i // 32; ids beyond the last word are not
+    allowed."""
 
     def output_and_path(self) -> NDArray[np.int32]:
-        """Output ids with the path appended, int32."""
+        """Return the output ids with the path appended, int32."""
         if not self.path_ids:
             return self.output_ids
         return np.concatenate([self.output_ids, np.array(self.path_ids, dtype=np.int32)])
@@ -72,12 +76,12 @@ def apply_logits_processor(
     *,
     target_ids: Tensor | None = None,
 ) -> Tensor:
-    """Warp float32 logits [R, V] row by row; returns [R, V] float32 without NaN or +inf.
+    """Process float32 logits [R, V] row by row; return [R, V] float32 without NaN or +inf.
 
-    Every row of the result has at least one finite entry: a row without any (all NaN, everything
-    banned) keeps its first column that is not banned. The input is returned itself when there is
-    nothing to do, so the caller must not write to either. Where bans leave nothing of what a
-    grammar allows, the first column that it allows is kept: the grammar wins.
+    Every row of the result has at least one finite entry. If a row has none (all logits are NaN, or
+    all ids are banned), its first column that is not banned is kept; if bans exclude all ids that a
+    grammar allows, the first allowed column is kept, because the grammar takes precedence. If there
+    is nothing to change, the input itself is returned, so the caller must write to neither tensor.
     """
     warped = _edited(logits_RV, params, histories, target_ids)
     warped = _tamed(warped, params, histories, target_ids, limit=MAX_LOGIT)
@@ -103,18 +107,19 @@ def edit_logits(
     *,
     target_ids: Tensor | None = None,
 ) -> Tensor:
-    """Apply penalties, biases, bans and grammars to float32 logits [R, V], and nothing else.
+    """Apply only penalties, biases, bans and grammars to float32 logits [R, V].
 
-    Returns [R, V] float32 without NaN, of which greedy rows take the argmax. No logit is clamped:
-    a ban of one id must not change which of the others is the largest. A row of which nothing is
-    left keeps a column as `apply_logits_processor` says.
+    Returns [R, V] float32 without NaN, for the argmax of greedy rows. Logits are not clamped, so
+    that the order of the remaining ids never changes. A row without any finite entry keeps one
+    column, as in `apply_logits_processor`.
     """
     edited = _edited(logits_RV, params, histories, target_ids)
     return _tamed(edited, params, histories, target_ids, limit=math.inf)
 
 
 def plain_argmax(logits_RV: Tensor) -> Tensor:
-    """argmax of every row, int64 [R], first of equals; NaN never wins (a row of NaN gives 0)."""
+    """Return the argmax of every row, int64 [R]; of equal logits the first. NaN is never chosen,
+    and a row of NaN only gives 0."""
     best = _raw_argmax(logits_RV)
     if bool(logits_RV.gather(1, best[:, None]).isnan().any()):
         best = logits_RV.nan_to_num(nan=-math.inf, posinf=math.inf).argmax(dim=-1)
@@ -122,8 +127,8 @@ def plain_argmax(logits_RV: Tensor) -> Tensor:
 
 
 def has_finite(logits_RV: Tensor) -> Tensor:
-    """Whether each row has a finite logit, bool [R]."""
-    # Nearly always the largest one is, and argmax is the cheapest look at a row.
+    """Return whether each row has a finite logit, bool [R]."""
+    # # The largest logit is nearly always finite, and an argmax is the cheapest check of a row.
     best = _raw_argmax(logits_RV)
     found = logits_RV.gather(1, best[:, None])[:, 0].isfinite()
     if not bool(found.all()):
@@ -133,15 +138,15 @@ def has_finite(logits_RV: Tensor) -> Tensor:
 
 
 def _raw_argmax(logits_RV: Tensor) -> Tensor:
-    """argmax of every row, int64 [R]; a NaN counts as the largest."""
+    """Return the argmax of every row, int64 [R]; NaN counts as the largest value."""
     if logits_RV.device.type == "cpu":
         return torch.from_numpy(logits_RV.numpy().argmax(axis=-1))  # ten times torch's speed
     return logits_RV.argmax(dim=-1)
 
 
 def needs_editing(params: SamplingParams, history: TokenHistory) -> bool:
-    """Whether penalties, biases, bans or a grammar touch the row: if not, greedy rows are a bare
-    argmax."""
+    """Return whether penalties, biases, bans or a grammar change the row's logits. If not, a greedy
+    row is the argmax of its raw logits."""
     return bool(
         params.banned_ids
         or params.logit_bias
@@ -152,7 +157,7 @@ def needs_editing(params: SamplingParams, history: TokenHistory) -> bool:
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether the tokens so far matter."""
+    """Return whether a repetition, presence or frequency penalty is on."""
     return (
         params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
@@ -161,7 +166,7 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 def has_truncation(params: SamplingParams) -> bool:
-    """Whether top-k, top-p or min-p is on."""
+    """Return whether top-k, top-p or min-p is on."""
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
@@ -169,7 +174,7 @@ _inverse_maps: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 
 def _columns(ids: NDArray[np.integer], logits_V: Tensor, target_ids: Tensor | None) -> Tensor:
-    """Columns of target ids, int64; ids without a column are left out."""
+    """Return the columns of target ids, int64, without the ids that have no column."""
     wanted = torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64)).to(logits_V.device)
     if target_ids is None:
         return wanted[(wanted >= 0) & (wanted < logits_V.shape[0])]
@@ -189,7 +194,8 @@ def _edited(
     histories: Sequence[TokenHistory],
     target_ids: Tensor | None,
 ) -> Tensor:
-    """The rows with their edits; the input itself when there are none."""
+    """Return the logits after penalties, biases, bans and grammars, or the input itself if there
+    are none."""
     if not any(needs_editing(p, h) for p, h in zip(params, histories, strict=True)):
         return logits_RV
     edited = logits_RV.clone()
@@ -205,7 +211,7 @@ def _edit_(
     """Apply penalties, biases, bans and the grammar to one row in place."""
     output = history.output_and_path()
     if params.repetition_penalty != 1.0:
-        # Repeated columns are written with one and the same value: no need to make them unique.
+        # # Repeated columns are written with the same value, so the ids need not be unique.
         columns = _columns(np.concatenate([history.prompt_ids, output]), logits_V, target_ids)
         old = logits_V[columns]
         # A tensor and not a scalar: a scalar may be turned into a product with its reciprocal.
@@ -231,7 +237,7 @@ def _edit_(
 def _allowed_columns(
     allowed_tokens: NDArray[np.uint32], logits_V: Tensor, target_ids: Tensor | None
 ) -> Tensor:
-    """bool [V]: columns that a grammar allows."""
+    """Return whether a grammar allows each column, bool [V]."""
     bits = np.unpackbits(allowed_tokens.astype("<u4", copy=False).view(np.uint8), bitorder="little")
     allowed = torch.from_numpy(bits).to(logits_V.device, torch.bool)
     if target_ids is not None:
@@ -246,10 +252,11 @@ def _allowed_columns(
 
 
 def penalties_for(counts: NDArray[np.int64], params: SamplingParams) -> NDArray[np.float32]:
-    """What frequency and presence penalty take from logits of ids with these counts > 0.
+    """Return the frequency and presence penalty to subtract from the logits of ids with these
+    counts > 0.
 
-    The penalties are float32 values and the sum is rounded once: with or without a fused
-    multiply-add the result is the same.
+    The penalties are float32 values and the sum is rounded once, so the result is the same with and
+    without a fused multiply-add.
     """
     frequency = float(np.float32(params.frequency_penalty))
     presence = float(np.float32(params.presence_penalty))
@@ -268,7 +275,7 @@ def _tamed(
     *,
     limit: float,
 ) -> Tensor:
-    """NaN to -inf, what is larger than `limit` to that, and one entry above -inf in every row."""
+    """Replace NaN by -inf, clamp to `limit`, and make one entry of every row finite."""
     peaks = logits_RV.amax(dim=-1)
     if bool(((peaks > -math.inf) & (peaks <= limit)).all()):  # false for NaN
         return logits_RV
@@ -285,7 +292,8 @@ def _tamed(
 
 
 def _truncated(scores_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """A copy cut by top-k, then top-p and min-p of what top-k left."""
+    """Return a copy in which top-k, then top-p and min-p of the remaining columns, set the removed
+    columns to -inf."""
     lowest = probability_thresholds(
         scores_RV,
         [p.top_k for p in params],

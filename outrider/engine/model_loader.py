@@ -1,11 +1,11 @@
 """Model loader: builds a target or a small draft model with fused, packed weights.
 
 Tensors are read, fused and packed one layer at a time, so that the peak of memory is the packed
-model and one layer. Plain weights may also be copied by threads in the background (`WeightCopies`),
-into memory that is allocated before: kernels compile meanwhile. A packed projection keeps its plain
-weight only where single rows are faster over it and the machine has memory for such copies. The
-embedding stays plain, because its rows are looked up; when the output projection is tied to it,
-that is a second, packed copy.
+model and one layer. Weights that are not packed may also be copied by background threads
+(`WeightCopies`) into memory that is allocated before, so that kernels compile meanwhile. The plain
+weight of a packed projection is kept as well only if single rows are faster with it and the machine
+has enough memory. The embedding stays plain, because its rows are looked up; an output projection
+that is tied to the embedding is a second, packed copy.
 
 The rows of the query and key projections are permuted to the interleaved RoPE layout
 (`interleave_pairs`). The weights of `q_norm` and `k_norm` are permuted likewise, and expanded to
@@ -46,12 +46,12 @@ def load_target(
 ) -> TargetModel:
     """Load a model from a safetensors directory or a `.gguf` file.
 
-    `kv_tokens` is the size of the KV pool in tokens, or a function of the model configuration that
-    returns it and is called after the memory of the weights is allocated. The size is rounded up to
-    blocks of `block_tokens`. `packed=False` keeps plain weights. `copies`: threads that fill the
-    weights, which hold anything until `copies.wait` has returned; None: they are filled when this
-    returns. Raises NotFoundError and InvalidRequestError; with `copies`, a tensor that is missing,
-    damaged or of another shape is found by them.
+    `kv_tokens` is the size of the KV pool in tokens, or a function that returns it for the model
+    configuration and is called after the weights are allocated. The size is rounded up to blocks of
+    `block_tokens`. `packed=False` keeps plain weights. With `copies`, background threads fill the
+    weights, which are undefined until `copies.wait` returns; with None, the weights are filled
+    before this function returns. Raises NotFoundError and InvalidRequestError; with `copies`, the
+    threads report a tensor that is missing, damaged or of a wrong shape.
     """
     source = open_checkpoint(path)
     config = load_model_config(path)
@@ -68,18 +68,19 @@ def load_target(
     )
     target = TargetModel(config, weights, pool)
     if copies is not None:
-        # Not before: the size of the pool may follow from the memory that is free.
+        # # Start the copies last, because the size of the pool may depend on the free memory.
         copies.start()
     return target
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one token occupies in the pool, over all layers."""
+    """Return the bytes of keys and values that one token occupies in the pool, over all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def _weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of all matmul weights: the projections of every layer, and the output projection."""
+    """Return the bytes of all matmul weights: the projections of every layer and the output
+    projection."""
     heads = 2 * (config.num_heads + config.num_kv_heads)
     a_layer = heads * config.head_dim + 3 * config.intermediate_size
     rows = config.num_layers * a_layer + config.vocab_size
@@ -92,7 +93,8 @@ def load_embedding(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Load the embedding [V, H] alone, as a draft head in another process needs it."""
+    """Load only the embedding [vocab_size, hidden_size], which a draft head in another process
+    needs."""
     return open_checkpoint(path).get(EMBEDDING).to(device=device, dtype=dtype)
 
 
@@ -102,7 +104,8 @@ def load_lm_head(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Load the output projection [V, H] alone; it is the embedding where the two are tied."""
+    """Load only the output projection [vocab_size, hidden_size], which is the embedding if the two
+    are tied."""
     source = open_checkpoint(path)
     return _lm_head(source, load_model_config(path)).to(device=device, dtype=dtype)
 
@@ -112,15 +115,16 @@ def _lm_head(source: TensorSource, config: ModelConfig) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """Rows of a fused tensor: a tensor of the checkpoint."""
+    """One tensor of the checkpoint that becomes some rows of a fused tensor."""
 
     name: str
     shape: tuple[int, ...]
-    """In the checkpoint."""
+    """Shape in the checkpoint."""
     out_shape: tuple[int, ...]
-    """In the fused tensor."""
+    """Shape in the fused tensor."""
     arrange: Callable[[Tensor], Tensor] | None = None
-    """Makes those rows of the stored tensor; None: they are the tensor."""
+    """Function that computes the rows from the stored tensor, or None if the tensor is used
+    unchanged."""
 
 
 class WeightLoader:
@@ -135,8 +139,8 @@ class WeightLoader:
         packed: bool,
         copies: WeightCopies | None = None,
     ) -> None:
-        """`copies`: threads that are given every copy in place of doing it at once; for plain
-        weights only."""
+        """With `copies`, background threads make all copies; only for weights that are not packed.
+        Raises ValueError if the weights would be packed."""
         if copies is not None and packed and can_pack(dtype, device):
             raise ValueError("weights are packed from what they hold: copy them at once")
         self._source = source
@@ -148,8 +152,8 @@ class WeightLoader:
         self._make = partial(make_linear, packed=packed, keep_plain=has_memory_for_copies(size))
 
     def load(self) -> ModelWeights:
-        """Load all weights, layer by layer. Raises InvalidRequestError for shapes that do not
-        fit."""
+        """Load all weights, layer by layer. Raises InvalidRequestError if a shape does not match
+        the configuration."""
         config = self._config
         head = _lm_head(self._source, config)
         self._expect(LM_HEAD, head, (config.vocab_size, config.hidden_size))
@@ -216,8 +220,8 @@ class WeightLoader:
         return self._make(weight, bias)
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
-        """A tensor of the checkpoint as it is; on a CPU it stays in the file's mapping if it has
-        the element type."""
+        """Return a tensor of the checkpoint unchanged except for its dtype. On a CPU, a tensor of
+        the right dtype is not copied but stays a view of the memory-mapped file."""
         if self._copies is None:
             return self._converted(self._read(name, shape))
         return self._fused([_Part(name, shape, shape)])
@@ -230,7 +234,7 @@ class WeightLoader:
         return out
 
     def _fused(self, parts: Iterable[_Part]) -> Tensor:
-        """The rows of all parts, one behind the other."""
+        """Return one tensor with the rows of all parts, in order."""
         parts = list(parts)
         rows = sum(part.out_shape[0] for part in parts)
         out = self._empty((rows, *parts[0].out_shape[1:]))
@@ -249,7 +253,8 @@ class WeightLoader:
         return torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
 
     def _copy(self, part: _Part, out: Tensor) -> None:
-        # Arranged on the host: on a device that would take memory which is planned for otherwise.
+        # # The rows are permuted on the host, because doing so on the device would take memory that
+        # is planned for other uses.
         tensor = self._read(part.name, part.shape)
         out.copy_(tensor if part.arrange is None else part.arrange(tensor))
 
@@ -268,5 +273,6 @@ class WeightLoader:
 
 
 def _repeat_norm(count: int, head_dim: int, weight: Tensor) -> Tensor:
-    """[count, d]: the interleaved norm weight [d] for each of `count` heads."""
+    """Return the interleaved norm weight [head_dim] for each of `count` heads, [count,
+    head_dim]."""
     return interleave_pairs(weight, head_dim).expand(count, -1)

@@ -1,12 +1,12 @@
 """Swap space: KV of suspended sequences in host memory.
 
-A pool's storage is [2, L, G, S, d] (see `outrider.engine.kv_cache`); several storages may share the
-numbers of blocks (a target's and its draft head's) and travel together. Host memory is divided into
-blocks as large as one block of all storages together; neighbouring blocks are copied at once, as a
-run.
+A pool's storage is [2, L, G, S, d] (see `outrider.engine.kv_cache`). Several storages, for example
+those of a target and its draft head, may use the same block numbers and are then copied together.
+Host memory is divided into blocks; one host block holds one block of every storage. A run is a
+series of neighbouring host blocks that are copied at once.
 
-On a CUDA device a run is gathered into device staging memory on the stream of the rounds, so that
-the blocks can be freed at once, and is then copied to pinned memory on a separate stream, in
+On a CUDA device a run is first gathered into device staging memory on the stream of the rounds, so
+that the blocks can be freed at once. It is then copied to pinned memory on a separate stream, in
 parallel with the rounds. Swapping in reverses these steps. The host never waits.
 """
 
@@ -23,15 +23,15 @@ from outrider.engine.kv_cache import KVSequence
 from outrider.engine.swap_paths import BlockLayout, DirectSwapPath, StagedSwapPath, SwapPath
 
 SLAB_BYTES = 256 << 20
-"""Host memory that is taken at a time."""
+"""Bytes of host memory that are allocated at a time."""
 STAGING_BYTES = 256 << 20
-"""Memory on a device that KV passes on its way, both ways together."""
+"""Bytes of device staging memory, for both directions together."""
 MAX_RUN_BYTES = 32 << 20
-"""Most bytes that are copied at once: those of the next run are gathered meanwhile."""
+"""Maximum bytes of one run. While a run is copied, the next one is gathered."""
 _GAIN = 0.2
-"""Weight of a new measurement."""
+"""Weight of a new measurement in the moving average of copy rates."""
 _PROBE_BYTES = 8 << 20
-"""Copied at the start, so that there is something to go by."""
+"""Bytes that are copied at the start to measure the first copy rates."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,17 +39,17 @@ class SavedKV:
     """The KV of one sequence in host memory."""
 
     length: int
-    """Slots."""
+    """Number of slots that were saved."""
     positions: Tensor | None
-    """See `KVSequence.save_positions`."""
+    """Positions of the slots, or None if the host stores none. See `KVSequence.save_positions`."""
     blocks: list[int]
-    """Of the host, in order; none once it was restored or dropped."""
+    """Numbers of the host blocks, in order. Empty after the copy was restored or dropped."""
     runs: list[Tensor]
-    """The same as memory."""
+    """Host memory of the blocks, one uint8 tensor per run."""
 
 
 class SwapSpace:
-    """Holds host copies of suspended sequences within a byte budget. Single-threaded."""
+    """Holds host copies of the KV of suspended sequences within a byte budget. Single-threaded."""
 
     def __init__(
         self,
@@ -62,15 +62,16 @@ class SwapSpace:
         staging_bytes: int = STAGING_BYTES,
         staged: bool | None = None,
     ) -> None:
-        """`storages`: the tensors that the same blocks number, on one device. `staged`: whether
-        copies pass through staging memory; None: on a CUDA device only.
+        """`storages` are the tensors that share block numbers, on one device. `staged` says whether
+        copies pass through staging memory; None means only on a CUDA device.
 
-        On a CUDA device all memory is taken here: taking pinned memory makes rounds wait.
+        On a CUDA device all host memory is allocated here, because allocating pinned memory delays
+        rounds.
         """
         layout = BlockLayout(storages, block_tokens)
         self._block_tokens = block_tokens
         self.block_bytes = layout.block_bytes
-        """Bytes of one block of all storages."""
+        """Total bytes of one block over all storages."""
         self._total = budget_bytes // layout.block_bytes
         self._run_blocks = max(1, run_bytes // layout.block_bytes)
         self._slab_blocks = max(self._run_blocks, slab_bytes // layout.block_bytes)
@@ -82,39 +83,40 @@ class SwapSpace:
             size = self._run_blocks * layout.block_bytes
             self._shm_channel = StagedSwapPath(layout, run_bytes=size, staging_bytes=staging_bytes)
         self._rates = [0.0, 0.0]
-        """Seconds a byte, out and back."""
+        """Measured seconds per byte of copies to the host and of copies back."""
         if self._total:
             self._probe(min(layout.num_blocks, self._total, self._run_blocks))
 
     @property
     def budget_bytes(self) -> int:
-        """Host memory that copies may take in all: whole blocks."""
+        """Maximum bytes of host memory for all copies, a multiple of `block_bytes`."""
         return self._total * self.block_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Host memory that copies take now."""
+        """Bytes of host memory that copies take now."""
         return (self._host.total - self._host.free) * self.block_bytes
 
     def has_room_for(self, num_tokens: int) -> bool:
-        """Whether there is room for the KV of so many slots now."""
+        """Return whether the KV of `num_tokens` slots fits into the free host memory now."""
         return self._total > 0 and self._blocks_for(num_tokens) <= self._host.free
 
     def round_trip_s(self, num_tokens: int) -> float:
-        """What it takes to bring the KV of so many slots out and back again, by what copies took
-        lately; most of that is beside the rounds."""
+        """Return the estimated seconds to copy the KV of `num_tokens` slots to the host and back,
+        from recent copies. Most of this time overlaps with rounds."""
         return sum(self.copy_times_s(num_tokens))
 
     def copy_times_s(self, num_tokens: int) -> tuple[float, float]:
-        """The same for each way: out, back."""
+        """Return the estimated seconds to copy the KV of `num_tokens` slots to the host, and to
+        copy it back."""
         self._learn()
         size = self._blocks_for(num_tokens) * self.block_bytes
         return self._rates[0] * size, self._rates[1] * size
 
     @torch.inference_mode()
     def swap_out_sequence(self, kv: KVSequence) -> SavedKV | None:
-        """Copy what is committed; None if there is no room in the budget. `kv` may be cleared at
-        once."""
+        """Copy the committed slots of a sequence to host memory. Returns None if they do not fit
+        into the budget. `kv` may be reset as soon as this returns."""
         if not self.has_room_for(kv.len):
             return None
         count = self._blocks_for(kv.len)
@@ -125,20 +127,21 @@ class SwapSpace:
 
     @torch.inference_mode()
     def prefetch(self, saved: SavedKV) -> bool:
-        """Begin to bring a copy back, beside the rounds: whether `restore` would make none wait.
-        To be called again until it is so; one copy at a time is brought."""
+        """Start to copy saved KV back to the device, in parallel with the rounds. Returns whether
+        `swap_in_sequence` would now delay no round; call again until it returns True. Only one
+        saved copy is prefetched at a time."""
         return self._shm_channel.prefetch_runs(saved.runs)
 
     @torch.inference_mode()
     def swap_in_sequence(self, saved: SavedKV, kv: KVSequence) -> None:
-        """Fill an empty sequence that holds blocks enough; the copy is dropped. Raises ValueError
-        if the sequence does not fit."""
+        """Fill an empty sequence from a saved copy and drop the copy. Raises ValueError if the
+        sequence is not empty or has too few slots."""
         kv.restore(saved.length, saved.positions)
         self._shm_channel.load_blocks(saved.runs, kv.blocks[: len(saved.blocks)])
         self.drop_copy(saved)
 
     def drop_copy(self, saved: SavedKV) -> None:
-        """Forget a copy. Idempotent."""
+        """Free the host memory of a saved copy. Idempotent."""
         blocks, saved.blocks, saved.runs = saved.blocks, [], []
         if blocks:
             self._host.free_blocks(blocks)
@@ -147,7 +150,8 @@ class SwapSpace:
         return -(-num_tokens // self._block_tokens)
 
     def _runs(self, blocks: Sequence[int]) -> list[Tensor]:
-        """The memory of blocks of the host: neighbours of one slab together."""
+        """Return the memory of host blocks, with neighbouring blocks of one slab joined into
+        runs."""
         runs: list[Tensor] = []
         first, count = 0, 0
         for block in blocks:
@@ -171,7 +175,7 @@ class SwapSpace:
 
     def _add_slab(self) -> None:
         blocks = min(self._slab_blocks, self._total - len(self._slabs) * self._slab_blocks)
-        # A tensor made in inference mode could be written in that mode only.
+        # # A tensor made in inference mode can be written in that mode only.
         with torch.inference_mode(False):
             slab = torch.empty(
                 blocks * self.block_bytes, dtype=torch.uint8, pin_memory=self._pinned
@@ -180,14 +184,14 @@ class SwapSpace:
 
     @torch.inference_mode()
     def _probe(self, count: int) -> None:
-        """Take the memory that is not to be taken later, and see how fast copies are: blocks of the
-        pool go out and come back as they were."""
+        """Allocate all pinned memory, and measure copy rates by copying blocks of the pool out and
+        back, which leaves them unchanged."""
         while self._pinned and len(self._slabs) * self._slab_blocks < self._total:
             self._add_slab()
         count = max(1, min(count, _PROBE_BYTES // self.block_bytes))
         runs = self._runs(range(count))
         for _ in range(2):
-            # The first time takes longer than any later one.
+            # # The first copies are slower than all later ones, so only the second are measured.
             self._shm_channel.take_copy_times()
             self._shm_channel.save_blocks(range(count), runs)
             self._shm_channel.load_blocks(runs, range(count))

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="no-untyped-call"
 """Copy paths of KV blocks between a pool and host memory: direct, or staged on a CUDA device.
 
-n blocks of a run, g = 2 * L * G heads of a storage, B bytes of a block of all storages. A run is
-host memory uint8 [n * B]: of each storage in turn [g, n, block_tokens * d].
+A run is host memory of n blocks, uint8 [n * B], where B is the bytes of one block over all
+storages. It contains, for each storage in turn, [g, n, block_tokens * d] elements, where g = 2 * L
+* G is the number of layers times heads for keys and values. See `outrider.engine.kv_cache` for the
+shape of a storage.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class CopyTime(NamedTuple):
     bytes: int
     seconds: float
     is_restore: bool
-    """Whether it was one into the pool."""
+    """Whether the copy went from the host into the pool."""
 
 
 class BlockLayout:
@@ -38,24 +40,25 @@ class BlockLayout:
             for s in storages
         ]
         self.num_blocks = self._views[0].shape[1]
-        """Blocks of the pool."""
+        """Number of blocks of the pool."""
         self._bytes = [view.nbytes // self.num_blocks for view in self._views]
         self.block_bytes = sum(self._bytes)
-        """B."""
+        """Total bytes of one block over all storages."""
 
     def index(self, blocks: Sequence[int]) -> Tensor:
-        """int64 [n] on the device, in the order of the stream."""
+        """Return block numbers as an int64 [n] tensor on the device. The upload is ordered with the
+        current stream's work."""
         numbers = torch.empty(len(blocks), dtype=torch.int32, device=self.device)
         upload_int32s(numbers, np.array(blocks, dtype=np.int32))
         return numbers.long()
 
     def gather(self, blocks: Tensor, run: Tensor) -> None:
-        """Copy blocks int64 [n] of the pool into `run`, which is where the pool is."""
+        """Copy blocks of the pool, int64 [n], into `run`, which must be on the pool's device."""
         for view, part in zip(self._views, self._parts(run), strict=True):
             torch.index_select(view, 1, blocks, out=part)
 
     def scatter(self, run: Tensor, blocks: Tensor) -> None:
-        """The other way round."""
+        """Copy `run`, which must be on the pool's device, into blocks of the pool, int64 [n]."""
         for view, part in zip(self._views, self._parts(run), strict=True):
             view.index_copy_(1, blocks, part)
 
@@ -69,24 +72,30 @@ class BlockLayout:
 
 
 class SwapPath(Protocol):
-    """Copies runs in the order of the calls; reads and writes of the pool are ordered with the work
-    launched there before and after them."""
+    """Interface for copying runs of blocks between a pool and host memory.
+
+    Copies are made in the order of the calls. Reads and writes of the pool are ordered with the
+    work that was launched on the current stream before and after them.
+    """
 
     def save_blocks(self, blocks: Sequence[int], runs: Sequence[Tensor]) -> None:
-        """Blocks of the pool to runs; the blocks may be given away at once."""
+        """Copy blocks of the pool to runs of host memory. The blocks may be freed as soon as this
+        returns."""
         ...
 
     def prefetch_runs(self, runs: Sequence[Tensor]) -> bool:
-        """Bring runs near, as many as find room, for a `load` of the same runs; whether that need
-        not wait. May be called again. Forgets what was fetched before, if that is another."""
+        """Start to copy as many of the runs as fit into staging memory, for a later `load_blocks`
+        of the same runs. Returns whether `load_blocks` would not have to wait. May be called again;
+        other runs that were prefetched before are dropped."""
         ...
 
     def load_blocks(self, runs: Sequence[Tensor], blocks: Sequence[int]) -> None:
-        """Runs to blocks of the pool; the host memory may be saved to at once."""
+        """Copy runs of host memory to blocks of the pool. The host memory may be reused for
+        `save_blocks` as soon as this returns."""
         ...
 
     def take_copy_times(self) -> list[CopyTime]:
-        """What copies took that have ended and were not told yet."""
+        """Return the durations of the copies that ended since the last call."""
         ...
 
 
@@ -105,7 +114,7 @@ class DirectSwapPath:
         self._note(runs, began, back=False)
 
     def prefetch_runs(self, runs: Sequence[Tensor]) -> bool:
-        """Nothing to do."""
+        """Return True: direct copies have nothing to prefetch."""
         return True
 
     def load_blocks(self, runs: Sequence[Tensor], blocks: Sequence[int]) -> None:
@@ -126,16 +135,16 @@ class DirectSwapPath:
 
 
 class _SwapBuffer:
-    """Staging memory of a run."""
+    """Device staging memory for one run."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         # A tensor made in inference mode could be written in that mode only.
         with torch.inference_mode(False):
             self.data = torch.empty(size, dtype=torch.uint8, device=device)
         self.filled: torch.cuda.Event | None = None
-        """What is in it was written."""
+        """Event after the last write of the buffer."""
         self.emptied: torch.cuda.Event | None = None
-        """What was in it was read."""
+        """Event after the last read of the buffer."""
 
 
 class _Timed(NamedTuple):
@@ -146,11 +155,12 @@ class _Timed(NamedTuple):
 
 
 class StagedSwapPath:
-    """Copies runs in parallel with the rounds of a CUDA device, through staging memory on it; on a
-    CPU the same steps run one after another."""
+    """Copies runs in parallel with the rounds of a CUDA device, through staging memory on the
+    device. On a CPU the same steps run one after another."""
 
     def __init__(self, layout: BlockLayout, *, run_bytes: int, staging_bytes: int) -> None:
-        """`run_bytes`: of the longest run; `staging_bytes`: for both ways together."""
+        """`run_bytes` is the size of the longest run; `staging_bytes` is the staging memory of both
+        directions together."""
         self._layout, device = layout, layout.device
         count = max(2, staging_bytes // 2 // run_bytes)
         self._out = [_SwapBuffer(run_bytes, device) for _ in range(count)]
@@ -158,7 +168,7 @@ class StagedSwapPath:
         self._next_out = 0
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._fetched: list[Tensor] = []
-        """Runs that are in the first buffers of the way back."""
+        """Runs that were prefetched into the first buffers of `_back`."""
         self._timed: list[_Timed] = []
 
     def save_blocks(self, blocks: Sequence[int], runs: Sequence[Tensor]) -> None:
@@ -211,7 +221,7 @@ class StagedSwapPath:
         ]
 
     def _stage(self, runs: Sequence[Tensor], buffers: Sequence[_SwapBuffer]) -> None:
-        """Copy runs into buffers, beside the rounds."""
+        """Copy runs into buffers on the separate stream, in parallel with the rounds."""
         start: torch.cuda.Event | None = None
         with self._beside():
             for run, buffer in zip(runs, buffers, strict=False):
@@ -229,7 +239,7 @@ class StagedSwapPath:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Launch on the stream beside the rounds."""
+        """Run the block's launches on the separate stream."""
         if self._side is None:
             yield
             return
@@ -237,7 +247,7 @@ class StagedSwapPath:
             yield
 
     def _mark(self) -> torch.cuda.Event | None:
-        """The end of what the current stream was given so far."""
+        """Record an event on the current stream and return it; None on a CPU."""
         if self._side is None:
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -246,7 +256,7 @@ class StagedSwapPath:
 
 
 def _wait(event: torch.cuda.Event | None) -> None:
-    """Let what the current stream is given from here on wait for an event."""
+    """Make later work on the current stream wait for an event."""
     if event is not None:
         event.wait()
 
@@ -258,7 +268,7 @@ def _same(runs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 def _by_run(
     layout: BlockLayout, runs: Sequence[Tensor], blocks: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each run with the numbers int64 [n] of its blocks of the pool."""
+    """Yield each run with the numbers of its pool blocks, int64 [n]."""
     numbers = layout.index(blocks)
     first = 0
     for run in runs:

@@ -1,7 +1,7 @@
 """Target model: one forward over ragged rows of many sequences.
 
-R rows of the batch, V vocabulary, H hidden size, L rows whose logits are needed. A small draft
-model uses the same class with other weights.
+Shapes: R rows of the batch, V vocabulary size, H hidden size, L rows whose logits are needed. A
+small draft model uses the same class with other weights.
 """
 
 from __future__ import annotations
@@ -34,27 +34,31 @@ __all__ = [
 
 @dataclass(slots=True, kw_only=True)
 class Segment:
-    """Rows of one sequence within a batch."""
+    """The rows of one sequence within a batch."""
 
     sequence: KVSequence
     num_rows: int
     positions: Tensor
-    """int64 [num_rows]: absolute positions (rotary embedding, sliding window)."""
+    """Absolute positions of the rows for rotary embedding and sliding window, int64 [num_rows]."""
     mask: Tensor | None = None
-    """bool [num_rows, span], span >= num_rows: which of the LAST `span` slots (the newest
-    committed ones, then this segment's rows) a row sees; older slots are all visible. With
-    span == num_rows this is a tree's ancestor mask, the diagonal included. None is causal."""
+    """Attention mask over the newest `span` slots, bool [num_rows, span], or None for causal
+    attention.
+
+    The newest slots are the last committed ones followed by this segment's rows, and span >=
+    num_rows. Older slots are visible to all rows. With span == num_rows the mask is a tree's
+    ancestor mask, including the diagonal.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
 class ForwardBatch:
-    """One forward: the rows of all segments, in order."""
+    """The input of one forward: the rows of all segments, in order."""
 
     token_ids: Tensor
-    """int64 [R]."""
+    """Token id of each row, int64 [R]."""
     segments: Sequence[Segment]
     logit_rows: Tensor | None = None
-    """int64 [L]: rows whose logits are computed; None means all R."""
+    """Rows whose logits are computed, int64 [L]; None means all R rows."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,22 +66,23 @@ class ForwardOutput:
     """Results of one forward."""
 
     logits: Tensor
-    """float32 [L, V]."""
+    """Logits of the requested rows, float32 [L, V]."""
     taps: Tensor | None = None
-    """[R, n_taps * H]: tapped hidden states, concatenated in the order of `tap_layers`."""
+    """Hidden states of the tapped layers, concatenated in the order of `tap_layers`, [R, taps * H];
+    None if no layer is tapped."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ModelWeights:
-    """All weights that a forward multiplies with."""
+    """All weights of a model."""
 
     embedding: Tensor
-    """[V, H]."""
+    """Token embedding, [V, H]."""
     layers: Sequence[LayerWeights]
     final_norm: Tensor
-    """[H]."""
+    """Weight of the final RMS norm, [H]."""
     lm_head: Linear
-    """H -> V."""
+    """Output projection from H to V."""
 
 
 class TargetModel:
@@ -101,17 +106,18 @@ class TargetModel:
 
     @property
     def vocab_size(self) -> int:
-        """Number of logits of a row."""
+        """Number of token ids, and of logits per row."""
         return self.config.vocab_size
 
     @property
     def embedding(self) -> Tensor:
-        """The embedding [V, H], shared with draft heads in the same process."""
+        """The token embedding [V, H], shared with draft heads in the same process."""
         return self.weights.embedding
 
     @property
     def has_plain_weights(self) -> bool:
-        """Whether no product is packed, as a device's programs need it."""
+        """Whether all linear layers have plain (not packed) weights, which the device programs
+        need."""
         linears = [self.weights.lm_head]
         for layer in self.weights.layers:
             linears += [layer.qkv, layer.o_proj, layer.gate_up, layer.down]
@@ -119,22 +125,23 @@ class TargetModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of weights, activations and KV."""
+        """Element type of weights, activations and KV."""
         return self.weights.embedding.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where forwards run and where a batch's tensors must be."""
+        """Device on which forwards run and on which a batch's tensors must be."""
         return self.weights.embedding.device
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, *, tap_layers: tuple[int, ...] = ()) -> ForwardOutput:
-        """Run all rows; KV go to slots len .. len + num_rows of each sequence, uncommitted.
+        """Run a forward over all rows and write their KV, uncommitted, to slots len .. len +
+        num_rows of each sequence.
 
-        `tap_layers` are 0-based layer ids whose output residual stream is wanted; FINAL_NORM is
-        the final-normed hidden state. A sequence may appear in one segment only. Raises
-        ValueError for a batch that does not add up and ResourceExhaustedError when a sequence has
-        too few slots left.
+        `tap_layers` are 0-based layer ids whose output hidden states are returned; FINAL_NORM
+        stands for the hidden state after the final norm. A sequence may appear in only one segment.
+        Raises ValueError for an inconsistent batch and ResourceExhaustedError if a sequence has too
+        few slots.
         """
         num_rows = _check_batch(batch, self.config, tap_layers)
         shared = self._prepare(batch, num_rows)
@@ -144,7 +151,7 @@ class TargetModel:
         outputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self.weights.layers):
             x = run_layer(layer, index, x, shared)
-            # A long prompt chunk on a slow CPU is told from a hang.
+            # # The watchdog must not take a long prompt chunk on a slow CPU for a hang.
             record_step()
             if index in tap_layers:
                 outputs[index] = x[:num_rows]
@@ -172,7 +179,7 @@ class TargetModel:
             plans.append(plan)
             start += segment.num_rows
         positions = torch.cat([segment.positions for segment in batch.segments])
-        # Rows that pad the batch belong to no segment: they attend to nothing and are dropped.
+        # # Padding rows belong to no segment: they attend to nothing and are dropped.
         padding = max(0, self._min_rows - num_rows)
         if padding:
             positions = F.pad(positions, (0, padding))
@@ -204,7 +211,8 @@ class TargetModel:
 
 
 def _check_batch(batch: ForwardBatch, config: ModelConfig, tap_layers: tuple[int, ...]) -> int:
-    """Number of rows. Token ids are the caller's duty: checking them would wait for the device."""
+    """Check a batch and return its number of rows. Token ids are not checked, because that would
+    wait for the device. Raises ValueError if the batch is inconsistent."""
     num_rows = batch.token_ids.shape[0]
     if not batch.segments or num_rows != sum(s.num_rows for s in batch.segments):
         raise ValueError(f"{num_rows} token ids do not match the rows of the segments")

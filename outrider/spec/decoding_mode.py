@@ -11,21 +11,21 @@ from enum import StrEnum
 
 
 class DecodingMode(StrEnum):
-    """Way in which the sessions of a workload class decode."""
+    """Decoding mode of a workload class's sessions: plain or speculative."""
 
     PLAIN = "plain"
-    """One token a round, without drafts."""
+    """Emit one token per round, without drafts."""
     SPECULATE = "speculate"
-    """Drafts are verified each round."""
+    """Verify drafts in each round."""
 
     @property
     def other(self) -> DecodingMode:
-        """The other mode."""
+        """PLAIN for SPECULATE, and SPECULATE for PLAIN."""
         return DecodingMode.PLAIN if self is DecodingMode.SPECULATE else DecodingMode.SPECULATE
 
 
 class DecodingModeReason(StrEnum):
-    """Reason why a mode is in force."""
+    """Reason why a workload class uses its present mode."""
 
     MEASURING = "measuring"
     """Too few rounds were measured to compare the modes."""

@@ -8,7 +8,7 @@ AUTO: Final = "auto"
 ON: Final = "on"
 OFF: Final = "off"
 EXCHANGE_MODES: Final = (AUTO, ON, OFF)
-"""Values of the setting `device_exchange`. auto: on where the process computes on a GPU."""
+"""Values of the setting `device_exchange`. `auto` means on if the process computes on a GPU."""
 
 
 def may_exchange(mode: str, device: str) -> bool:

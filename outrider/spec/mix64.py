@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 MASK64 = 2**64 - 1
 GOLDEN64 = 0x9E3779B97F4A7C15
-"""Weyl increment of SplitMix64: odd, so k * GOLDEN64 visits every word."""
+"""Weyl increment of SplitMix64. It is odd, so k * GOLDEN64 takes every value of a word."""
 MULTIPLIER_A = 0xBF58476D1CE4E5B9
 MULTIPLIER_B = 0x94D049BB133111EB
 
 
 def mix64(x: int) -> int:
-    """Finalise one word; `x` may be any int and is reduced modulo 2^64."""
+    """Mix one word. `x` may be any int and is reduced modulo 2^64."""
     x &= MASK64
     x = ((x ^ (x >> 30)) * MULTIPLIER_A) & MASK64
     x = ((x ^ (x >> 27)) * MULTIPLIER_B) & MASK64
@@ -25,7 +25,7 @@ def mix64(x: int) -> int:
 
 
 def mix64_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Finalise every element of a uint64 array; returns a new array of the same shape."""
+    """Mix every element of a uint64 array; return a new array of the same shape."""
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(MULTIPLIER_A)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(MULTIPLIER_B)
@@ -33,8 +33,8 @@ def mix64_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def mix64_in_place(x: NDArray[np.uint64]) -> None:
-    """Finalise every element of a uint64 vector in place."""
-    # Only what is computed of single words warns of an overflow.
+    """Mix every element of a uint64 vector in place."""
+    # # numpy warns of overflows in scalar operations only, so errstate is not needed here.
     x ^= x >> _SHIFT_A
     x *= _FACTOR_A
     x ^= x >> _SHIFT_B

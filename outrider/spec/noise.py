@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from outrider.spec.mix64 import GOLDEN64, MASK64, mix64_array
 
 SHARED_DRAW_ID = -1
-"""Pseudo id of the one random draw that siblings share under the target-only rule."""
+"""Pseudo token id of the random draw that all siblings share under the target-only rule."""
 
 
 Words = int | np.integer | Sequence[int] | NDArray[np.integer]
@@ -47,7 +47,8 @@ Words = int | np.integer | Sequence[int] | NDArray[np.integer]
 
 
 class NoiseStream(IntEnum):
-    """Independent noise streams; the values are part of the definition."""
+    """Independent noise streams. The values are fixed, because they are part of the noise's
+    definition."""
 
     TARGET = 1
     DRAFT = 2
@@ -74,7 +75,8 @@ def stream_key(seed: int, stream: NoiseStream) -> int:
 
 
 def noise_keys(stream_keys: Words, positions: Words) -> NDArray[np.uint64]:
-    """Keys by broadcasting the keys of streams with absolute positions (>= 0)."""
+    """Combine the keys of a stream with absolute positions (>= 0), by broadcasting:
+    mix64(stream_key + position)."""
     with np.errstate(over="ignore"):
         return mix64_array(np.asarray(_words(stream_keys) + _words(positions), dtype=np.uint64))
 
@@ -83,41 +85,42 @@ def prefix_keys(stream_keys: Words, digests: Words) -> NDArray[np.uint64]:
     """Combine the keys of a stream with prefix digests, by broadcasting: mix64(stream_key ^
     digest).
 
-    Drafts that are made before it is known whether they will be used draw from these. Two drafts
-    for a position get the same noise only if they continue the same prefix.
+    Drafts that are made ahead, before it is known whether they will be used, take their noise from
+    these keys. Two such drafts for the same position get the same noise only if they continue the
+    same prefix.
     """
     return mix64_array(np.asarray(_words(stream_keys) ^ _words(digests), dtype=np.uint64))
 
 
 def bits_from_keys(keys: NDArray[np.uint64], ids: Words) -> NDArray[np.uint64]:
-    """Noise bits by broadcasting keys with ids (>= SHARED_DRAW_ID)."""
+    """Return the 64 noise bits of each key and token id (>= SHARED_DRAW_ID), by broadcasting."""
     with np.errstate(over="ignore"):
         counters = (_words(ids) + np.uint64(1)) * np.uint64(GOLDEN64)
         return mix64_array(np.asarray(keys + counters, dtype=np.uint64))
 
 
 def uniform_from_bits(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Uniform variates in the open interval (0, 1), float64, same shape."""
+    """Convert noise bits to uniform variates in the open interval (0, 1), float64, same shape."""
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 def noise_bits(seed: Words, stream: NoiseStream, position: Words, ids: Words) -> NDArray[np.uint64]:
-    """64 noise bits for every element of the broadcast of seed, position and ids."""
+    """Return 64 noise bits for every element of the broadcast of seed, position and ids."""
     seeds, places = np.unique(_words(seed), return_inverse=True)
     keys = np.array([stream_key(int(one), stream) for one in seeds], dtype=np.uint64)
     return bits_from_keys(noise_keys(keys[places.reshape(np.shape(seed))], position), ids)
 
 
 def uniform(seed: Words, stream: NoiseStream, position: Words, ids: Words) -> NDArray[np.float64]:
-    """Uniform variates in (0, 1), float64; see `noise_bits` for the shape."""
+    """Return uniform variates in (0, 1), float64; see `noise_bits` for the shape."""
     return uniform_from_bits(noise_bits(seed, stream, position, ids))
 
 
 def gumbel_from_bits(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Gumbel(0, 1) variates, float64, all finite, same shape."""
+    """Convert noise bits to Gumbel(0, 1) variates, float64, all finite, same shape."""
     return np.asarray(-np.log(-np.log(uniform_from_bits(bits))), dtype=np.float64)
 
 
 def gumbel(seed: Words, stream: NoiseStream, position: Words, ids: Words) -> NDArray[np.float64]:
-    """Gumbel(0, 1) variates, float64, all finite; see `noise_bits` for the shape."""
+    """Return Gumbel(0, 1) variates, float64, all finite; see `noise_bits` for the shape."""
     return gumbel_from_bits(noise_bits(seed, stream, position, ids))

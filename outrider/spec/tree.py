@@ -1,10 +1,11 @@
 """Draft trees as parallel arrays, and the validation that every received tree must pass.
 
-`validate_tree` checks one tree. `valid_trees` and its like check draft trees and draft
-distributions of many sessions at once, in flat arrays: S trees with N nodes together, tree s owning
-node_counts[s] of them in turn; parents count within their tree. Peers send these arrays: nothing in
-them is trusted, and an invalid tree affects no other. They make every check of `validate_tree` and
-`outrider.spec.draft_distribution`.
+`validate_tree` checks one tree. `valid_trees` and `valid_distributions` check the draft trees and
+draft distributions of many sessions at once, with the same rules as `validate_tree` and
+`outrider.spec.draft_distribution`. They take flat arrays of S trees with N nodes in total: the
+first node_counts[0] nodes belong to tree 0, the next node_counts[1] to tree 1, and so on, and
+parent indices count within their tree. The arrays come from peers and are not trusted; an invalid
+tree does not affect the others.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from numpy.typing import NDArray
 from outrider.errors import InvalidMessageError
 
 ROOT = -1
-"""Parent index of a node that hangs off the root."""
+"""Parent index of a node on the first level, whose parent is the root."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:
     """N draft nodes below a root that is not itself in the arrays.
 
-    tokens: int32 [N]; parents: int32 [N], parents[i] < i, ROOT for the first level; logprobs:
-    float32 [N], cumulative log-prob of the path, <= 0 and never above the parent's. Siblings are
-    ordered best first, except where a draft distribution comes with the tree: there they are in the
-    order in which they were drawn.
+    tokens: token ids, int32 [N]. parents: index of each node's parent, int32 [N], with parents[i] <
+    i, and ROOT for the first level. logprobs: cumulative log-prob of the path to each node, float32
+    [N], <= 0 and never above the parent's. Siblings are ordered best first; with a draft
+    distribution they are in the order in which they were drawn.
 
-    Under the rejection rule, decide how many children a node gets before they are sampled. A
-    selection among sampled tokens would change the distribution that they were drawn from.
+    Under the rejection rule, the number of children of a node must be decided before they are
+    sampled, because a selection among sampled tokens would change their distribution.
     """
 
     tokens: NDArray[np.int32]
@@ -55,10 +56,11 @@ def _refuse(message: str) -> NoReturn:
 
 
 def validate_tree(tree: DraftTree, *, vocab_size: int, max_nodes: int) -> None:
-    """Check everything a peer could get wrong. Raises InvalidMessageError.
+    """Check a received tree. Raises InvalidMessageError if it is invalid.
 
-    Types and lengths of the arrays, at most `max_nodes` nodes, ids in [0, vocab_size), parents
-    before children, no two siblings with one token, log-probs <= 0 that never rise on a path.
+    A valid tree has arrays of the right types and lengths, at most `max_nodes` nodes, ids in [0,
+    vocab_size), parents before children, no two siblings with the same token, and log-probs <= 0
+    that never rise along a path.
     """
     count = len(tree.tokens)
     for name, array, dtype in (
@@ -72,7 +74,7 @@ def validate_tree(tree: DraftTree, *, vocab_size: int, max_nodes: int) -> None:
             _refuse(f"{name} has shape {array.shape}, expected ({count},)")
     if count > max_nodes:
         _refuse(f"tree has {count} nodes, at most {max_nodes} are allowed")
-    # Trees are small: a loop over plain numbers takes a fraction of what array operations do.
+    # # Trees are small, so a loop over Python numbers is much faster than array operations.
     seen: set[tuple[int, int]] = set()
     logprobs = tree.logprobs.tolist()
     for node, (token, parent) in enumerate(
@@ -85,14 +87,14 @@ def validate_tree(tree: DraftTree, *, vocab_size: int, max_nodes: int) -> None:
         if (parent, token) in seen:
             _refuse("two siblings carry the same token")
         seen.add((parent, token))
-        # A NaN fails the comparison; the root's own log-prob is 0.
+        # # NaN fails this comparison. The root's log-prob is 0.
         if not logprobs[node] <= (0.0 if parent == ROOT else logprobs[parent]):
             _refuse("log-probs must be <= 0, not NaN, and never above the parent's")
 
 
 def is_chain(parents: Sequence[int] | NDArray[np.int32]) -> bool:
     """Return whether every node is the child of the node before; True if there are no nodes."""
-    # Trees are small: a list is compared in a fraction of what array operations take.
+    # # Trees are small, so comparing lists is much faster than array operations.
     ids: list[int] = np.asarray(parents).tolist()
     return ids == list(range(-1, len(ids) - 1))
 
@@ -114,7 +116,8 @@ def depths(parents: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def ancestor_mask(parents: Sequence[int] | NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Return bool [N, N], in which row i marks node i and its ancestors, without the root."""
+    """Return the ancestor mask, bool [N, N]: row i marks node i and its ancestors, without the
+    root."""
     mask = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(np.asarray(parents).tolist()):
         if parent != ROOT:
@@ -153,7 +156,7 @@ def valid_trees(
         return sound
     # One comparison for both bounds.
     bad = tokens.view(np.uint32) >= vocab_size
-    # Of the usual drafts, chains without scores, only tokens can be wrong.
+    # # The usual drafts are chains without log-probs, of which only tokens can be wrong.
     if logprobs.any() or not bool((parents == chain_parents(node_counts)).all()):
         bad |= _misplaced(node_counts, tokens, parents, logprobs)
     if bool(bad.any()):
@@ -171,7 +174,7 @@ def _misplaced(
     bool [N]."""
     owners, firsts, places = _layout(node_counts)
     bad = (parents < -1) | (parents >= places)
-    # Where a parent is no good, any node of the tree stands in for it.
+    # # An invalid parent index is replaced by any valid one, to keep the indexing safe.
     above = np.clip(parents, -1, places - 1).astype(np.int64)
     ceiling = np.where(above < 0, np.float32(0.0), logprobs[np.maximum(firsts + above, 0)])
     # A NaN fails the comparison.
@@ -185,7 +188,7 @@ def _misplaced(
 
 
 def chain_parents(node_counts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return the parents, flat [N], of chains with these numbers of nodes."""
+    """Return the flat parent indices, int32 [N], of chains with these numbers of nodes."""
     ends = node_counts.cumsum()
     parents = np.arange(-1, int(ends[-1]) - 1 if len(ends) else -1, dtype=np.int32)
     parents -= (ends - node_counts).astype(np.int32).repeat(node_counts)
@@ -204,12 +207,13 @@ def valid_distributions(
     trees: NDArray[np.bool_],
     vocab_size: int,
 ) -> NDArray[np.bool_]:
-    """[S]: which trees have no distribution, or one that keeps every rule of
-    `validate_distribution`. Never raises.
+    """Return which trees have either no distribution or one that keeps every rule of
+    `validate_distribution`, bool [S]. Never raises.
 
-    `given` [S] says who has one; `sizes` holds node_counts + 1 slots of each, `ids` and `counts`
-    the sum of `sizes` entries. `trees` [S] are the sound ones; the others' distributions are not
-    looked at.
+    `given` [S] says which trees have a distribution. For each of these, `sizes` has node_counts + 1
+    entries: the number of ids at the root and at each node. `ids` and `counts` hold the entries of
+    all slots, as many as the sum of `sizes`. `trees` [S] says which trees are valid; distributions
+    of invalid trees need not be correct.
     """
     sound = np.ones(len(node_counts), dtype=np.bool_)
     checked = given & trees
@@ -223,7 +227,8 @@ def valid_distributions(
     keys = entry_slots.astype(np.int64) << _TOKEN_BITS | _masked(ids)
     bad[1:] |= np.diff(keys) <= 0
     sound[entry_owners[bad]] = False
-    # Nodes of trees with a distribution: their parents' slots, and whether those hold their tokens.
+    # # For nodes of trees with a distribution: find the parent's slot, and check that the slot
+    # contains the node's token.
     owners, _, _ = _layout(node_counts)
     judged = checked[owners]
     owners, above = owners[judged], parents[judged].astype(np.int64)
@@ -241,8 +246,8 @@ def valid_distributions(
 def _layout(
     counts: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return, for each element: its owner, the start of the owner's part, and its index in that
-    part."""
+    """Return three arrays with one entry for each element: its owner, the start of the owner's
+    part, and its index in that part."""
     owners = np.repeat(np.arange(len(counts)), counts)
     firsts = (np.cumsum(counts) - counts)[owners]
     return owners, firsts, np.arange(len(owners)) - firsts

@@ -11,7 +11,7 @@ in_process.py              In-process transport: endpoints and dialers that shar
 interface.py               Transport interfaces: connections, control clients, endpoints and dialers
                            between processes.
 pollable_queue.py          Queue whose consumer thread waits for items and sockets at the same time.
-send_queue.py              Ordered send queue into a connection, for code that cannot wait.
+send_queue.py              Ordered send queue of a connection, for code that cannot wait.
 session_stream.py          Client of a verifier's session stream: listeners by handle, and iterators
                            over one session.
 tls.py                     TLS configuration and certificate roles of all processes, independent of

@@ -12,12 +12,13 @@ from typing import Final, Generic, TypeVar
 ItemT = TypeVar("ItemT")
 
 SELECT_FDS: Final = 1024
-"""`select` knows file descriptors below this; beyond them waits are rounded up to milliseconds."""
+"""Limit of `select`: file descriptors must be below this. For higher ones `poll` is used, whose
+timeouts are rounded up to milliseconds."""
 _MS: Final = 1000.0
 
 
 class PollableQueue(Generic[ItemT]):
-    """FIFO that any thread may put items into, and one thread, its owner, empties."""
+    """FIFO queue that any thread may fill and only one thread, its owner, empties."""
 
     def __init__(self) -> None:
         self._items: deque[ItemT] = deque()
@@ -25,7 +26,8 @@ class PollableQueue(Generic[ItemT]):
         for end in (self._bell, self._ring):
             os.set_blocking(end, False)
         self._asleep = False
-        """Whether the owner waits, or is about to: it looks at the items once more after this."""
+        """Whether the owner waits or is about to wait. The owner checks for items once more after
+        setting this."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -36,15 +38,15 @@ class PollableQueue(Generic[ItemT]):
                 os.close(end)
 
     def put_item(self, item: ItemT) -> None:
-        """Append an item and wake the owner; any thread."""
+        """Append an item and wake the owner. May be called on any thread."""
         self._items.append(item)
         if self._asleep:
-            # A full pipe wakes as well as one byte more.
+            # # If the pipe is full, the owner wakes up anyway.
             with contextlib.suppress(BlockingIOError):
                 os.write(self._ring, b"\0")
 
     def take_all(self) -> list[ItemT]:
-        """All items that are there; the owner's thread."""
+        """Remove and return all queued items. Only for the owner's thread."""
         return [self._items.popleft() for _ in range(len(self._items))]
 
     def wait_ready(
@@ -53,9 +55,10 @@ class PollableQueue(Generic[ItemT]):
         readers: Sequence[int] = (),
         writers: Sequence[int] = (),
     ) -> set[int]:
-        """Wait for an item, or for one of these file descriptors; None: for as long as it takes.
+        """Wait until there is an item or one of these file descriptors is ready, at most
+        `timeout_s` seconds (None for no limit).
 
-        Returns the descriptors that can be read or written. The owner's thread.
+        Returns the descriptors that can be read or written. Only for the owner's thread.
         """
         self._asleep = True
         try:

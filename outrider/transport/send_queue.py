@@ -1,4 +1,4 @@
-"""Ordered send queue into a connection, for code that cannot wait."""
+"""Ordered send queue of a connection, for code that cannot wait."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SendT = TypeVar("SendT")
 
 
 class SendQueue(Generic[SendT]):
-    """Sends messages at once while the connection has space, otherwise queues them for
-    `run_sender`. The owner looks at `len` or `size` and bounds the queue."""
+    """Sends messages at once while the connection has space, and otherwise queues them for
+    `run_sender`. The queue is not bounded: its owner must check `len` or `size`."""
 
     def __init__(
         self,
@@ -29,13 +29,13 @@ class SendQueue(Generic[SendT]):
         self._sending = False
         self._wake = asyncio.Event()
         self.size = 0
-        """Size of all that is queued."""
+        """Total size of the queued messages, as `size_of` counts it."""
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def put_messages(self, *messages: SendT) -> None:
-        """Send or queue messages, in order; what is sent now crosses together. Raises
+        """Send or queue messages, in order. Messages that are sent at once share a frame. Raises
         ConnectionLostError."""
         for group in self._groups(messages):
             if self._queue or self._sending or not self._connection.try_send(*group):
@@ -44,8 +44,8 @@ class SendQueue(Generic[SendT]):
                 self._wake.set()
 
     def _groups(self, messages: Sequence[SendT]) -> Iterator[Sequence[SendT]]:
-        """Cut where a connection would otherwise take more at once than a frame holds: what it
-        cannot take is for the queue, whose size is known."""
+        """Split messages into groups that each fit into one frame. A connection accepts a group at
+        once or not at all, so that everything that waits is in this queue, whose size is known."""
         first = size = 0
         for place, message in enumerate(messages):
             needs = self._size_of(message)
@@ -57,11 +57,11 @@ class SendQueue(Generic[SendT]):
             yield messages[first:]
 
     def drop_oldest(self) -> None:
-        """Forget the message that has been queued for longest."""
+        """Drop the message that was queued first."""
         self.size -= self._size_of(self._queue.popleft())
 
     async def run_sender(self) -> None:
-        """Send what is queued until the connection is lost, then raise ConnectionLostError."""
+        """Send queued messages until the connection is lost, then raise ConnectionLostError."""
         while True:
             await self._wake.wait()
             self._wake.clear()

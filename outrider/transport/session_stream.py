@@ -52,39 +52,41 @@ ListenerT = TypeVar("ListenerT", bound="SessionListener")
 
 
 class SessionListener(Protocol):
-    """Callbacks of the owner of a session."""
+    """Callbacks for one session on a session stream."""
 
     def fail_session(self, error: OutriderError) -> None:
-        """The session was refused or failed, or the stream that carried it is lost."""
+        """Handle the end of a session that was refused, failed, or lost its stream."""
         ...
 
     def handle_drafter_change(self, drafter_id: DrafterId | None) -> None:
-        """This drafter has the session now that it was to be moved, be that done or not."""
+        """Handle the result of a drafter change: `drafter_id` is the session's drafter now, whether
+        or not the change succeeded; None means no drafter."""
         ...
 
 
 EventSink = Callable[[SessionEvents, Mapping[int, ListenerT]], None]
-"""Takes a message of events and the listeners by handle; listeners that left are not in it."""
+"""Function that receives a message of events and the listeners by handle. Sessions that were left
+have no listener."""
 
 
 class OpenedSession(Protocol):
-    """A session that was opened on a stream."""
+    """Handle of a session that was opened on a stream."""
 
     def leave_session(self) -> None:
-        """Nobody listens any more; idempotent, also after the session's end."""
+        """Stop listening and end the session if it still runs. Idempotent."""
         ...
 
     def request_drafter(self, drafter_id: DrafterId | None) -> None:
-        """Ask for another drafter, or for none; the listener hears of the outcome, unless the
-        session ends."""
+        """Ask the verifier to change the session's drafter, or to remove it with None. The listener
+        is called with the result unless the session ends first."""
         ...
 
 
 class SessionStream(Generic[ListenerT]):
-    """Sessions that one process has opened at one verifier, over one connection.
+    """The sessions that one process has opened at one verifier, over one connection.
 
-    The connection is made when it is first needed, and again after it was lost; all sessions of
-    a lost one fail.
+    The stream connects when the first session is opened, and reconnects for the next session after
+    a connection was lost. All sessions of a lost connection fail.
     """
 
     def __init__(
@@ -96,9 +98,10 @@ class SessionStream(Generic[ListenerT]):
         on_draining: Callable[[float], None] = lambda _: None,
         lasting: bool = True,
     ) -> None:
-        """`deliver` hears all events; unless `lasting`, the connection ends with its last
-        session. `on_lost` hears of a connection that broke or could not be made, before its
-        sessions do; `on_draining` that the verifier stops in so many seconds."""
+        """`deliver` is called with all events. If `lasting` is false, the connection is closed
+        after its last session. `on_lost` is called when a connection broke or could not be made,
+        before its sessions fail. `on_draining` is called with the number of seconds after which the
+        verifier will stop."""
         self._connect = connect
         self._hooks = _Hooks(deliver, on_lost, on_draining)
         self._lasting = lasting
@@ -106,9 +109,10 @@ class SessionStream(Generic[ListenerT]):
         self._live: _LiveConnection[ListenerT] | None = None
 
     def open_session(self, spec: SessionSpec, listener: ListenerT) -> OpenedSession:
-        """Start a session.
+        """Open a session.
 
-        Every error goes to the listener, UnavailableError if the verifier cannot be reached.
+        All errors go to the listener, among them UnavailableError if the verifier cannot be
+        reached.
         """
         live = self._live
         if live is None or live.lost:
@@ -119,19 +123,19 @@ class SessionStream(Generic[ListenerT]):
         return _Opened(self, live, handle)
 
     def close_in_background(self) -> None:
-        """Close the connection, in the background; sessions that are open fail now."""
+        """Close the connection in the background; open sessions fail at once."""
         live, self._live = self._live, None
         if live is not None and not live.lost:
             live.hang_up()
 
     async def close(self) -> None:
-        """Close the connection; sessions that are open fail."""
+        """Close the connection and wait for it; open sessions fail."""
         live, self._live = self._live, None
         if live is not None:
             await live.close()
 
     def leave(self, live: _LiveConnection[ListenerT], handle: int) -> None:
-        """See `Opened.leave`."""
+        """Stop listening to the session with this handle; see `OpenedSession.leave_session`."""
         if live.listeners.pop(handle, None) is not None:
             live.send_message(SessionLeave(handle))
         if not (self._lasting or live.listeners) and live is self._live:
@@ -140,7 +144,7 @@ class SessionStream(Generic[ListenerT]):
 
 @dataclass(frozen=True, slots=True)
 class _Hooks(Generic[ListenerT]):
-    """Who hears of what comes over a connection, beside its listeners."""
+    """Callbacks of a connection, apart from the listeners of sessions."""
 
     deliver: EventSink[ListenerT]
     on_lost: Callable[[OutriderError], None]
@@ -162,23 +166,24 @@ class _Opened(Generic[ListenerT]):
 
 
 class _LiveConnection(Generic[ListenerT]):
-    """One connection, from the attempt to make it, and what is open on it."""
+    """One connection, from the start of the attempt to connect, and its open sessions."""
 
     def __init__(
         self, connect: Callable[[], Awaitable[RouterConnection]], hooks: _Hooks[ListenerT]
     ) -> None:
         self.listeners: dict[int, ListenerT] = {}
         self.lost = False
-        """Whether nothing is opened on it any more; what still comes is heard by nobody."""
+        """Whether the connection is lost or closed. No session is opened on it, and later messages
+        are ignored."""
         self._connect = connect
         self._hooks = hooks
         self._early: list[SessionsRequest] = []
-        """What was said before there was a connection."""
+        """Messages to send as soon as there is a connection."""
         self._outgoing: SendQueue[SessionsRequest] | None = None
         self._task = asyncio.create_task(self._run(), name="outrider-sessions")
 
     def send_message(self, message: SessionsRequest) -> None:
-        """Send a message; when the connection is lost its reader tells the listeners."""
+        """Send a message. If the connection is lost, the reading task informs the listeners."""
         if self._outgoing is None:
             self._early.append(message)
             return
@@ -186,14 +191,14 @@ class _LiveConnection(Generic[ListenerT]):
             self._outgoing.put_messages(message)
 
     def hang_up(self) -> None:
-        """Close without waiting for it; what was said before still leaves."""
+        """Close the connection without waiting; messages that were queued before are still sent."""
         self._lose(ConnectionLostError("the stream is closed", reason="CLOSED"))
         closing = asyncio.create_task(self.close())
         _CLOSING.add(closing)
         closing.add_done_callback(_CLOSING.discard)
 
     async def close(self) -> None:
-        """Close the connection, whatever its state."""
+        """Close the connection in any state, and wait until it is closed."""
         self.lost = True
         self._task.cancel()
         await asyncio.wait((self._task,))
@@ -205,7 +210,7 @@ class _LiveConnection(Generic[ListenerT]):
             connection = await self._connect()
             await self._serve(connection)
         except InvalidMessageError as malformed:
-            # Nobody knows whose events are gone.
+            # # It is unknown which sessions lost events, so all fail.
             error = ConnectionLostError(malformed.message, reason="INVALID_EVENTS")
         except OutriderError as lost:
             error = lost
@@ -213,7 +218,8 @@ class _LiveConnection(Generic[ListenerT]):
             logger.exception("events could not be delivered")
             error = InternalError("internal error", reason="INTERNAL")
         finally:
-            # First, for closing may take a while where nobody answers.
+            # # Inform the listeners first, because closing may take long if the peer does not
+            # answer.
             self._end(error)
             if connection is not None:
                 await connection.close()
@@ -266,7 +272,7 @@ class _LiveConnection(Generic[ListenerT]):
             listener.fail_session(error)
 
     def _end(self, error: OutriderError) -> None:
-        """The connection is over; nobody hears of one that was closed from here."""
+        """Handle the end of the connection. `on_lost` is not called if this side closed it."""
         if not self.lost:
             self.lost = True
             self._hooks.on_lost(error)
@@ -280,11 +286,11 @@ class _LiveConnection(Generic[ListenerT]):
 
 
 _CLOSING: set[asyncio.Task[None]] = set()
-"""Connections that are being closed by nobody who waits for it."""
+"""Tasks that close connections in the background."""
 
 
 def make_failure(handle: int, error: BaseException) -> SessionFailure:
-    """What a router is told of a session that failed."""
+    """Return the message that tells a router of a failed session."""
     status = to_status(error)
     return SessionFailure(
         handle=handle,
@@ -309,7 +315,7 @@ def _error_of(failure: SessionFailure) -> OutriderError:
 
 
 class _Followed:
-    """One session of an iterator."""
+    """State of one session that is read through an iterator."""
 
     def __init__(self, spec: SessionSpec) -> None:
         self.spec = spec
@@ -318,11 +324,11 @@ class _Followed:
         self.events: BoundedQueue[SessionEvent] = BoundedQueue(max_items=spec.max_new_tokens + 2)
 
     def fail_session(self, error: OutriderError) -> None:
-        """Events that came before are still handed out."""
+        """End the iteration with `error`, after the events that arrived before."""
         self.events.close(error)
 
     def handle_drafter_change(self, drafter_id: DrafterId | None) -> None:
-        """Who drafts is nothing to whoever follows one session."""
+        """Ignore the change: the iterator does not report drafters."""
 
 
 class SessionIteratorMixin:
@@ -331,11 +337,12 @@ class SessionIteratorMixin:
     _followed: SessionStream[_Followed] | None = None
 
     async def sessions(self) -> RouterConnection:
-        """Open a stream of sessions."""
+        """Open a session stream to the verifier."""
         raise NotImplementedError
 
     async def open_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
-        """Follow one session; errors are raised by the first step, closing ends the session."""
+        """Open a session and yield its events. Errors are raised by the first step; closing the
+        generator ends the session."""
         if self._followed is None:
             self._followed = SessionStream(self.sessions, _deliver, lasting=False)
         followed = _Followed(spec)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 NAME_SUFFIX: Final = ".outrider.internal"
 SPIFFE_PREFIX: Final = "spiffe://outrider/role/"
 MAX_FILE_BYTES: Final = 1 << 20
-"""Of one file with certificates."""
+"""Maximum bytes of one certificate or key file."""
 
 
 class CertificateRole(StrEnum):
@@ -33,9 +33,9 @@ class CertificateRole(StrEnum):
     VERIFIER = "verifier"
     DRAFTER = "drafter"
     OPERATOR = "operator"
-    """Whoever adds and removes drafters, and reads metrics."""
+    """Operators, who add and remove drafters and read metrics."""
     CLIENT = "client"
-    """Whoever asks for text, where the client API wants certificates."""
+    """Clients of the API, if the client API requires certificates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class RoleNames:
                 raise ValueError(f"tls.names.{role}: a name must not be empty")
 
     def names_for_role(self, role: CertificateRole) -> tuple[str, ...]:
-        """Those of a role."""
+        """Return the configured names of a role; empty if it has none."""
         names: tuple[str, ...] = getattr(self, role.value)
         return names
 
@@ -93,7 +93,7 @@ class TlsConfig:
         return self.cert is not None or self.ca is not None
 
     def names_of(self, role: CertificateRole) -> tuple[str, ...]:
-        """Accepted names in certificates of a role."""
+        """Return the names that are accepted in certificates of a role."""
         return self.names.names_for_role(role) or (f"{role}{NAME_SUFFIX}", f"{SPIFFE_PREFIX}{role}")
 
     def check_caller(self, names: Iterable[str], roles: Iterable[CertificateRole]) -> None:
@@ -106,7 +106,8 @@ class TlsConfig:
             )
 
     def for_fleet(self) -> TlsConfig:
-        """Return this configuration; raise InvalidRequestError if a fleet cannot use it."""
+        """Return this configuration. Raises InvalidRequestError if it has TLS but lacks a file that
+        mutual TLS needs."""
         if self.enabled and (self.cert is None or self.ca is None):
             raise InvalidRequestError(
                 "between processes TLS is mutual: tls.cert, tls.key and tls.ca are needed",
@@ -117,7 +118,8 @@ class TlsConfig:
 
 @dataclass(frozen=True, slots=True)
 class TlsMaterial:
-    """Contents of the files of a `TlsConfig`, PEM; None where there is no such file."""
+    """Contents of the files of a `TlsConfig` in PEM format; None for files that are not
+    configured."""
 
     cert: bytes | None
     key: bytes | None
@@ -125,18 +127,19 @@ class TlsMaterial:
 
 
 class TlsFiles:
-    """Files of one configuration, reloaded after they have changed."""
+    """TLS files of one configuration, which are read again after they have changed."""
 
     def __init__(self, config: TlsConfig) -> None:
-        """Raises FailedPreconditionError (BAD_TLS) for files that are missing or no good."""
+        """Read the files. Raises FailedPreconditionError (BAD_TLS) if they are missing or
+        invalid."""
         self._config = config
         self._stamp = self._look()
         self._material = self._read()
         self._problem = ""
 
     def current_material(self) -> TlsMaterial:
-        """What they hold. While they have changed to something that is no good (say, half of it
-        was replaced so far), what they held before."""
+        """Return the present contents of the files. If the files are now invalid, for example
+        because only some were replaced so far, return their last valid contents."""
         try:
             stamp = self._look()
             if stamp != self._stamp:
@@ -171,7 +174,7 @@ class TlsFiles:
 
 
 def server_context(config: TlsConfig, *, require_client: bool) -> ssl.SSLContext:
-    """For a server of Python's own `ssl`. Raises FailedPreconditionError (BAD_TLS)."""
+    """Return a server context of Python's `ssl`. Raises FailedPreconditionError (BAD_TLS)."""
     _check(config)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -184,7 +187,8 @@ def server_context(config: TlsConfig, *, require_client: bool) -> ssl.SSLContext
 
 
 def uvicorn_tls(config: TlsConfig) -> dict[str, Any]:
-    """Keyword arguments of `uvicorn.Config`; none without TLS. Raises FailedPreconditionError."""
+    """Return the TLS keyword arguments of `uvicorn.Config`; none without a certificate. Raises
+    FailedPreconditionError (BAD_TLS)."""
     if config.cert is None:
         return {}
     _check(config)
@@ -198,16 +202,16 @@ def uvicorn_tls(config: TlsConfig) -> dict[str, Any]:
 
 
 def check_host(config: TlsConfig, host: str, advice: str) -> None:
-    """FailedPreconditionError (WRONG_HOST, with the advice) unless a client that trusts `config.ca`
-    and dials `host`, a name or an IP address, takes the certificate for that.
+    """Check that a client that trusts `config.ca` and dials `host`, a name or an IP address,
+    accepts the certificate.
 
-    Raises FailedPreconditionError (BAD_TLS) for a certificate that is not of that authority, or
-    out of its time.
+    Raises FailedPreconditionError: WRONG_HOST, with `advice` in its message, if the certificate is
+    for other hosts, and BAD_TLS if another authority signed it or it is not valid now.
     """
     assert config.cert is not None
     server = server_context(config, require_client=False)
     client = ssl.create_default_context(cafile=config.ca)
-    # Nothing else than a client's own handshake knows what clients take: wildcards, addresses.
+    # # Only a real handshake applies all rules of clients, such as wildcards and addresses.
     client.check_hostname = False
     names = ""
     try:
@@ -226,7 +230,8 @@ def check_host(config: TlsConfig, host: str, advice: str) -> None:
 def _handshake(
     client: ssl.SSLContext, server: ssl.SSLContext, host: str
 ) -> tuple[tuple[str, str], ...]:
-    """One in memory; (kind, name) of the server's certificate. Raises SSLCertVerificationError."""
+    """Make a TLS handshake in memory and return the (kind, name) pairs of the server's certificate.
+    Raises SSLCertVerificationError."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     caller = client.wrap_bio(back, there, server_hostname=host)
     called = server.wrap_bio(there, back, server_side=True)
@@ -238,13 +243,14 @@ def _handshake(
 
 
 def _check(config: TlsConfig) -> None:
-    """Have OpenSSL read the files: it says more of what is wrong than gRPC does."""
+    """Load the files with OpenSSL, whose errors are clearer than gRPC's. Raises
+    FailedPreconditionError (BAD_TLS)."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     if config.cert is not None and config.key is not None:
         for path in (config.cert, config.key):
             _bytes_of(path)
         try:
-            # A key that asks for its passphrase would wait for a terminal.
+            # # An encrypted key would otherwise ask for its passphrase on the terminal.
             context.load_cert_chain(config.cert, config.key, password=lambda: b"")
         except (OSError, ValueError) as error:
             raise _bad(config.cert, f"with the key {config.key}: {error}") from None

@@ -1,10 +1,9 @@
 """Message bundles: several encoded messages in one frame, joined and split without parsing.
 
-A frame holds one message or a bundle. A bundle is a repeated field whose messages have the type of
-the frame itself (see proto/README.md). Joining and splitting read only the tags and lengths of a
-frame's outermost fields and build no protobuf objects. The reader of a bundle can therefore drop
-one malformed message and keep the others, and a bundle inside a bundle is refused before it is
-parsed.
+A frame contains either one message or a bundle, which is a repeated field of messages of the
+frame's own type (see proto/README.md). Joining and splitting read only the tags and lengths of a
+frame's outermost fields and build no protobuf objects. The reader of a bundle can therefore drop a
+malformed message and keep the others. A bundle inside a bundle is refused before it is parsed.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ _FIXED_BYTES = {1: 8, 5: 4}
 _TAG = bytes([_BUNDLE << 3 | LENGTH_DELIMITED])
 _MAX_VARINT_BYTES = 10
 _SHORT = [bytes([value]) for value in range(0x80)]
-"""Encodings of the numbers that take one byte, by number."""
+"""Encoded varints of the numbers 0 to 127, which take one byte, by number."""
 _MAX_OTHER_FIELDS = 64
-"""Maximum number of fields of a frame outside its bundle. One is a message; newer peers may add
-fields that this version does not know."""
+"""Maximum number of fields of a frame apart from bundled messages. A frame with one message has one
+such field; newer peers may add fields that this version does not know."""
 
 
 def join_messages(messages: Sequence[bytes], *, max_bytes: int = MAX_BUNDLE_BYTES) -> list[bytes]:
-    """Join encoded messages into frames of at most `max_bytes`; keeps their order.
+    """Join encoded messages into frames of at most `max_bytes`, in order.
 
-    A message that is larger than `max_bytes` gets a frame of its own. A frame with one message is
-    that message itself, without a bundle.
+    A message that is larger than `max_bytes` gets a frame of its own. A frame with only one message
+    is that message itself, without a bundle.
     """
     frames: list[bytes] = []
     group: list[bytes] = []
@@ -53,10 +52,11 @@ def join_messages(messages: Sequence[bytes], *, max_bytes: int = MAX_BUNDLE_BYTE
 
 
 def split_frame(frame: Encoded) -> Sequence[Encoded]:
-    """Split a frame into the encoded messages of its bundle; returns the frame itself without one.
+    """Split a frame into the encoded messages of its bundle. Returns the frame itself if it has no
+    bundle.
 
-    Raises InvalidMessageError for a frame that is not a sequence of protobuf fields, that holds
-    both a bundle and a message, or that exceeds a limit. The messages themselves are not checked.
+    Raises InvalidMessageError for a frame that is not a sequence of protobuf fields, that has both
+    a bundle and a message, or that exceeds a limit. The messages themselves are not checked.
     """
     if len(frame) > MAX_MESSAGE_BYTES:
         raise_invalid(f"a frame of {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
@@ -83,7 +83,8 @@ def split_frame(frame: Encoded) -> Sequence[Encoded]:
 
 
 def refuse_bundle(message: Encoded) -> None:
-    """Raise InvalidMessageError for an encoded message that holds a bundle; does not parse it."""
+    """Raise InvalidMessageError if an encoded message contains a bundle. The message is not
+    parsed."""
     if split_frame(message)[0] is not message:
         raise_invalid("a bundle must not hold bundles")
 
@@ -110,10 +111,10 @@ def encode_varint(value: int) -> bytes:
 
 
 def parse_fields(data: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
-    """Yield (field number, content) of every outermost field of an encoded message.
+    """Yield (field number, content) for every outermost field of an encoded message.
 
-    The content of a length-delimited field is a view of `data`, that of a varint its value, and
-    that of a fixed-width field None. Raises InvalidMessageError if `data` is not a sequence of
+    The content of a length-delimited field is a view of `data`, that of a varint is its value, and
+    that of a fixed-width field is None. Raises InvalidMessageError if `data` is not a sequence of
     fields.
     """
     position, end = 0, len(data)
@@ -137,9 +138,9 @@ def parse_fields(data: memoryview) -> Iterator[tuple[int, memoryview | int | Non
 
 
 def read_varint(data: memoryview, position: int) -> tuple[int, int]:
-    """Read the varint at `position`; returns (value, position after it).
+    """Read the varint at `position` and return (value, position after it).
 
-    Raises InvalidMessageError for a varint that is cut short.
+    Raises InvalidMessageError if the varint is incomplete.
     """
     if position < len(data) and (byte := data[position]) < 0x80:
         return byte, position + 1

@@ -1,6 +1,6 @@
 """Codec of the messages about a replica; decoding validates every field.
 
-The replica itself checks slots and blocks against the sizes that it was offered.
+The replica itself checks slots and blocks against the sizes in its offer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _FEATURE_DTYPES_FROM_PB = {
 
 
 def replica_command_to_pb(message: ReplicaCommand) -> pb.ExchangeResponse:
-    """The frame of a verifier's message about a replica."""
+    """Encode a verifier's message about a replica."""
     match message:
         case ReplicaOffer():
             return pb.ExchangeResponse(replica_offer=_offer_to_pb(message))
@@ -92,7 +92,7 @@ def replica_command_to_pb(message: ReplicaCommand) -> pb.ExchangeResponse:
 def replica_offer_from_pb(message: pb.ReplicaOffer) -> ReplicaOffer:
     """Decode and validate a ReplicaOffer."""
     return ReplicaOffer(
-        # The padding slot comes on top of the sessions' slots.
+        # # One slot more than the sessions' slots, for padding.
         num_slots=check_number(message.num_slots, "num_slots", low=2, high=MAX_REPLICA_SLOTS + 1),
         max_rows=check_number(message.max_rows, "max_rows", low=1, high=MAX_ROUND_ROWS),
         draft_length=check_number(
@@ -165,7 +165,7 @@ def replica_round_from_pb(message: pb.ReplicaRoundLaunched) -> ReplicaRoundLaunc
 
 
 def replica_answer_to_pb(message: ReplicaAnswer) -> pb.ExchangeRequest:
-    """The frame of a drafter's answer to a ReplicaOffer."""
+    """Encode a drafter's answer to a ReplicaOffer."""
     match message:
         case ReplicaReady():
             ready = pb.ReplicaReady(memory=MEMORY_KINDS[message.memory])
@@ -215,7 +215,8 @@ def _pack_int32s(values: tuple[int, ...]) -> bytes:
 
 
 def _unpack_int32s(data: bytes, name: str, *, max_len: int, count: int) -> tuple[int, ...]:
-    """At most `max_len` numbers in [0, count)."""
+    """Decode at most `max_len` int32 numbers in [0, count). Raises InvalidMessageError for
+    others."""
     numbers = cast("NDArray[np.int32]", unpack(data, INT32, name, max_len=max_len))
     wrong = (numbers < 0) | (numbers >= count)
     if wrong.any():

@@ -1,11 +1,11 @@
 """Codec of `Verdicts` and `Proposals` that avoids copies of arrays.
 
-They are protobuf messages (`exchange.proto`) whose arrays are `bytes` fields. Their outermost
-fields are written and read here: encoding copies each array once and features not at all, and
-decoded arrays are views of the received bytes.
+Both are protobuf messages (`exchange.proto`) whose arrays are `bytes` fields. This module reads and
+writes their outermost fields itself: encoding copies each array once and features not at all, and
+decoded arrays are views of the received bytes unless stated otherwise.
 
-S entries. Decoding only checks that all lengths agree: the reader checks single entries, because it
-knows its vocabulary and which session fails with an entry.
+Shapes: S entries. Decoding only checks that all lengths agree. The receiver checks the single
+entries, because it knows its vocabulary and the session that an invalid entry belongs to.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ ArrayT = TypeVar("ArrayT", bound=NDArray[np.generic])
 
 
 class _Field(NamedTuple):
-    """A field that is present."""
+    """One field of a message to encode."""
 
     number: int
     content: int | bytes
-    """A varint, or a length-delimited value."""
+    """Value of a varint field, or bytes of a length-delimited field."""
 
 
 class _Fragments(NamedTuple):
-    """A length-delimited field whose content lies in pieces."""
+    """A length-delimited field whose content is in several buffers."""
 
     number: int
     content: tuple[Buffer, ...]
 
 
 def encode_verdicts(verdicts: Verdicts) -> tuple[Buffer, ...]:
-    """An ExchangeResponse with these verdicts in pieces to be joined: features stay where they lie,
-    all else is copied."""
+    """Encode verdicts as an ExchangeResponse, in buffers that the caller joins. Feature buffers are
+    not copied; everything else is in one buffer."""
     columns = np.empty((_VERDICT_COLUMNS, len(verdicts)), dtype=_UINT32)
     columns[0], columns[1] = verdicts.handles, verdicts.starts
     columns[2], columns[3] = verdicts.token_counts, verdicts.feature_starts
@@ -105,7 +105,8 @@ def encode_verdicts(verdicts: Verdicts) -> tuple[Buffer, ...]:
 
 
 def encode_proposals(proposals: Proposals) -> bytes:
-    """An ExchangeRequest with these proposals; chains, and scores of 0, need no arrays."""
+    """Encode proposals as an ExchangeRequest. Parents of chains, and log-probs that are all 0, are
+    omitted."""
     chains = bool((proposals.parents == chain_parents(proposals.node_counts)).all())
     columns = np.empty((_PROPOSAL_COLUMNS, len(proposals)), dtype=_UINT32)
     columns[0], columns[1] = proposals.handles, proposals.prefix_lens
@@ -117,7 +118,7 @@ def encode_proposals(proposals: Proposals) -> bytes:
     ]
     if not chains:
         written.append(_array(pb.Proposals.PARENTS_FIELD_NUMBER, proposals.parents, _INT32))
-    # The sign of a zero counts.
+    # # Compare bits, so that -0.0 is not omitted.
     if np.ascontiguousarray(proposals.logprobs).view(np.uint32).any():
         written.append(_array(pb.Proposals.LOGPROBS_FIELD_NUMBER, proposals.logprobs, _FLOAT32))
     distributions = proposals.distributions
@@ -135,8 +136,8 @@ def encode_proposals(proposals: Proposals) -> bytes:
 
 
 def sole_content(data: Encoded, field: int) -> memoryview | None:
-    """The content of a frame that is its `field` and nothing else, as what rounds say nearly always
-    is; None: for `only_member` to look at."""
+    """Return the content of `field` if the frame contains nothing else, which is the usual case.
+    Returns None in all other cases, for which `only_member` must be called."""
     frame = memoryview(data)
     if not 2 <= len(frame) <= MAX_MESSAGE_BYTES or frame[0] != field << 3 | LENGTH_DELIMITED:
         return None
@@ -145,9 +146,10 @@ def sole_content(data: Encoded, field: int) -> memoryview | None:
 
 
 def only_member(data: Encoded, field: int) -> memoryview | None:
-    """The content of a frame's `field` if that is the message it holds; None for another message.
+    """Return the content of `field` if it is the frame's message, or None if the frame contains
+    another message.
 
-    Raises InvalidMessageError for a frame with that message and another one.
+    Raises InvalidMessageError for a frame with more than one message.
     """
     found: list[memoryview] = []
     others = 0
@@ -164,10 +166,10 @@ def only_member(data: Encoded, field: int) -> memoryview | None:
 
 
 def decode_verdicts(data: memoryview) -> Verdicts:
-    """Verdicts out of their submessage. Raises InvalidMessageError unless all lengths agree.
+    """Decode verdicts from their submessage. Raises InvalidMessageError unless all lengths agree.
 
-    Features are looked at where they lie; all that is checked is copied before, so that it does not
-    matter if `data` lies in memory that its writer can change (`ShmChannel.receive_views`).
+    Features are views of `data`. All arrays that are checked are copied first, so that it is safe
+    if the sender can still change `data`, as in shared memory (`ShmChannel.receive_views`).
     """
     content = _contents(data)
     columns = _columns(content, pb.Verdicts.COLUMNS_FIELD_NUMBER, _VERDICT_COLUMNS, "verdicts")
@@ -192,10 +194,9 @@ def decode_verdicts(data: memoryview) -> Verdicts:
 
 
 def decode_proposals(data: memoryview) -> Proposals:
-    """Proposals out of their submessage. Raises InvalidMessageError unless all lengths agree.
+    """Decode proposals from their submessage. Raises InvalidMessageError unless all lengths agree.
 
-    They are copied: drafts are small, may be kept for long, and torch wants arrays that can be
-    written to.
+    All arrays are copied: drafts are small, may be kept for long, and torch needs writable arrays.
     """
     content = _contents(data)
     columns = _columns(content, pb.Proposals.COLUMNS_FIELD_NUMBER, _PROPOSAL_COLUMNS, "proposals")
@@ -219,7 +220,7 @@ def decode_proposals(data: memoryview) -> Proposals:
 
 
 _LAST_MESSAGE: Final = pb.ExchangeRequest.BUNDLE_FIELD_NUMBER - 1
-"""Field numbers up to here are messages."""
+"""Highest field number of a message in a frame; higher numbers are the bundle and other fields."""
 _Contents = Mapping[int, int | memoryview]
 
 
@@ -268,7 +269,8 @@ def _distributions(content: _Contents, node_counts: Indices) -> DraftDistributio
 
 
 def _features(content: _Contents, counts: Indices, offsets: Indices) -> FeatureRows | None:
-    """Rows of which entry e has counts[e], from offsets[e] on; without offsets, in turn."""
+    """Decode the feature rows. Entry e has counts[e] rows, which begin at row offsets[e]; without
+    offsets, the rows of the entries follow each other."""
     data = content.get(pb.Verdicts.FEATURES_FIELD_NUMBER, b"")
     width = content.get(pb.Verdicts.FEATURE_WIDTH_FIELD_NUMBER, 0)
     tag = content.get(pb.Verdicts.FEATURE_DTYPE_FIELD_NUMBER, 0)
@@ -307,7 +309,7 @@ def _sized(array: ArrayT, expected: int, name: str) -> ArrayT:
 
 
 def _columns(content: _Contents, field: int, count: int, name: str) -> Indices:
-    """[count, S]: columns of a message with S entries, at least one."""
+    """Decode the columns of a message with S >= 1 entries, [count, S]."""
     flat = _indices(content, field, "columns")
     if len(flat) % count:
         raise_invalid(f"columns: {len(flat)} numbers are not {count} columns")
@@ -331,7 +333,8 @@ def _read(
 
 
 def _contents(data: memoryview) -> _Contents:
-    """Field contents by number; as ever in protobuf, the last of a number counts."""
+    """Return the field contents by number. Of repeated field numbers the last one counts, as in
+    protobuf."""
     return {name: content for name, content in parse_fields(data) if content is not None}
 
 
@@ -340,8 +343,8 @@ def _array(field: int, values: NDArray[np.generic], dtype: np.dtype[np.generic])
 
 
 def _raw(values: NDArray[np.generic]) -> Buffer:
-    """The bytes of an array, where they lie."""
-    # An empty array has no bytes to cast.
+    """Return a view of the bytes of an array, which is copied only if it is not contiguous."""
+    # # An empty array cannot be cast.
     if not values.size:
         return b""
     held: Any = values if values.flags.c_contiguous else values.copy()
@@ -351,8 +354,9 @@ def _raw(values: NDArray[np.generic]) -> Buffer:
 def _message(
     field: int, written: Iterable[_Field], last: _Fragments | None = None
 ) -> tuple[Buffer, ...]:
-    """A frame whose only field is the submessage of these, to be joined: `last` stays where it
-    lies, all else is one piece. Empty values are left out."""
+    """Encode a frame whose only field is a submessage with these fields, as buffers to be joined.
+    The buffers of `last` are not copied; the other fields are one buffer. Empty values are
+    omitted."""
     chunks: list[bytes] = []
     for name, content in written:
         if isinstance(content, int):

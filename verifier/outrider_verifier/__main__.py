@@ -1,8 +1,8 @@
 """Command line of the verifier process.
 
-Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout once it serves; logs go to
-stderr. Heavy modules are imported after the flags are parsed, so that --help and usage errors
-answer at once.
+The process prints one line {"event": "ready", "address": "HOST:PORT"} to stdout when it starts to
+serve; logs go to stderr. Heavy modules are imported after the flags are parsed, so that --help and
+usage errors respond at once.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ _EXIT_MISUSE = 2
 
 
 def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
-    """Configuration from a file, the environment and flags. Raises InvalidRequestError."""
+    """Return the configuration from a file, the environment and flags. Raises
+    InvalidRequestError."""
     return parse_config(VerifierConfig, make_parser(), argv, "verifier").config
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line; flags are stored by the keys that they set."""
+    """Return the argument parser. Each flag is stored under the configuration key that it sets."""
     parser = argparse.ArgumentParser(
         prog="outrider-verifier", description="Host the target model and verify drafts."
     )
@@ -132,8 +133,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def serve(config: VerifierConfig) -> int:
-    """Serve until SIGTERM, SIGINT or SIGHUP, then drain; or until the device is lost. The exit
-    status."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain; or stop when the device is lost. Return
+    the exit status."""
     with BusyCores.claim(config.busy_polling_cores) as busy_cores:
         return await _serve(config, busy_cores)
 
@@ -153,7 +154,7 @@ async def _serve(config: VerifierConfig, busy_cores: BusyCores) -> int:
     grpc_config = GrpcConfig(
         heartbeat=HeartbeatConfig(interval_s=interval_s, timeout_s=config.peer_timeout_ms / 1000.0),
         sessions_heartbeat=HeartbeatConfig(interval_s=interval_s, timeout_s=router_silence_s),
-        # A router that is stopped for a while answers no probe of its connection either.
+        # A router that is stopped for a while does not answer probes of its connection either.
         keepalive_timeout_s=router_silence_s,
         shm_channels=config.shared_memory,
     )
@@ -203,7 +204,7 @@ async def _serve(config: VerifierConfig, busy_cores: BusyCores) -> int:
 
 
 def _serve_metrics(config: VerifierConfig, service: VerifierService) -> str:
-    """Start the Prometheus endpoint; its address, "" if none is wanted."""
+    """Start the Prometheus endpoint. Return its address, or "" if it is disabled."""
     if config.metrics_port < 0:
         return ""
     return serve_metrics(
@@ -212,7 +213,7 @@ def _serve_metrics(config: VerifierConfig, service: VerifierService) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; the exit status."""
+    """Run the verifier process. Return the exit status."""
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
@@ -225,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             status = run_event_loop(serve(config))
         if status == EXIT_STALLED:
-            # The end of the interpreter could wait for the thread that hangs.
+            # The shutdown of the interpreter could wait for the thread that hangs.
             exit_now(status)
         return status
     except OutriderError as error:

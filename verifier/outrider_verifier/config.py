@@ -1,4 +1,5 @@
-"""Configuration of the verifier process: the fields of `VerifierConfig` are its TOML keys."""
+"""Configuration of the verifier process. The fields of `VerifierConfig` are the keys of its TOML
+file."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ from outrider_verifier.state.simulated_acceptance import parse_rates
 DTYPES = ("float32", "bfloat16")
 SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
 MAX_IN_PROCESS_DRAFT_LENGTH = 64
-"""Most draft tokens a round of an in-process drafter."""
+"""Maximum number of draft tokens per round of an in-process drafter."""
 MAX_EXCHANGE_TIMEOUT_MS = 1000.0
-"""Longest wait of a round for drafts of device_exchange, ms."""
+"""Maximum time that a round waits for drafts of device_exchange, in ms."""
 MAX_EXCHANGE_FAN_OUT = 32
-"""Most outcomes of a round that are drafted for while it runs."""
+"""Maximum number of outcomes of a round that are drafted for while the round runs."""
 MAX_EXCHANGE_AHEAD_SESSIONS = 16
-"""Most sessions of a round whose outcomes are drafted for."""
+"""Maximum number of sessions of a round whose outcomes are drafted for while the round runs."""
 MAX_EXCHANGE_DISTRIBUTION_IDS = 4096
-"""Most ids of a draft distribution of device_exchange."""
+"""Maximum number of ids in a draft distribution of device_exchange."""
 DEFAULT_KV_TOKENS = 32768
-"""KV budget where none is given and the size of the device's memory does not set one."""
+"""KV budget in tokens if none is configured and the device's memory does not determine one."""
 PLANNERS = AUTOMATIC_PLANNER, FIXED_PLANNER = ("automatic", "fixed")
 AUTOMATIC_PREEMPTION = "auto"
 PREEMPTION_MODES = (AUTOMATIC_PREEMPTION, *(way.value for way in PreemptionMode))
@@ -44,8 +45,8 @@ CPU_PREFILL, CUDA_PREFILL = 256, 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierConfig:
-    """Configuration of a verifier; the fields are the keys of its TOML file. Raises ValueError for
-    values out of range."""
+    """Configuration of a verifier; the fields are the keys of its TOML file. Raises ValueError if a
+    value is out of range."""
 
     model: str = ""
     """Target checkpoint: a safetensors directory, a .gguf file or a pulled model's name."""
@@ -262,26 +263,28 @@ class VerifierConfig:
 
     @property
     def is_on_cuda(self) -> bool:
-        """Whether the target computes on a CUDA device; else on cores that drafters share."""
+        """Whether the target computes on a CUDA device. Otherwise it computes on CPU cores that it
+        shares with drafters."""
         return self.device.startswith("cuda")
 
     @property
     def batch_wait_s(self) -> float:
-        """`batch_wait_ms` in seconds, with the automatic value resolved where that is a time."""
+        """`batch_wait_ms` in seconds. The automatic value is resolved if it is a time, and is 0 if
+        it is a number of rounds."""
         if self.batch_wait_ms != AUTOMATIC:
             return self.batch_wait_ms / 1000.0
         return CUDA_GATHER_S if self.is_on_cuda else 0.0
 
     @property
     def batch_wait_rounds(self) -> float:
-        """The automatic value where that is a number of rounds; 0: it is a time."""
+        """Automatic value of `batch_wait_ms` as a number of rounds; 0 if it is a time."""
         automatic = self.batch_wait_ms == AUTOMATIC and not self.is_on_cuda
         return CPU_GATHER_ROUNDS if automatic else 0.0
 
     @property
     def max_proposal_wait_s(self) -> float:
-        """The longest wait for a proposal where the planner chooses it, unless two rounds take
-        longer: what a stopped drafter costs."""
+        """Maximum wait for a proposal if the planner chooses the wait, in seconds, unless two
+        rounds take longer. This is the time that a stopped drafter costs."""
         return CUDA_CEILING_S if self.is_on_cuda else CPU_CEILING_S
 
     @property
@@ -292,22 +295,23 @@ class VerifierConfig:
 
     @property
     def feature_dtype(self) -> TensorDtype:
-        """Element type in which features cross the wire: the target's own."""
+        """Element type of features in messages, which is the target's dtype."""
         return TensorDtype(self.dtype)
 
     @property
     def preemption_mode(self) -> PreemptionMode | None:
-        """How preempted sessions get their KV back; None: as `preemption` says of auto."""
+        """How preempted sessions get their KV back; None if `preemption` is auto."""
         return None if self.preemption == AUTOMATIC_PREEMPTION else PreemptionMode(self.preemption)
 
     @property
     def has_in_process_drafter(self) -> bool:
-        """Whether a head drafts in this process."""
+        """Whether a draft head makes drafts in this process."""
         return self.placement != SEPARATE
 
     @property
     def in_process_tree_nodes(self) -> int:
-        """Draft tokens of trees of the in-process drafter beside its chains; 0: there are none."""
+        """Number of draft tokens of the trees that the in-process drafter may make instead of
+        chains; 0 if it makes no such trees."""
         chooses = self.planner == AUTOMATIC_PLANNER and not self.simulated_acceptance
         if not (self.has_in_process_drafter and chooses and self.draft_top_k == 1):
             return 0
@@ -316,7 +320,8 @@ class VerifierConfig:
 
     @property
     def exchanges_on_device(self) -> bool:
-        """Whether a drafter on another device may exchange with this one's memory."""
+        """Whether a drafter on another device may exchange drafts and features with this process
+        directly."""
         if self.has_in_process_drafter or not may_exchange(self.device_exchange, self.device):
             return False
         fits = self.draft_top_k == 1 and self.draft_length <= self.max_tree_nodes
@@ -324,7 +329,7 @@ class VerifierConfig:
 
     @property
     def simulated_rates(self) -> tuple[float, ...]:
-        """Conditional acceptance rates by draft position; empty where nothing is simulated."""
+        """Conditional acceptance rates by draft position; empty if acceptance is not simulated."""
         return parse_rates(self.simulated_acceptance, self.draft_length)
 
     def _check_drafting(self) -> None:

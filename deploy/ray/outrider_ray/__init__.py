@@ -11,8 +11,8 @@ cluster.py                 Ray cluster lifecycle: start or join Ray, and stop it
 commands.py                Commands `status`, `stop` and `node`: control of a detached fleet and of
                            a Ray node.
 config.py                  Launcher configuration; each field is a key of its TOML file.
-embedded_router.py         Router inside the launcher's process: client API over gRPC, fleet over
-                           Ray.
+embedded_router.py         Router inside the launcher's process: serves clients over gRPC and
+                           HTTP, and talks to the fleet over Ray.
 fixed_keys.py              Configuration keys that the launcher sets itself or that have no meaning
                            under Ray.
 fleet.py                   Actors of one fleet: placement, restart, adding and removing.

@@ -38,7 +38,8 @@ def parse_args(argv: Sequence[str] | None = None) -> RayFleetConfig:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command line; each flag is stored under the configuration key it sets."""
+    """Return the parser of the command line. Each flag is stored under the configuration key that
+    it sets."""
     parser = argparse.ArgumentParser(
         prog="outrider ray",
         description="Serve a model with verifiers and drafters as Ray actors.",
@@ -229,7 +230,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def serve(config: RayFleetConfig) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. Ray must be up."""
+    """Serve until SIGTERM or SIGINT, then drain. Ray must have been initialised."""
     from outrider_ray.fleet_lifecycle import supervise
 
     stop = asyncio.Event()
@@ -245,7 +246,7 @@ async def serve(config: RayFleetConfig) -> None:
 
 
 def _detach(config: RayFleetConfig) -> None:
-    """Start a fleet that goes on without this process."""
+    """Start a fleet that continues to run after this process has ended."""
     from outrider_ray.supervisor import start_detached
 
     status = start_detached(config)
@@ -253,14 +254,14 @@ def _detach(config: RayFleetConfig) -> None:
 
 
 def _say_ready(**addresses: str) -> None:
-    """The ready line, with the addresses that there are."""
+    """Print the ready line with all addresses that are not empty."""
     found = {name: address for name, address in addresses.items() if address}
     sys.stdout.write(json.dumps({"event": "ready"} | found) + "\n")
     sys.stdout.flush()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; the exit status."""
+    """Run the command line and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         with explain_missing_packages("Ray as a runtime"):

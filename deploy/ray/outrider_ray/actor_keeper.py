@@ -15,25 +15,28 @@ from outrider.transport.ray import ActorLocation, RayEndpoint
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.2
-"""Time between two looks at an actor."""
+"""Seconds between two checks of an actor."""
 MAX_HANG_S = 30.0
-"""An actor whose event loop answers nothing for this long is killed, and by that replaced."""
+"""Maximum time, in seconds, for which an actor's event loop may not respond. Then the actor is
+killed and thereby replaced."""
 MIN_BACKOFF_S = 0.5
 MAX_PAUSE_S = 30.0
 MIN_STABLE_S = 60.0
-"""An actor that ran for this long is replaced after the first pause again."""
+"""Seconds after which a running actor counts as stable, so that its next replacement has the
+shortest pause again."""
 
 
 def next_pause(pause_s: float, ran_s: float) -> float:
-    """Pause before the replacement of an actor that ran for `ran_s`, given the one before."""
+    """Return the seconds to wait before replacing an actor that ran for `ran_s` seconds, after a
+    previous pause of `pause_s`."""
     return MIN_BACKOFF_S if ran_s > MIN_STABLE_S else min(MAX_PAUSE_S, 2.0 * pause_s)
 
 
 class ActorKeeper:
-    """Keeps the actor of one name alive."""
+    """Keeps the actor with one name alive."""
 
     def __init__(self, name: str, serve: Callable[[], Awaitable[RayEndpoint]]) -> None:
-        """`serve` starts the actor, or finds it, and waits until it is ready."""
+        """`serve` starts the actor, or finds a running one, and waits until it is ready."""
         self.name = name
         self._serve = serve
         self._endpoint: RayEndpoint | None = None
@@ -41,11 +44,12 @@ class ActorKeeper:
 
     @property
     def where(self) -> ActorLocation | None:
-        """Where the actor is; None while there is none that is ready."""
+        """Location of the actor, or None while no actor is ready."""
         return None if self._endpoint is None else self._endpoint.where
 
     async def start(self) -> None:
-        """Start the actor. Raises what its endpoint raised, or UnavailableError."""
+        """Start the actor and wait until it is ready. Raises UnavailableError, or the error of its
+        endpoint."""
         began = time.monotonic()
         self._endpoint = await self._serve()
         seconds = round(time.monotonic() - began, 2)
@@ -53,12 +57,12 @@ class ActorKeeper:
         logger.info("actor started", extra=facts)
 
     def keep(self) -> None:
-        """Begin to replace the actor when it dies."""
+        """Start to replace the actor whenever it dies."""
         self._task = asyncio.create_task(self._keep())
 
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
-        """Stop the actor, within a bounded time; `drain_timeout_s`: after its sessions went
-        elsewhere."""
+        """Stop the actor within a bounded time. With `drain_timeout_s` (in seconds), a verifier
+        first hands over its sessions."""
         await self.detach()
         if self._endpoint is not None:
             if drain_timeout_s:
@@ -66,7 +70,7 @@ class ActorKeeper:
             await self._endpoint.stop()
 
     async def detach(self) -> None:
-        """Keep the actor no longer; it goes on."""
+        """Stop replacing the actor, which continues to run."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
@@ -84,7 +88,7 @@ class ActorKeeper:
             try:
                 await self.start()
             except OutriderError as error:
-                # Among them that Ray has not yet freed the name.
+                # # One such error is that Ray has not yet freed the actor's name.
                 problem = {"actor": self.name, "problem": error.message, "pause_s": pause_s}
                 logger.error("actor start failed", extra=problem)
 

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 ServiceT = TypeVar("ServiceT", "VerifierService", "DrafterService")
 
 LOST_GRACE_S = 1.0
-"""Time in which a lost device's sessions can be told of it before their actor ends."""
+"""Seconds between the loss of a device and the end of its actor, in which sessions receive the
+error."""
 
 
 @asynccontextmanager
 async def verifier_endpoint(config: VerifierConfig) -> AsyncGenerator[VerifierService]:
-    """A verifier in this actor, its model loaded."""
+    """Run a verifier in this actor, with its model loaded."""
     prepare(config.threads, config.log_level)
     from outrider_verifier.hooks import VerifierHooks
     from outrider_verifier.server.service_builder import build_service
@@ -54,7 +55,7 @@ async def verifier_endpoint(config: VerifierConfig) -> AsyncGenerator[VerifierSe
 async def drafter_endpoint(
     config: DrafterConfig, ray_config: RayConfig
 ) -> AsyncGenerator[DrafterService]:
-    """A drafter in this actor, which reaches verifiers by their actors' names."""
+    """Run a drafter in this actor. The drafter finds verifiers by their actors' names."""
     prepare(config.threads, config.log_level)
     from outrider_drafter.hooks import DrafterHooks, VerifierAccess
     from outrider_drafter.server.build import build_service
@@ -78,7 +79,8 @@ async def _built(
     end: Callable[[ServiceT], Coroutine[Any, Any, None]],
     busy_polling_cores: int,
 ) -> AsyncGenerator[ServiceT]:
-    """What `build` makes, until `end`, in a process tuned for it that ends with its device."""
+    """Build a service and yield it, with the process tuned for the service; call `end` when the
+    context is left. The process exits if the service loses its device."""
     with BusyCores.claim(busy_polling_cores) as busy_cores:
         service = await run_in_short_thread(build, busy_cores)
         tune_process()
@@ -92,22 +94,21 @@ async def _built(
 
 
 async def end_when(lost: asyncio.Event) -> None:
-    """End this actor once its device is lost or its engine hangs; its keeper puts a new one in its
-    place."""
+    """End this actor once its device is lost or its engine hangs; its keeper then replaces it."""
     await lost.wait()
     exit_within(LOST_GRACE_S + EXIT_GRACE_S, EXIT_STALLED)
     await asyncio.sleep(LOST_GRACE_S)
-    # Ray's workers end on it with status 1, behind the calls that they are answering.
+    # # On SIGTERM, Ray's workers exit with status 1 after answering their current calls.
     signal.raise_signal(signal.SIGTERM)
 
 
 def prepare(threads: int, log_level: str) -> None:
-    """Logs as JSON on stderr, which Ray keeps; the number of threads, and how long they wait awake,
-    before torch reads it."""
+    """Set up JSON logs on stderr, which Ray collects, and the OpenMP settings for compute threads,
+    which must be set before torch is imported. `threads` 0 leaves their number to torch."""
     setup_logging(log_level)
-    # Ray's own adds a field to every record.
+    # # Ray's own record factory adds a field to every record.
     logging.setLogRecordFactory(logging.LogRecord)
-    # Ray sets one thread for an actor that reserves no CPU.
+    # # Ray sets OMP_NUM_THREADS to 1 for an actor that reserves no CPU.
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     else:

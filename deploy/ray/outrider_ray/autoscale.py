@@ -1,8 +1,8 @@
-"""Autoscaling policy: number of verifiers and drafters of a fleet. Pure: load in, actions out.
+"""Autoscaling policy: number of verifiers and drafters of a fleet. Pure: decides from the load.
 
-A pool is *hot* while requests queue or its members are nearly full, *cold* while one member fewer
-suffices. A pool changes only after a state has lasted, by one change at a time, with a pause after
-each change.
+A pool is the members of one role. It is *hot* while requests queue or its members are nearly full,
+and *cold* while one member fewer would suffice. A pool changes only after such a state has lasted
+for some time, by one member at a time, with a pause after each change.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ class AutoscaleConfig:
     max_drafters: int = 0
     """Maximum number of drafters; 0 means the number at the start."""
     queue_per_verifier: float = 4.0
-    """Waiting requests per verifier from which a verifier is added."""
+    """Number of waiting requests per verifier at which a verifier is added."""
     sessions_per_drafter: int = 64
-    """Sessions of a fully loaded drafter, unless its own maximum is lower."""
+    """Number of sessions at which a drafter counts as full, unless its own maximum is lower."""
     high_load: float = 0.85
     """Load, as a share of the members' capacity, from which a member is added."""
     low_load: float = 0.6
     """A member is removed if the load of the others would then be at most this share."""
     up_after_s: float = 5.0
-    """Time that the load must stay high before a pool grows."""
+    """Time in seconds that the load must stay high before a pool grows."""
     down_after_s: float = 120.0
-    """Time that the load must stay low before a pool shrinks."""
+    """Time in seconds that the load must stay low before a pool shrinks."""
     cool_down_s: float = 30.0
-    """Minimum time between two changes of a pool."""
+    """Minimum time between two changes of a pool, in seconds."""
     drain_timeout_s: float = 60.0
-    """Maximum time for moving the sessions of a removed member."""
+    """Maximum time for moving the sessions of a removed member, in seconds."""
     look_s: float = 1.0
-    """Interval at which the load is evaluated."""
+    """Interval at which the load is evaluated, in seconds."""
 
     def __post_init__(self) -> None:
         for name in ("max_verifiers", "max_drafters", "up_after_s", "down_after_s", "cool_down_s"):
@@ -51,7 +51,8 @@ class AutoscaleConfig:
             raise ValueError("low_load and high_load must satisfy 0 < low_load < high_load <= 1")
 
     def max_members(self, role: MemberRole, least: int) -> int:
-        """Most members of a role of which `least` are there always."""
+        """Return the maximum number of members of a role, which is never less than the minimum
+        `least`."""
         return max(least, (self.max_verifiers, self.max_drafters)[role])
 
 
@@ -62,9 +63,9 @@ class MemberLoad:
     member: FleetMember
     sessions: int = 0
     load: float = 0.0
-    """Share of what it can take that is taken, 0 to 1 (more: overcommitted)."""
+    """Used share of the member's capacity, from 0 to 1 (more if overcommitted)."""
     ready: bool = True
-    """Whether it serves; otherwise it is being made, or replaced."""
+    """Whether the member serves; otherwise it is being created or replaced."""
     leaving: bool = False
 
 
@@ -74,27 +75,27 @@ class PoolState:
 
     role: MemberRole
     min_members: int
-    """Members that are never let go: those with numbers below it."""
+    """Minimum number of members: those with an index below it are never removed."""
     max_members: int
     members: tuple[MemberLoad, ...]
     waiting: int = 0
-    """Requests that queue for this pool."""
+    """Number of requests that wait for this pool."""
     hot_since: float | None = None
     cold_since: float | None = None
     changed_at: float | None = None
-    """When this pool was changed last, seconds."""
+    """Time of the pool's last change, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """Make one more member."""
+    """Action: create one more member."""
 
     member: FleetMember
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Have a member hand its sessions to others, then let it go."""
+    """Action: move a member's sessions to other members, then remove the member."""
 
     member: FleetMember
 
@@ -104,7 +105,8 @@ Action = Create | Drain
 
 @dataclass(slots=True)
 class Memory:
-    """Since when a pool is hot or cold, and when it was changed; seconds of one clock."""
+    """Times since which a pool is hot or cold, and time of its last change, in seconds of one
+    clock."""
 
     hot_since: float | None = None
     cold_since: float | None = None
@@ -113,7 +115,7 @@ class Memory:
 
 @dataclass(slots=True)
 class Memories:
-    """The memory of each pool."""
+    """The `Memory` of each pool, by role."""
 
     of: dict[MemberRole, Memory] = field(
         default_factory=lambda: {role: Memory() for role in MemberRole}
@@ -122,19 +124,20 @@ class Memories:
     def note(
         self, pools: Mapping[MemberRole, PoolState], config: AutoscaleConfig, now: float
     ) -> None:
-        """Note who is hot or cold at this look."""
+        """Update since when each pool is hot or cold, at time `now`."""
         for role, pool in pools.items():
             memory = self.of[role]
             memory.hot_since = _since(memory.hot_since, is_hot(pool, config), now)
             memory.cold_since = _since(memory.cold_since, is_cold(pool, config), now)
 
     def changed(self, role: MemberRole, now: float) -> None:
-        """A change of this pool begins: what was seen before it says nothing any more."""
+        """Record a change of this pool, which invalidates earlier measurements."""
         self.of[role] = Memory(changed_at=now)
 
 
 def plan_scaling(state: PoolState, config: AutoscaleConfig, now: float) -> Action | None:
-    """The change that a pool needs now, if any; `now` is of the clock of `state`."""
+    """Return the change that a pool needs now, or None. `now` is in seconds of the clock of
+    `state`."""
     steady = all(each.ready and not each.leaving for each in state.members)
     cooling = state.changed_at is not None and now - state.changed_at < config.cool_down_s
     if not steady or cooling:
@@ -143,14 +146,14 @@ def plan_scaling(state: PoolState, config: AutoscaleConfig, now: float) -> Actio
         return Create(_next_member(state))
     spare = [each for each in state.members if each.member.index >= state.min_members]
     if _lasts(state.cold_since, config.down_after_s, now) and spare:
-        # Who has least to hand over; among equals the youngest.
+        # # The member with the fewest sessions; among equals the one added last.
         idlest = min(spare, key=lambda each: (each.sessions, -each.member.index))
         return Drain(idlest.member)
     return None
 
 
 def is_hot(state: PoolState, config: AutoscaleConfig) -> bool:
-    """Whether one member more would be of use."""
+    """Return whether a pool needs one more member."""
     ready = [each for each in state.members if each.ready and not each.leaving]
     if not ready:
         return False
@@ -159,7 +162,7 @@ def is_hot(state: PoolState, config: AutoscaleConfig) -> bool:
 
 
 def is_cold(state: PoolState, config: AutoscaleConfig) -> bool:
-    """Whether one member fewer would do."""
+    """Return whether one member fewer would suffice."""
     ready = [each for each in state.members if each.ready and not each.leaving]
     if state.waiting or len(ready) < 2:
         return False

@@ -20,25 +20,26 @@ from outrider_ray.config import RayFleetConfig
 logger = logging.getLogger(__name__)
 
 NICENESS = "RAY_worker_niceness"
-"""Ray's own setting is 15: an actor then gets a thirtieth of a core that something else wants."""
+"""Environment variable with the niceness of Ray's workers. With Ray's default of 15, an actor gets
+only a thirtieth of a core that another process wants, too."""
 STOP_RAY_S = 10.0
-"""Time that Ray gets to stop itself; then its local processes are killed."""
+"""Seconds that Ray has to stop itself before its local processes are killed."""
 _OBJECT_STORE_BYTES = 256 << 20
-"""Shared memory of a local Ray: only bulk frames in flight go through it."""
+"""Bytes of shared memory of a local Ray, which only holds large frames in flight."""
 _PROC = Path("/proc")
 
 
 @contextmanager
 def ray_cluster(config: RayFleetConfig) -> Generator[None]:
-    """Ray, started here or joined; stopped (or left) at the end.
+    """Start or join Ray; stop or leave it at the end.
 
-    Call it on the main thread: the processes that it starts end with the thread that started
-    them, so that they go even if this process is killed. Raises UnavailableError.
+    Must be called on the main thread: the processes that it starts end with the thread that started
+    them, so that they end even if this process is killed. Raises UnavailableError (NO_RAY).
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray would warn at the start of every process that this is going to be its default.
+    # # Avoids a warning of Ray at the start of every process about a future default.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Ray's workers are nice, to the system's daemons: here they are what serves.
+    # # By default Ray's workers yield to other processes; here the workers serve requests.
     os.environ.setdefault(NICENESS, "0")
     import ray
 
@@ -47,7 +48,7 @@ def ray_cluster(config: RayFleetConfig) -> Generator[None]:
         ray.init(**init_options(config))
     except (RuntimeError, OSError, ValueError) as error:
         raise UnavailableError(f"Ray did not start: {error}", reason="NO_RAY") from error
-    # Ray's own adds a field to every record.
+    # # Ray's own record factory adds a field to every record.
     logging.setLogRecordFactory(logging.LogRecord)
     seconds = round(time.monotonic() - began, 2)
     logger.info("Ray started", extra={"joined": config.ray_address, "seconds": seconds})
@@ -58,11 +59,11 @@ def ray_cluster(config: RayFleetConfig) -> Generator[None]:
 
 
 def init_options(config: RayFleetConfig) -> dict[str, Any]:
-    """Arguments of `ray.init`."""
+    """Return the arguments of `ray.init`."""
     options: dict[str, Any] = {
         "namespace": config.namespace,
         "log_to_driver": False,
-        # Ray's own records go the way of all others: JSON lines on stderr.
+        # # Ray's records go to the same handlers as all others: JSON lines on stderr.
         "configure_logging": False,
     }
     if config.ray_address:
@@ -71,9 +72,9 @@ def init_options(config: RayFleetConfig) -> dict[str, Any]:
     actors = sum(most)
     named = ((config.resource_of(role), float(most[role])) for role in config.roles)
     return options | {
-        # Never one that happens to run here, whatever the environment says.
+        # # Never join a Ray that happens to run on this machine.
         "address": "local",
-        # Ray starts as many workers in advance; each actor takes one.
+        # # Ray starts one worker per CPU in advance, and each actor uses one.
         "num_cpus": max(actors, math.ceil(actors * config.cpus_per_actor)),
         "include_dashboard": False,
         "object_store_memory": _OBJECT_STORE_BYTES,
@@ -92,37 +93,38 @@ def _stop_ray() -> None:
         logger.warning("Ray did not stop; its processes are killed")
     for process in started:
         process.kill()
-    # With its processes gone, nothing is left that a hanging shutdown could wait for.
+    # # Without its processes, a hanging shutdown has nothing left to wait for.
     stopper.join(STOP_RAY_S)
 
 
 class LocalProcess:
-    """A local process, identified so that a reused process id is not mistaken for it."""
+    """A local process, identified by its id and start time, because ids are reused."""
 
     def __init__(self, pid: int) -> None:
-        """Raises OSError if there is no such process."""
+        """Identify the process with this id. Raises OSError if there is no such process."""
         self.pid = pid
         _, self.parent, self._started = _read_stat(pid)
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """Whether the process still runs."""
         try:
             state, _, started = _read_stat(self.pid)
         except OSError:
             return False
-        # A dead process stays listed until its parent asks for its status.
+        # # A dead process stays listed until its parent reaps it.
         return started == self._started and state != "Z"
 
     def kill(self) -> None:
-        """Kill it if it is still there."""
+        """Kill the process if it still runs."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[LocalProcess]:
-    """All processes that `pid` started and that these started; empty where there is no /proc."""
+    """Return all descendants of process `pid`: its children, their children and so on. Empty if
+    there is no /proc."""
     children: dict[int, list[LocalProcess]] = {}
     for entry in _PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -137,7 +139,7 @@ def descendants(pid: int) -> list[LocalProcess]:
 
 
 def _read_stat(pid: int) -> tuple[str, int, int]:
-    """(state, parent's id, start time in clock ticks since boot)."""
-    # The second field is the program's name in parentheses and may hold anything.
+    """Return (state, parent's id, start time in clock ticks since boot) of a process."""
+    # # The second field is the program's name in parentheses, which may contain any character.
     fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[1]), int(fields[19])

@@ -46,7 +46,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def describe(status: FleetStatus) -> Iterator[str]:
-    """A line for the fleet and one for each of its actors."""
+    """Yield a line for the fleet and one for each of its actors."""
     parts = [f"fleet {status.state}"]
     if status.address:
         parts.append(f"clients at {status.address}")
@@ -66,7 +66,8 @@ def describe(status: FleetStatus) -> Iterator[str]:
 
 @contextmanager
 def joined(address: str, namespace: str) -> Iterator[None]:
-    """A connection to a running cluster. Raises UnavailableError."""
+    """Connect to a running Ray cluster, and disconnect at the end. Raises UnavailableError
+    (NO_RAY)."""
     import ray
 
     try:
@@ -82,7 +83,7 @@ def joined(address: str, namespace: str) -> Iterator[None]:
 
 
 def make_command_parser(name: str) -> argparse.ArgumentParser:
-    """The command line of `status` or `stop`."""
+    """Return the parser of the command `status` or `stop`."""
     texts = {
         STATUS: "Show the state of a detached fleet.",
         STOP: "Drain a detached fleet and stop it.",

@@ -124,9 +124,9 @@ class RayFleetConfig:
     drafter_resource: str = ""
     """Custom Ray resource of which each drafter reserves one unit."""
     start_timeout_s: float = 600.0
-    """Maximum time for placing an actor and loading its model."""
+    """Maximum time for placing an actor and loading its model, in seconds."""
     drain_timeout_s: float = 5.0
-    """Time that running requests get to finish after SIGTERM."""
+    """Time in seconds that running requests get to finish after SIGTERM."""
     log_level: Annotated[str, OneOf(LOG_LEVELS)] = "INFO"
     """Lowest log level that is written to stderr."""
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
@@ -172,7 +172,7 @@ class RayFleetConfig:
         if self.start_timeout_s <= 0:
             raise ValueError("start_timeout_s must be positive")
         if self.ray_address.startswith("ray://"):
-            # A client session has no raylet of its own: actor calls would take a detour.
+            # # A Ray client has no local raylet, so that actor calls would be relayed.
             raise ValueError(
                 "ray_address must not be a ray:// address: start the launcher on a node of the "
                 "cluster"
@@ -246,7 +246,7 @@ class RayFleetConfig:
         return RayConfig(
             namespace=self.namespace,
             exchange=self.exchange,
-            # A local Ray is for this machine alone.
+            # # A local Ray is only used from this machine.
             listen_host="" if self.ray_address else LOCAL_HOST,
             start_timeout_s=self.start_timeout_s,
         )
@@ -339,7 +339,7 @@ def drafter_config(config: RayFleetConfig, index: int = 0) -> DrafterConfig | No
             "device_exchange": config.exchange_mode,
             "cuda_graphs": config.cuda_graphs,
             "threads": config.actor_threads,
-            # One that computes on cores needs them for itself.
+            # # A drafter that computes on the CPU needs the cores itself.
             "busy_polling_cores": config.busy_polling_cores if device != CPU else 0,
             "drafter_id": FleetMember(MemberRole.DRAFTER, index).name,
             "log_level": config.log_level,
@@ -373,6 +373,6 @@ def router_config(config: RayFleetConfig, model: Path) -> RouterConfig:
 
 
 def _portable(name_or_path: str) -> str:
-    """A path that does not depend on this process's directory; names stay names."""
+    """Return a path as an absolute path, and a name unchanged."""
     path = Path(name_or_path).expanduser()
     return str(path.resolve()) if name_or_path and path.exists() else name_or_path

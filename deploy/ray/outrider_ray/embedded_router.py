@@ -1,4 +1,5 @@
-"""Router inside the launcher's process: client API over gRPC, fleet over Ray."""
+"""Router inside the launcher's process: serves clients over gRPC and HTTP, and talks to the fleet
+over Ray."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from outrider_ray.config import RayFleetConfig, router_config
 logger = logging.getLogger(__name__)
 
 READY_WAIT_S = 15.0
-"""How long the ready line waits for a healthy verifier with its drafter attached."""
+"""Maximum wait of the ready line, in seconds, for healthy verifiers with drafters attached."""
 _LOOK_S = 0.05
 
 
@@ -36,14 +37,14 @@ class EmbeddedRouter:
     address: str
     """HOST:PORT of the client API."""
     http: str
-    """HOST:PORT of OpenAI's API over HTTP, "" if there is none."""
+    """HOST:PORT of the OpenAI-compatible HTTP API; "" if there is none."""
     metrics: str
-    """HOST:PORT of the Prometheus endpoint, "" if there is none."""
+    """HOST:PORT of the Prometheus endpoint; "" if there is none."""
 
 
 @asynccontextmanager
 async def serve_front(config: RayFleetConfig) -> AsyncGenerator[EmbeddedRouter]:
-    """Serve clients; the fleet's actors have been started."""
+    """Run a router that serves clients. The fleet's actors must have been started."""
     model = await asyncio.to_thread(resolve_model, config.model)
     router = router_config(config, model)
     tokenizer = await asyncio.to_thread(Tokenizer.load, model)
@@ -75,7 +76,7 @@ async def serve_front(config: RayFleetConfig) -> AsyncGenerator[EmbeddedRouter]:
 
 
 async def _gathered(service: RouterService) -> None:
-    """Wait, within a bound, until the first request will find verifier and drafter."""
+    """Wait, for at most READY_WAIT_S, until all verifiers are healthy and all drafters serve."""
     registry = service.registry
     verifiers, drafters = registry.verifiers.values(), registry.drafters.values()
     try:

@@ -16,7 +16,7 @@ ROUTER = frozenset(
 _ACTOR = frozenset(
     {"listen", "health_listen", "metrics_port", "metrics_host", "trace_file", "drain_timeout_s"}
 )
-"""An actor opens no ports but that of its exchange, and ends as Ray says."""
+"""Keys that no actor uses: an actor opens no port except for its exchange, and Ray ends it."""
 VERIFIER = _ACTOR | {
     *(
         "model",
@@ -30,7 +30,7 @@ VERIFIER = _ACTOR | {
     ),
     *("placement", "draft_length", "draft_top_k", "planner", "cuda_graphs", "simulated_acceptance"),
     *("threads", "busy_polling_cores", "kv_tokens", "prefix_cache", "max_sessions", "log_level"),
-    # The transport's own heartbeats are those of its configuration.
+    # # Heartbeats are settings of the Ray transport.
     *("heartbeat_ms", "peer_timeout_ms", "router_silence_ms"),
 }
 DRAFTER = _ACTOR | {

@@ -23,15 +23,17 @@ from outrider_ray.members import FleetMember, MemberRole, member_of
 from outrider_ray.placement import ActorPlacement, with_gpu_share
 
 ServeActor = Callable[..., Awaitable[RayEndpoint]]
-"""Starts an actor: `serve_verifier` or `serve_drafter`."""
+"""Function that starts an actor: `serve_verifier` or `serve_drafter`."""
 
 
 class ActorFleet:
     """Places, keeps alive, adds and removes the actors of one fleet."""
 
     def __init__(self, config: RayFleetConfig) -> None:
-        """Ray must be up. Raises InvalidRequestError where the parts do not fit together, and
-        UnavailableError where there is no GPU for those that compute on one.
+        """Create a fleet without starting it. Ray must have been initialised.
+
+        Raises InvalidRequestError if the configurations do not fit together, and UnavailableError
+        if an actor needs a GPU and there is none.
         """
         self._config = config = with_gpu_share(config)
         self._places = ActorPlacement(config)
@@ -39,19 +41,19 @@ class ActorFleet:
 
     @property
     def members(self) -> dict[FleetMember, ActorLocation | None]:
-        """Where each actor is; None while it is being made, or replaced."""
+        """Location of each actor; None while the actor is being created or replaced."""
         return {member: keeper.where for member, keeper in self._keepers.items()}
 
     async def start(self) -> None:
-        """Reserve places, then start all actors at once; returns when all are ready."""
+        """Reserve placement groups, start all actors at once, and wait until all are ready."""
         await self._places.reserve(self._config.cells)
         await asyncio.gather(*(keeper.start() for keeper in self._keepers.values()))
         for keeper in self._keepers.values():
             keeper.keep()
 
     async def resume(self) -> None:
-        """Keep the actors of a detached fleet whose supervisor is gone; what is missing is made
-        behind this, as if it had died just now."""
+        """Take over the actors of a detached fleet whose supervisor died. Missing actors are
+        created in the background, as if they had just died."""
         grown = await asyncio.to_thread(existing_members, self._config.namespace)
         own = [member for member in grown if member not in self._keepers]
         self._keepers |= {member: self._keeper(member) for member in own}
@@ -60,11 +62,11 @@ class ActorFleet:
             keeper.keep()
 
     async def detach(self) -> None:
-        """Keep the actors no longer, which go on."""
+        """Stop replacing the actors, which continue to run."""
         await asyncio.gather(*(keeper.detach() for keeper in self._keepers.values()))
 
     async def add(self, member: FleetMember) -> None:
-        """Place and start one more actor. Raises UnavailableError, or what its endpoint raised."""
+        """Place and start one more actor. Raises UnavailableError, or the error of its endpoint."""
         if member in self._keepers:
             raise FailedPreconditionError(
                 f"the actor {member.name} already exists", reason="MEMBER_EXISTS"
@@ -80,20 +82,22 @@ class ActorFleet:
         keeper.keep()
 
     async def remove(self, member: FleetMember, drain_timeout_s: float) -> None:
-        """Let an actor go that `add` made, once its sessions are elsewhere."""
+        """Remove an actor that `add` created. A verifier first hands over its sessions, within
+        `drain_timeout_s` seconds."""
         keeper = self._keepers[member]
-        # A drafter's sessions are taken from it by the router.
+        # # The router has already moved a drafter's sessions.
         await keeper.stop(drain_timeout_s if member.role is MemberRole.VERIFIER else 0.0)
         self._keepers.pop(member)
         await self._places.give_back(member)
 
     async def stop(self) -> None:
-        """Stop all actors, then give their places back."""
+        """Stop all actors, then release their placement groups."""
         await asyncio.gather(*(keeper.stop() for keeper in self._keepers.values()))
         await self._places.release()
 
     def _keeper(self, member: FleetMember) -> ActorKeeper:
-        """Raises InvalidRequestError."""
+        """Return the keeper of a member. Raises InvalidRequestError for an invalid
+        configuration."""
         config = self._config
         if member.role is MemberRole.VERIFIER:
             verifier = partial(verifier_endpoint, verifier_config(config, member.index))
@@ -117,7 +121,7 @@ class ActorFleet:
 
 
 def existing_members(namespace: str) -> list[FleetMember]:
-    """The members of a fleet whose actors Ray knows."""
+    """Return the members whose actors exist in this Ray namespace, sorted."""
     from ray.util import list_named_actors
 
     known: Any = list_named_actors(all_namespaces=True)

@@ -18,7 +18,7 @@ from outrider_ray.scaler import FleetScaler
 logger = logging.getLogger(__name__)
 
 ServingCallback = Callable[[ActorFleet, EmbeddedRouter], None]
-"""Hears that clients are served."""
+"""Function that is called once clients are served."""
 
 
 async def supervise(
@@ -28,11 +28,10 @@ async def supervise(
     *,
     resume: bool = False,
 ) -> None:
-    """Serve until `stop` is set, then drain and stop the fleet. Ray must be up.
+    """Serve until `stop` is set, then drain and stop the fleet. Ray must have been initialised.
 
-    resume: go on with the actors that a dead supervisor has left; those that are missing are made
-    while clients are served.
-    Raises any error of `outrider.errors` for a fleet that does not start.
+    With `resume`, continue with the actors of a supervisor that died; missing actors are created
+    while clients are served. Raises OutriderError if the fleet does not start.
     """
     fleet = ActorFleet(config)
     try:
@@ -42,7 +41,7 @@ async def supervise(
             return await fleet.stop()
         await _serve_clients(config, fleet, stop, on_serving)
     except BaseException:
-        # Another attempt finds the actors where they are.
+        # # Leave resumed actors running for the next attempt.
         await (fleet.detach() if resume else fleet.stop())
         raise
     await fleet.stop()
@@ -65,7 +64,7 @@ async def _serve_clients(
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do the work unless `stop` is set before it is done; whether it was done."""
+    """Run the work, but cancel it when `stop` is set. Return whether the work was finished."""
     working = asyncio.create_task(work)
     stopping = asyncio.create_task(stop.wait())
     try:

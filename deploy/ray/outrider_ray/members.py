@@ -19,16 +19,16 @@ class FleetMember:
 
     role: MemberRole
     index: int
-    """Number among those of its role, from 0."""
+    """Number of the actor within its role, from 0."""
 
     @property
     def name(self) -> str:
-        """The actor's name, which is its address and its id."""
+        """Name of the actor, which is also its address and its id."""
         return f"{self.role.name.lower()}-{self.index}"
 
 
 def member_of(name: str) -> FleetMember | None:
-    """The member with this name; None for names of others."""
+    """Return the member with this name, or None if no member has such a name."""
     role, _, number = name.rpartition("-")
     known = {each.name.lower(): each for each in MemberRole}
     if role not in known or not number.isascii() or not number.isdigit():
@@ -38,11 +38,11 @@ def member_of(name: str) -> FleetMember | None:
 
 
 MemberGroup = tuple[FleetMember, ...]
-"""Members that are placed together, or apart: one placement group."""
+"""Members of one placement group, which are placed near each other or apart."""
 
 
 def members_of(verifiers: int, drafters: int) -> tuple[FleetMember, ...]:
-    """The members of a fleet of so many."""
+    """Return the members of a fleet with these numbers of verifiers and drafters."""
     return (
         *(FleetMember(MemberRole.VERIFIER, index) for index in range(verifiers)),
         *(FleetMember(MemberRole.DRAFTER, index) for index in range(drafters)),
@@ -50,9 +50,11 @@ def members_of(verifiers: int, drafters: int) -> tuple[FleetMember, ...]:
 
 
 def cells_of(verifiers: int, drafters: int) -> tuple[MemberGroup, ...]:
-    """A cell for each verifier; drafters are dealt to them in turn.
+    """Return one cell (placement group) for each verifier, with the drafters distributed
+    round-robin.
 
-    Every drafter drafts for every verifier: its cell says whom it is near to, no more.
+    Every drafter drafts for every verifier; a cell only says which actors are placed near each
+    other.
     """
     return tuple(
         (
@@ -67,5 +69,5 @@ def cells_of(verifiers: int, drafters: int) -> tuple[MemberGroup, ...]:
 
 
 def group_name(cell: MemberGroup) -> str:
-    """Name of a cell's placement group, in the launcher's namespace."""
+    """Return the name of a cell's placement group in the fleet's namespace."""
     return f"outrider-{cell[0].name}"

@@ -1,8 +1,8 @@
 """Node keeper: rejoins a Ray node to its cluster after it was declared dead.
 
-Ray's raylet exits once the cluster has declared its node dead, for instance after a network
-partition or a pause of the machine, and has to be restarted. On Kubernetes the kubelet does that;
-elsewhere this module supervises that one process.
+When a cluster has declared a node dead, for instance after a network partition or a pause of the
+machine, the node's raylet exits and must be restarted. On Kubernetes the kubelet restarts it;
+elsewhere this module does.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from outrider_ray.cluster import NICENESS
 logger = logging.getLogger(__name__)
 
 STOP_S = 40.0
-"""Time that a node gets to end, more than the 30 s that Ray lets it drain; then it is killed."""
+"""Seconds that a node has to end before it is killed: more than the 30 s of Ray's own draining."""
 _START = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block")
 
 
 def keep_node(arguments: Sequence[str]) -> int:
-    """Run `ray start --block ARGUMENTS`, again whenever it ends, until SIGTERM or SIGINT."""
+    """Run `ray start --block ARGUMENTS` and restart it whenever it ends, until SIGTERM or SIGINT.
+    Returns exit status 0."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -48,8 +49,9 @@ def keep_node(arguments: Sequence[str]) -> int:
 
 
 def _run_node(command: Sequence[str], stop: threading.Event) -> int | None:
-    """Its exit status; None if it was stopped. Nothing of it is left afterwards."""
-    # A session of its own, so that what it leaves behind can be named.
+    """Run a node and return its exit status, or None if it was stopped. All its processes are
+    killed at the end."""
+    # # In a session of its own, the node and all its children can be killed as a group.
     with subprocess.Popen(command, start_new_session=True, stdout=sys.stderr) as node:
         logger.info("Ray node started", extra={"pid": node.pid})
         try:

@@ -19,25 +19,27 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _SLIVER = {"CPU": 0.001}
-"""A bundle must hold something; this much is missed by nobody."""
+"""Resources of an actor that reserves nothing else, because a bundle must not be empty. The amount
+is negligible."""
 
 
 def gpu_share(strategy: str, actors: int, gpus: Sequence[float]) -> float:
-    """GPUs for each of `actors`, given those of every node: a whole one, or an equal share where
-    there are fewer. Raises UnavailableError where there is none at all.
-    """
+    """Return the number of GPUs for each of `actors`, given the GPUs of every node: one, or an
+    equal share if there are fewer GPUs than actors. Raises UnavailableError (NO_GPU) if there are
+    none."""
     most = max(gpus, default=0.0) if strategy == STRICT_PACK else sum(gpus)
     if most <= 0.0:
         raise UnavailableError(
             "the Ray cluster has no GPU; if nodes with GPUs join later, set gpus_per_actor",
             reason="NO_GPU",
         )
-    # Actors that are kept apart share nothing with each other.
+    # # Actors on different nodes cannot share a GPU.
     return 1.0 if most >= actors or strategy == STRICT_SPREAD else most / actors
 
 
 def with_gpu_share(config: RayFleetConfig) -> RayFleetConfig:
-    """The configuration with `gpus_per_actor` resolved. Ray must be up. UnavailableError."""
+    """Return the configuration with `gpus_per_actor` set. Ray must have been initialised. Raises
+    UnavailableError (NO_GPU)."""
     counts = zip(config.devices, config.counts, strict=False)
     actors = sum(count for device, count in counts if device == CUDA)
     if config.gpus_per_actor is not None or not actors:
@@ -45,7 +47,7 @@ def with_gpu_share(config: RayFleetConfig) -> RayFleetConfig:
     import ray
 
     nodes = [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
-    # Several cells need not be on the same node, however tightly each of them is packed.
+    # # Each cell may be on a different node, even if the actors of a cell are packed.
     strategy = config.strategy if len(config.cells) == 1 else PACK
     share = gpu_share(strategy, actors, nodes)
     if share < 1.0:
@@ -55,7 +57,7 @@ def with_gpu_share(config: RayFleetConfig) -> RayFleetConfig:
 
 
 def actor_bundle(config: RayFleetConfig, role: MemberRole) -> dict[str, float]:
-    """What is reserved for an actor."""
+    """Return the resources that Ray reserves for an actor of this role."""
     wanted = {"CPU": config.cpus_per_actor, "GPU": config.gpus_of(role)}
     if resource := config.resource_of(role):
         wanted[resource] = 1.0
@@ -63,18 +65,18 @@ def actor_bundle(config: RayFleetConfig, role: MemberRole) -> dict[str, float]:
 
 
 class ActorPlacement:
-    """Placement groups of one fleet; they end with it, unless it is detached."""
+    """Placement groups of one fleet. They end with the launcher unless the fleet is detached."""
 
     def __init__(self, config: RayFleetConfig) -> None:
-        """`config` with its share of GPUs resolved."""
+        """`config` must have `gpus_per_actor` set (`with_gpu_share`)."""
         self._config = config
         self._groups: dict[MemberGroup, Any] = {}
         self._cells: dict[FleetMember, MemberGroup] = {}
 
     async def reserve(self, cells: Sequence[MemberGroup]) -> None:
-        """Reserve a bundle for each member; those of a cell all at once.
+        """Reserve a bundle for each member; the bundles of one cell are reserved together.
 
-        Raises UnavailableError if there is no room for them within `start_timeout_s`.
+        Raises UnavailableError (NO_PLACES) if they cannot be placed within `start_timeout_s`.
         """
         self.take(cells)
         try:
@@ -88,16 +90,16 @@ class ActorPlacement:
             ) from None
 
     def take(self, cells: Sequence[MemberGroup]) -> None:
-        """Ask for the same without waiting: an actor waits for its bundle itself.
+        """Request bundles like `reserve`, but without waiting; each actor waits for its own bundle.
 
-        Raises UnavailableError for what no cluster could ever give.
+        Raises UnavailableError (NO_PLACES) for a request that Ray refuses.
         """
         for cell in cells:
             self._groups[cell] = self._group(cell)
             self._cells |= dict.fromkeys(cell, cell)
 
     def options(self, member: FleetMember) -> dict[str, object]:
-        """Ray's options for an actor in its bundle."""
+        """Return Ray's options that start an actor in its bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         role, cell = member.role, self._cells[member]
@@ -112,7 +114,7 @@ class ActorPlacement:
         }
 
     async def give_back(self, member: FleetMember) -> None:
-        """Give back the bundle of a member that has a group of its own; idempotent."""
+        """Release the bundle of a member that has a placement group of its own; idempotent."""
         from ray.util import remove_placement_group
 
         cell = self._cells.pop(member, ())
@@ -121,7 +123,7 @@ class ActorPlacement:
             await asyncio.to_thread(remove_placement_group, group)
 
     async def release(self) -> None:
-        """Give all bundles back; idempotent."""
+        """Release all bundles; idempotent."""
         from ray.util import remove_placement_group
 
         groups, self._groups = self._groups, {}
@@ -130,7 +132,7 @@ class ActorPlacement:
             await asyncio.to_thread(remove_placement_group, group)
 
     def _group(self, cell: MemberGroup) -> Any:
-        """The group of a cell: a new one, or the one that a supervisor's predecessor has left."""
+        """Return the placement group of a cell: that of a previous supervisor, or a new one."""
         from ray.util import get_placement_group, placement_group
 
         config, name = self._config, group_name(cell)
@@ -154,7 +156,7 @@ class ActorPlacement:
         from ray.util import placement_group_table
 
         group = self._groups[cell]
-        # In short waits: a thread that waits cannot be cancelled.
+        # # Wait in short steps, because a thread that waits cannot be cancelled.
         while not await asyncio.to_thread(group.wait, _LOOK_S):
             continue
         nodes = placement_group_table(group)["bundles_to_node_id"]

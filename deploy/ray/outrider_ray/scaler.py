@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class FleetScaler:
-    """Keeps the pools of one fleet at the size that the policy asks for."""
+    """Keeps the number of verifiers and drafters of one fleet as the autoscaling policy decides."""
 
     def __init__(self, config: RayFleetConfig, fleet: ActorFleet, service: RouterService) -> None:
         self._config = config
@@ -40,12 +40,13 @@ class FleetScaler:
         self._changes: dict[MemberRole, asyncio.Task[None]] = {}
 
     def introduce(self) -> None:
-        """Tell the router of members that came to a fleet which is resumed, after its start."""
+        """Add to the router the members that a resumed fleet had gained after its start."""
         for member in set(self._fleet.members) - set(self._config.members):
             self._introduce(member)
 
     async def run(self) -> None:
-        """Look and act until cancelled; returns at once where nothing may grow."""
+        """Evaluate the load repeatedly and scale, until cancelled. Returns at once if no pool may
+        grow."""
         if self._config.max_of == self._config.counts:
             return
         try:
@@ -58,7 +59,8 @@ class FleetScaler:
             await asyncio.gather(*self._changes.values(), return_exceptions=True)
 
     def look(self, now: float) -> tuple[Action, ...]:
-        """What is begun at this look; `now` is monotonic, in seconds."""
+        """Evaluate the load once, start the necessary changes, and return them. `now` is the
+        monotonic time in seconds."""
         autoscale = self._config.autoscale
         self._memories.note(self._pools(), autoscale, now)
         begun = []
@@ -85,7 +87,7 @@ class FleetScaler:
             min_members=self._config.counts[role],
             max_members=self._config.max_of[role],
             members=tuple(self._load(member) for member in members),
-            # Only verifiers make a queue shorter.
+            # # Only more verifiers make the queue shorter.
             waiting=self._service.admission.num_waiting if role is MemberRole.VERIFIER else 0,
             hot_since=memory.hot_since,
             cold_since=memory.cold_since,
@@ -107,7 +109,8 @@ class FleetScaler:
         try:
             await (self._create if isinstance(action, Create) else self._drain)(action.member)
         except OutriderError as error:
-            # Among them that there is no room for it; after the cool-down it is tried again.
+            # # One such error is a lack of resources; the change is tried again after the
+            # cool-down.
             logger.warning("%s failed", what, extra=facts | {"problem": error.message})
         else:
             self._memories.changed(action.member.role, time.monotonic())
@@ -150,7 +153,8 @@ class FleetScaler:
 def verifier_load(
     member: FleetMember, peer: VerifierPeer | None, *, leaving: bool = False
 ) -> MemberLoad:
-    """A verifier as the router sees it: places and KV, whichever is scarcer."""
+    """Return a verifier's load as the router knows it: the used share of sessions or of KV blocks,
+    whichever is larger."""
     info = None if peer is None else peer.info
     if peer is None or info is None or peer.state is not PeerState.HEALTHY:
         return MemberLoad(member=member, ready=False, leaving=leaving)
@@ -163,7 +167,7 @@ def verifier_load(
 def drafter_load(
     member: FleetMember, peer: DrafterPeer | None, config: AutoscaleConfig, *, leaving: bool = False
 ) -> MemberLoad:
-    """A drafter as the router sees it, by its sessions."""
+    """Return a drafter's load as the router knows it, by its number of sessions."""
     info = None if peer is None else peer.info
     if peer is None or info is None or peer.state is not PeerState.HEALTHY:
         return MemberLoad(member=member, ready=False, leaving=leaving)

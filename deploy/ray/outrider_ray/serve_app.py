@@ -32,22 +32,24 @@ from outrider_ray.fleet_lifecycle import supervise
 logger = logging.getLogger(__name__)
 
 MAX_ONGOING = 4096
-"""Requests that Serve hands to the router at once, which queues and refuses by rules of its own."""
+"""Maximum number of requests that Serve passes to the router at once. The router has its own queue
+and limits."""
 NAME_PAUSE_S = 0.5
 _DEFAULT_LISTEN = "127.0.0.1:0"
 
 
 def app(args: dict[str, Any]) -> Application:
-    """The application; `args` are keys of `RayFleetConfig`, as in its TOML file or `KEY=VALUE`.
+    """Return the application. `args` are keys of `RayFleetConfig`, as in its TOML file or as
+    `KEY=VALUE` on the command line.
 
-    Raises InvalidRequestError for unknown keys and bad values.
+    Raises InvalidRequestError for unknown keys and invalid values.
     """
     bound: Application = _DEPLOYMENT.bind(launch_config(args))
     return bound
 
 
 def launch_config(args: Mapping[str, Any]) -> RayFleetConfig:
-    """The configuration of a fleet on Serve's cluster. Raises InvalidRequestError."""
+    """Return the configuration of a fleet on Serve's cluster. Raises InvalidRequestError."""
     hints = get_type_hints(RayFleetConfig)
     values = {name: _typed(hints.get(name), name, value) for name, value in args.items()}
     config = from_plain(RayFleetConfig, {"listen": _DEFAULT_LISTEN} | values)
@@ -56,7 +58,7 @@ def launch_config(args: Mapping[str, Any]) -> RayFleetConfig:
             "detached must not be set: Ray Serve manages the fleet of a Serve application",
             reason="INVALID_CONFIG",
         )
-    # Serve has joined it already.
+    # # Serve has already joined the cluster.
     return replace(config, ray_address="auto")
 
 
@@ -64,7 +66,7 @@ class Ingress:
     """Serve replica with a supervised fleet and the HTTP API of its router."""
 
     async def __init__(self, config: RayFleetConfig) -> None:  # type: ignore[misc]
-        """Returns once the fleet serves. Raises what its start raised."""
+        """Start the fleet and wait until it serves. Raises the errors of its start."""
         prepare(0, config.log_level)
         self._config = config
         self._stop = asyncio.Event()
@@ -76,14 +78,15 @@ class Ingress:
             raise UnavailableError("the fleet stopped before it was ready", reason="STOPPING")
 
     def __serve_build_asgi_app__(self) -> Any:
-        """The HTTP API; Serve asks for it behind the constructor."""
+        """Return the router's HTTP API. Serve calls this after the constructor."""
         from outrider_router.api.http.app import make_app
 
         service: RouterService = self._front.result().service
         return make_app(service)
 
     async def check_health(self) -> None:
-        """Serve replaces this replica when it raises: the fleet is not supervised any more."""
+        """Raise UnavailableError if the fleet is no longer supervised, upon which Serve replaces
+        this replica."""
         if self._running.done():
             raise UnavailableError("the supervisor of the fleet has stopped", reason="STOPPING")
 
@@ -98,7 +101,7 @@ class Ingress:
             try:
                 return await supervise(self._config, self._stop, self._serving)
             except AlreadyExistsError as error:
-                # Actors of the replica before this one: Ray is about to end them.
+                # # Ray is about to end the actors of the previous replica.
                 logger.warning("actor name not registered yet", extra={"problem": error.message})
                 await asyncio.sleep(NAME_PAUSE_S)
 
@@ -108,7 +111,7 @@ class Ingress:
 
 
 def _typed(hint: Any, name: str, value: Any) -> Any:
-    """What `KEY=VALUE` on a command line means, where all values are text."""
+    """Convert the text of a `KEY=VALUE` argument to the type of its key."""
     if not isinstance(value, str) or hint is str:
         return value
     if name == "methods":

@@ -1,7 +1,7 @@
 """Supervisor of a detached fleet: an actor that outlives the process that started it.
 
-Ray restarts it on any node with resources when its process or its node dies; it then finds the
-actors that still run by their names and continues with them.
+If its process or its node dies, Ray restarts the supervisor on any node with enough resources. The
+supervisor then finds the running actors by their names and takes them over.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from outrider_ray.members import group_name
 logger = logging.getLogger(__name__)
 
 SUPERVISOR = "supervisor"
-"""Its actor's name, in the namespace of its fleet."""
+"""Name of the supervisor's actor in the namespace of its fleet."""
 STARTING, SERVING, FAILED, STOPPED = STATES = ("starting", "serving", "failed", "stopped")
 STOP_S = 60.0
-"""More than the end of a fleet takes, beside the time that running requests get."""
+"""Seconds that a fleet has to end, in addition to the time that running requests get."""
 _ASK_S = 30.0
 _LOOK_S = 0.2
 _CONCURRENCY = 8
@@ -48,7 +48,7 @@ class MemberStatus:
 
     name: str
     pid: int = 0
-    """0: it is being made, or replaced."""
+    """Process id of the actor; 0 while the actor is being created or replaced."""
     node: str = ""
     gpus: tuple[str, ...] = ()
 
@@ -58,29 +58,30 @@ class FleetStatus:
     """Status of a fleet as its supervisor reports it."""
 
     state: str = STARTING
-    """starting, serving, failed or stopped."""
+    """State of the fleet: starting, serving, failed or stopped."""
     address: str = ""
     """HOST:PORT of the client API."""
     http: str = ""
-    """HOST:PORT of OpenAI's API over HTTP, "" if there is none."""
+    """HOST:PORT of the OpenAI-compatible HTTP API; "" if there is none."""
     metrics: str = ""
-    """HOST:PORT of the Prometheus endpoint, "" if there is none."""
+    """HOST:PORT of the Prometheus endpoint; "" if there is none."""
     node: str = ""
     """Address of the supervisor's node."""
     pid: int = 0
-    """Id of the supervisor's process there."""
+    """Process id of the supervisor on its node."""
     restarted: bool = False
     """Whether Ray has restarted the supervisor."""
     problem: ErrorStatus | None = None
-    """Why the fleet did not start."""
+    """Error with which the fleet did not start; None without one."""
     members: tuple[MemberStatus, ...] = field(default=())
 
 
 class SupervisorHost:
-    """Supervisor actor. The fleet lives on a thread with an event loop of its own."""
+    """Supervisor actor. It manages the fleet on a thread with its own event loop."""
 
     def __init__(self, config: RayFleetConfig) -> None:
-        """Begins to start the fleet: Ray calls this after a restart too, and nothing else."""
+        """Start the fleet in the background. After a restart of the actor, Ray calls only this
+        constructor."""
         import ray
 
         from outrider_ray.actors import prepare
@@ -98,7 +99,7 @@ class SupervisorHost:
         self._thread.start()
 
     def status(self) -> FleetStatus:
-        """The fleet as it is now."""
+        """Return the fleet's present status."""
         status, fleet = self._status, self._fleet
         if fleet is None:
             return status
@@ -111,7 +112,7 @@ class SupervisorHost:
         return replace(status, members=members)
 
     def stop(self) -> bool:
-        """Drain and stop the fleet; whether it ended in time."""
+        """Drain and stop the fleet; return whether it ended in time."""
         loop, stop = self._loop, self._stop
         if loop is not None and stop is not None:
             loop.call_soon_threadsafe(stop.set)
@@ -129,7 +130,7 @@ class SupervisorHost:
                 if not self._restarted:
                     self._become(FAILED, problem=to_status(error))
                     return
-                # It has served before: what is missing (a node, a name) comes back.
+                # # The fleet has served before, so a missing node or a name in use is temporary.
                 pause_s = next_pause(pause_s, 0.0)
                 time.sleep(pause_s)
             except Exception as error:
@@ -155,9 +156,10 @@ class SupervisorHost:
 
 
 def start_detached(config: RayFleetConfig) -> FleetStatus:
-    """Start a supervisor and wait until its fleet serves. Ray must be up.
+    """Start a supervisor and wait until its fleet serves. Ray must have been initialised.
 
-    Raises AlreadyExistsError where the namespace has one, and what the fleet's start raised.
+    Raises AlreadyExistsError (NAME_IN_USE) if the namespace already has a fleet, and the errors of
+    the fleet's start.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -170,11 +172,11 @@ def start_detached(config: RayFleetConfig) -> FleetStatus:
         "namespace": config.namespace,
         "lifetime": "detached",
         "num_cpus": 0,
-        # What reserves nothing at all is put anywhere, whatever it asks for.
+        # # Ray ignores the scheduling strategy of an actor that reserves no resources.
         "memory": _MEMORY,
         "max_restarts": -1,
         "max_concurrency": _CONCURRENCY,
-        # Where it was started, or elsewhere once that node is gone.
+        # # Prefer this node, but use another one if it is gone.
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=here, soft=True),
     }
     try:
@@ -182,7 +184,7 @@ def start_detached(config: RayFleetConfig) -> FleetStatus:
     except ValueError as error:
         raise _in_use(config.namespace) from error
     while True:
-        # A fleet's start has bounds of its own.
+        # # The start of a fleet is bounded by its own timeouts.
         status: FleetStatus = _ask(actor, "status", _ASK_S)
         if status.state == SERVING:
             return status
@@ -195,16 +197,19 @@ def start_detached(config: RayFleetConfig) -> FleetStatus:
 
 
 def fleet_status(namespace: str) -> FleetStatus:
-    """What the supervisor of a namespace says. Raises NotFoundError, UnavailableError."""
+    """Return the status that the supervisor of a namespace reports. Raises NotFoundError (NO_FLEET)
+    or UnavailableError."""
     status: FleetStatus = _ask(_find(namespace), "status", _ASK_S)
     return status
 
 
 def stop_detached(namespace: str) -> bool:
-    """Drain and stop the fleet of a namespace, then its supervisor; whether all ended in time.
+    """Drain and stop the fleet of a namespace, then its supervisor; return whether all ended in
+    time.
 
-    What a supervisor has left that ended otherwise is killed. Raises NotFoundError if there is
-    nothing at all, UnavailableError for a supervisor that does not answer, which is killed.
+    Actors that a dead supervisor has left are killed. Raises NotFoundError if the namespace has
+    neither supervisor nor actors. Raises UnavailableError, after killing the supervisor, if the
+    supervisor does not answer.
     """
     import ray
 
@@ -218,23 +223,24 @@ def stop_detached(namespace: str) -> bool:
         in_time = bool(_ask(actor, "stop", 10 * STOP_S))
     finally:
         ray.kill(actor)
-        # An actor that was just being made is nobody's by now.
+        # # An actor that was being created at that moment has no supervisor any more.
         gone = _kill_members(namespace)
     return in_time and gone
 
 
 def _kill_members(namespace: str) -> bool:
-    """End the actors that are there and give their places back; whether Ray lets go of them."""
+    """Kill all actors of a fleet and release their placement groups; return whether Ray has
+    released all actors in time."""
     import ray
     from ray.util import get_placement_group, remove_placement_group
 
     until = time.monotonic() + STOP_S
-    # Ray says that an actor is there until its process is gone, or its node is given up.
+    # # Ray lists an actor until its process has ended or its node is given up.
     while there := existing_members(namespace):
         for member in there:
             with contextlib.suppress(UnavailableError):
                 ray.kill(actor_named(member.name, namespace))
-            # Groups are called after their first members.
+            # # A placement group has the name of its first member.
             with contextlib.suppress(ValueError):
                 remove_placement_group(get_placement_group(group_name((member,))))
         if time.monotonic() > until:
@@ -274,6 +280,7 @@ def _ask(actor: Any, method: str, timeout_s: float) -> Any:
 
 
 def _reachable(address: str, node: str) -> str:
-    """An address that others can dial, of a server that may listen on all of its node's."""
+    """Return an address that other machines can dial. A wildcard host is replaced by the node's
+    address."""
     host, _, port = address.rpartition(":")
     return f"{node}:{port}" if host in ("0.0.0.0", "[::]") else address

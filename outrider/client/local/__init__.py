@@ -10,8 +10,8 @@ config.py                  Configuration of a local fleet: router, verifiers and
                            machine.
 health_probe.py            Health probes of a child process: answers of its health service, and how
                            long it was silent.
-model_files.py             Resolves a model and its draft head: names are looked up (and pulled),
-                           directories taken.
+model_files.py             Resolution of a model and its draft head, by directory, known name or
+                           hub id, to local files.
 parent_watch.py            Runs a module as a child process that ends with its parent.
 preflight.py               Preflight checks of all model files, before any process is started.
 process_flags.py           Command lines of the processes on this machine, and their placement on

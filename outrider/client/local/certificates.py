@@ -1,8 +1,8 @@
 """`outrider certs`: makes a CA and a certificate for each role, for small fleets and tests.
 
-Roles are names in the certificates (`outrider.transport.tls`); the router's also names the hosts at
-which clients reach it. Whoever has `ca-key.pem` can impersonate any role: keep it away from the
-machines that serve.
+Each certificate names its role (`outrider.transport.tls`); the router's certificate also names the
+hosts at which clients reach the router. Anyone who has `ca-key.pem` can impersonate any role, so
+keep the file away from the machines that serve.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CA = "ca"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
+    """Add the flags of `outrider certs` to a parser."""
     add = parser.add_argument
     add(
         "directory",
@@ -76,8 +76,9 @@ def make_certificates(
 ) -> None:
     """Create a certificate authority and a certificate for each role, as PEM files in `directory`.
 
-    Raises NotFoundError without the package `cryptography`, and AlreadyExistsError if the directory
-    already has an authority, which other machines may trust.
+    `hosts` are further names or addresses of the router, and `days` is the validity of the
+    certificates. Raises NotFoundError if the package `cryptography` is missing, and
+    AlreadyExistsError if the directory already has an authority, which other machines may trust.
     """
     with explain_missing_packages("outrider certs"):
         import cryptography  # noqa: F401
@@ -134,7 +135,7 @@ class _Authority:
     ) -> x509.CertificateBuilder:
         from cryptography import x509
 
-        # An hour back: the clocks of a fleet differ.
+        # # The certificates are valid from an hour ago, because clocks differ between machines.
         begin = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
         return (
             x509.CertificateBuilder()

@@ -17,7 +17,7 @@ from typing import IO
 from outrider.errors import UnavailableError
 
 STOP_TIMEOUT_S = 5.0
-"""Seconds that a process without work gets to stop before it is killed."""
+"""Seconds that an idle process has to stop before it is killed."""
 NOT_READY = "CHILD_NOT_READY"
 """Error reason of a process that is not ready within the timeout."""
 _TAIL_LINES = 12
@@ -42,9 +42,9 @@ class ChildProcess:
     ) -> None:
         """Create a process without starting it.
 
-        The process logs to `log_dir`/`name`.log, or to the stderr of this process without a
-        `log_dir`. `listen` is its address to serve on. A free port that the process has taken is
-        used again when it restarts.
+        The process logs to `log_dir`/`name`.log, or to this process's stderr if `log_dir` is None.
+        `listen` is the address at which the process serves. If its port is 0, the port that the
+        process chose is used again when the process restarts.
         """
         self.name = name
         self._command = [sys.executable, "-m", "outrider.client.local.parent_watch", module, *args]
@@ -53,9 +53,9 @@ class ChildProcess:
         self._process: subprocess.Popen[str] | None = None
         self._said = threading.Event()
         self.ready: dict[str, str] = {}
-        """Fields of the process's ready event; empty until then."""
+        """Fields of the process's ready event; empty before the process is ready."""
         self.failure = ""
-        """Reason in the process's failure event; empty without one."""
+        """Reason in the process's failure event; empty if there was no such event."""
 
     @property
     def address(self) -> str:
@@ -87,20 +87,20 @@ class ChildProcess:
             try:
                 starting.result()
             except BaseException:
-                # A signal may end this wait: whoever closes must see the process.
+                # # A signal may interrupt this wait; `close` must find the started process.
                 wait([starting])
                 raise
 
     def _spawn(self, log: IO[str] | None) -> None:
-        """Create the process and its reader, on the starter's thread, which no signal
-        interrupts."""
+        """Create the process and the thread that reads its stdout. Runs on the starter's thread,
+        which signals do not interrupt."""
         process = self._process = subprocess.Popen(
             [*self._command, "--listen", self._listen],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            # Ctrl-C in a terminal is ours to handle: children are stopped in order.
+            # # Only this process handles Ctrl-C in a terminal; it stops the children in order.
             start_new_session=True,
         )
         try:
@@ -112,7 +112,8 @@ class ChildProcess:
     def wait_ready(self, timeout_s: float) -> str:
         """Wait until the process serves and return its address.
 
-        Raises UnavailableError, with the end of its log, if it does not.
+        Raises UnavailableError, with the process's failure reason or the end of its log, if the
+        process ends or is not ready within `timeout_s`.
         """
         if not self._said.wait(timeout_s):
             raise UnavailableError(
@@ -124,14 +125,15 @@ class ChildProcess:
         return self.address
 
     def exit_error(self) -> UnavailableError:
-        """Return the error of a process that ended by itself, with the reason that it gave."""
+        """Return the error of a process that ended by itself, with the process's failure reason or
+        the end of its log."""
         status = None if self._process is None else self._process.wait()
         self._said.wait(_LAST_WORDS_S)
         why = f": {self.failure}" if self.failure else self.log_tail()
         return UnavailableError(f"{self.name} ended {_describe(status)}{why}", reason="CHILD_DIED")
 
     def log_tail(self) -> str:
-        """Return the end of the process's log, for error messages."""
+        """Return the end of the process's log for error messages, or "" if there is no log."""
         if self._log_file is None or not self._log_file.is_file():
             return ""
         lines = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -145,7 +147,8 @@ class ChildProcess:
     def kill(self) -> None:
         """Kill the process and its children, without waiting."""
         if self.exit_status is None and self._process is not None:
-            # It leads a process group of its own, which nobody else can have while it is unreaped.
+            # # The process leads its own process group, whose id is not reused before the process
+            # is reaped.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -159,7 +162,7 @@ class ChildProcess:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill()
-            # One that hangs in the kernel ends when that lets it: nobody else waits for it.
+            # # A process that hangs in a system call ends when the call does; do not wait for it.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_TIMEOUT_S)
         self._process = None
@@ -169,7 +172,7 @@ class ChildProcess:
 
     def _read(self, process: subprocess.Popen[str], said: threading.Event) -> None:
         assert process.stdout is not None
-        # Closed here alone: elsewhere that would wait for whoever holds the other end yet.
+        # # Only this thread closes stdout: a close elsewhere would wait until this read ends.
         with contextlib.suppress(ValueError, OSError), process.stdout:
             for line in process.stdout:
                 message = _parse(line)
@@ -183,8 +186,8 @@ class ChildProcess:
 
 
 def check_running(processes: Iterable[ChildProcess]) -> None:
-    """Raise UnavailableError, with the end of the log, if one of the processes has ended by
-    itself."""
+    """Raise UnavailableError if one of the processes has ended by itself, with its failure reason
+    or the end of its log."""
     for process in processes:
         if process.exit_status is not None:
             raise process.exit_error()

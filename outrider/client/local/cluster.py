@@ -37,7 +37,7 @@ from outrider.transport.tls import CertificateRole
 POLL_INTERVAL_S = 1.0
 DRAIN_POLL_INTERVAL_S = 0.05
 START_TIMEOUT_S = 600.0
-"""Longest wait for a process to load its model and serve."""
+"""Maximum time, in seconds, that a process may take to load its model and serve."""
 
 
 def print_progress(line: str) -> None:
@@ -46,16 +46,16 @@ def print_progress(line: str) -> None:
         sys.stderr.write(f"[outrider] {line}\n")
         sys.stderr.flush()
     except OSError:
-        # Its terminal or pipe is gone, which is no reason to stop serving.
+        # # The terminal or pipe was closed, which is no reason to stop serving.
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
 
 
 class _StoppedError(Exception):
-    """A start was stopped while a router was already launched."""
+    """Raised if a start is stopped after a router was launched."""
 
 
 class LocalCluster:
-    """The running processes; a context manager that stops them."""
+    """The processes of a local fleet; a context manager that starts and stops them."""
 
     def __init__(
         self,
@@ -64,9 +64,10 @@ class LocalCluster:
         progress: Callable[[str], None] = print_progress,
         stop: threading.Event | None = None,
     ) -> None:
-        """Create a cluster.
+        """Create a cluster without starting it.
 
-        Once `stop` is set, a start that has launched a router stops waiting.
+        `progress` is called with each progress line. Setting `stop` ends a start that has already
+        launched a router; its processes keep running until `drain` or `close`.
         """
         self._config = config
         self._progress = progress
@@ -100,12 +101,13 @@ class LocalCluster:
         self.close()
 
     def start(self) -> str:
-        """Start everything and wait until requests can be served; the router's address. A start
-        that was told to stop leaves running what it has started, for `drain`.
+        """Start all processes, wait until requests can be served, and return the router's address.
+        If `stop` is set meanwhile, return early and leave the started processes running for
+        `drain`.
 
-        Raises UnavailableError with its reason or the end of its log if a process does not come up,
-        FailedPreconditionError (WRONG_HOST) where no client would believe the certificate, and what
-        `check_files` raises for files that cannot be served.
+        Raises UnavailableError, with the process's failure reason or the end of its log, if a
+        process does not start; FailedPreconditionError (WRONG_HOST) if the router's certificate
+        does not name its host; and the errors of `check_files` for files that cannot be served.
         """
         try:
             return self._start()
@@ -116,11 +118,12 @@ class LocalCluster:
             raise
 
     def drain(self, enough: threading.Event, look: Callable[[], None]) -> None:
-        """Have the routers refuse what is new and wait until they have ended, which they do once
-        running requests have, and after `drain_timeout_s` at the latest; when it is `enough` they
-        are told to end those at once.
+        """Stop the routers gracefully: they refuse new requests and end when the running requests
+        have finished, or after `drain_timeout_s`.
 
-        All others go on meanwhile, for the requests need them; `look` looks after these.
+        Once `enough` is set, running requests are ended at once. Verifiers and drafters keep
+        running meanwhile, because the requests need them; `look` is called repeatedly to supervise
+        them.
         """
         routers = self.members[CertificateRole.ROUTER]
         for router in routers:
@@ -146,7 +149,7 @@ class LocalCluster:
 
     def _start(self) -> str:
         config = self._config
-        # The processes would find these out one after another while they load.
+        # # Check here first: the processes would report these errors one by one while loading.
         if config.tls_dir is not None:
             check_hosts(config.tls_dir, filter(None, (config.listen, config.http)))
         verifying, drafting = plan_placement(config, count_gpus() if config.uses_gpus else 0)
@@ -164,7 +167,7 @@ class LocalCluster:
         for index in range(config.routers):
             name = f"router-{index}" if several else "router"
             args = router_args(config, verifiers, drafters, index)
-            # The first one may have taken a free port, which the others are to have, too.
+            # # If the first router chose a free port, the other routers use the same port.
             (router,) = self._launch(CertificateRole.ROUTER, {name: args}, address)
             address = self._ready(router)
             self._check_stop()

@@ -1,6 +1,6 @@
 """Configuration of a local fleet: router, verifiers and drafters on this machine.
 
-Each is a process that is started with command-line flags.
+Each of them is a process that is started with command-line flags.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
 SHARED_MEMORY_FRACTION = 0.7
 """Fraction of a GPU's memory for a verifier that shares the GPU with a drafter."""
 MAX_ROUTERS = 8
-"""Largest number of routers at one address: a client that lost its connection finds its router by
-trying."""
+"""Maximum number of routers at one address. A client that lost its connection finds its router by
+trying, which takes too long with more routers."""
 DRAIN_S = 30.0
 HEALTH_TIMEOUT_S = 10.0
 """Time without an answer to health checks after which a process is killed and restarted."""
@@ -26,7 +26,7 @@ HEAD_METHODS = frozenset({DraftMethod.EAGLE3, DraftMethod.EAGLE})
 
 
 def default_dtype(device: str) -> str:
-    """Data type of models on a device, if none is given."""
+    """Return the data type of models on a device (cpu or cuda) if none is given."""
     return "float32" if device == CPU else "bfloat16"
 
 

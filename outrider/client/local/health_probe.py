@@ -12,12 +12,12 @@ from outrider.client.rpcs import client_options
 PROBE_INTERVAL_S: Final = 0.5
 """Seconds between two probes of one process."""
 PROBE_TIMEOUT_S: Final = 2.0
-"""Seconds that a process gets to answer a probe."""
+"""Timeout of one probe, in seconds."""
 MAX_NOT_SERVING_S: Final = 60.0
 """Maximum time, in seconds, for which a process may answer NOT_SERVING; a drain may take that
 long."""
 MAX_LOOK_GAP_S: Final = 2.0
-"""If two checks are farther apart than this (in seconds), the supervisor itself was delayed."""
+"""Maximum seconds between two checks. If more time passes, the supervisor itself was delayed."""
 _NO_ANSWER: Final = frozenset(
     {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 )
@@ -32,18 +32,20 @@ class ProbeResult(Enum):
 
 
 class HealthRecord:
-    """Tracks how long one process has been silent or not serving. Pure: times are given."""
+    """Tracks how long one process has been silent or not serving. Pure: the caller passes the
+    times."""
 
     def __init__(self, health_timeout_s: float, now: float) -> None:
-        """`health_timeout_s`: time without an answer that is too long, in seconds; `now`: time by
-        the monotonic clock."""
+        """`health_timeout_s` is the time without an answer after which the process must be
+        restarted, in seconds. `now` is the time of the monotonic clock."""
         self._health_timeout_s = health_timeout_s
         self._answered = self._served = self._looked = now
 
     def record_probe(self, health: ProbeResult | None, now: float) -> None:
-        """Record the latest answer, or None if there is no new one.
+        """Record the latest probe result, or None if there is no new one.
 
-        Time in which the supervisor itself was delayed between two calls does not count as silence.
+        Time for which the supervisor itself was delayed between two calls does not count as
+        silence.
         """
         gap, self._looked = now - self._looked, now
         if gap > MAX_LOOK_GAP_S:
@@ -64,10 +66,10 @@ class HealthRecord:
 
 
 class HealthProbe:
-    """Probes the health service at one address repeatedly, without ever blocking on an answer."""
+    """Probes the health service at one address repeatedly, without blocking."""
 
     def __init__(self, address: str, service: str) -> None:
-        """`service` is the name of the health service's entry to check; "" is the whole server."""
+        """`service` is the entry of the health service to check; "" stands for the whole server."""
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
         self._channel = grpc.insecure_channel(address, options=client_options())
@@ -76,12 +78,12 @@ class HealthProbe:
         self._serving = health_pb2.HealthCheckResponse.SERVING
         self._call: Any = None
         self._next = 0.0
-        """Time of the next probe, by the monotonic clock."""
+        """Time of the next probe by the monotonic clock, in seconds."""
 
     def poll(self, now: float) -> ProbeResult | None:
         """Send a probe if one is due.
 
-        Returns the answer to the last probe if it has arrived since.
+        Returns the result of the pending probe once it has arrived, else None.
         """
         if self._call is None:
             if now >= self._next:
@@ -94,7 +96,7 @@ class HealthProbe:
         if call.code() in _NO_ANSWER:
             return ProbeResult.SILENT
         if call.code() is not grpc.StatusCode.OK:
-            # Whoever can refuse a probe is alive.
+            # # A process that refuses a probe is alive.
             return ProbeResult.SERVING
         serves = call.result().status == self._serving
         return ProbeResult.SERVING if serves else ProbeResult.NOT_SERVING

@@ -1,4 +1,4 @@
-"""Resolves a model and its draft head: names are looked up (and pulled), directories taken."""
+"""Resolution of a model and its draft head, by directory, known name or hub id, to local files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class ModelFiles:
     path: Path
     """Directory of the model."""
     head: Path | None
-    """Directory of the draft head that was given or that ships for the model, if any."""
+    """Directory of the draft head that was given or that ships for the model; None if there is
+    none."""
 
 
 def find_model(
@@ -30,11 +31,12 @@ def find_model(
     revision: str | None = None,
     head_revision: str | None = None,
 ) -> ModelFiles:
-    """Resolve a model (pulling a known one that is missing, or one of the hub) and its head.
+    """Return the local files of a model and its draft head, downloading what is missing.
 
-    `revision` and `head_revision` are branches, tags or commits of hub ids. Raises NotFoundError
-    for names and folders that do not exist, UnavailableError for a download that failed,
-    InvalidRequestError for a revision of what is no hub id.
+    `name_or_path` is a directory, a known model name or a hub id. `revision` and `head_revision`
+    are branches, tags or commits of hub ids. Raises NotFoundError for an unknown name or directory,
+    UnavailableError for a failed download, and InvalidRequestError for a revision of anything but a
+    hub id.
     """
     head = None if head is None else find_head(head, head_revision)
     path = resolve_model(name_or_path, revision=revision)
@@ -45,9 +47,9 @@ def find_model(
 
 
 def find_head(name_or_path: str | Path, revision: str | None = None) -> Path:
-    """Return the directory of a draft head given as a directory or a hub id.
+    """Return the directory of a draft head, given as a directory or a hub id.
 
-    Raises like `find_model`.
+    Raises the same errors as `find_model`.
     """
     if is_from_hub(str(name_or_path)):
         return resolve_model(name_or_path, revision=revision)

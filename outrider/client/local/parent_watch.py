@@ -1,10 +1,10 @@
 """Runs a module as a child process that ends with its parent.
 
 Usage: `python -m outrider.client.local.parent_watch MODULE ...`. On Linux the kernel kills this
-process with the thread that started it, even if it is stopped or hangs. Elsewhere a thread reads
-stdin, whose other end the parent holds: when that ends, this process is asked to stop (SIGTERM)
-and, if it does not, killed. The parent reads stdout, where the reason is written if the module
-fails.
+process when the thread that started it ends, even if this process is stopped or hangs. On all
+systems a thread also reads stdin, a pipe whose other end the parent holds: at its end, this process
+receives SIGTERM and, after a grace time, SIGKILL. If the module fails, the reason is written to
+stdout, which the parent reads.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from collections.abc import Sequence
 from outrider.failure_event import add_supervisor, write_failure
 
 GRACE_S = 3.0
-"""Time between being asked to stop and being killed."""
+"""Time between SIGTERM and SIGKILL, in seconds."""
 _STDIN = 0
 _PR_SET_PDEATHSIG = 1
-"""Of linux/prctl.h."""
+"""Value of PR_SET_PDEATHSIG in linux/prctl.h."""
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process with the thread that started it, where it can (Linux)."""
+    """Ask the kernel to kill this process when the thread that started it ends (Linux only)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

@@ -1,8 +1,8 @@
 """Preflight checks of all model files, before any process is started.
 
-The processes use the same checks to load these files (`outrider.checkpoints`), but here only
-configurations, weight headers and the tokenizer are read: a second or two instead of a loaded
-model.
+The processes make the same checks when they load these files (`outrider.checkpoints`). Here only
+configurations, weight headers and the tokenizer are read, which takes a second or two because no
+weights are loaded.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from outrider.spec.plan import DraftMethod
 
 
 def check_files(config: LocalFleetConfig) -> tuple[str, ...]:
-    """Check target, its context length, draft head, small draft model, tokenizer and chat template.
+    """Check the target model, its context length, the draft head, the small draft model, the
+    tokenizer and the chat template.
 
-    Returns warnings, a line each, of what can be served only in part.
-    Raises NotFoundError, InvalidRequestError or FailedPreconditionError with the reason for which
-    a verifier, a drafter or the router would not start.
+    Returns warnings, one line each, about features that will be unavailable. Raises NotFoundError,
+    InvalidRequestError or FailedPreconditionError with the reason why a verifier, a drafter or the
+    router would not start.
     """
     target = read_model_directory(config.model, compare_all=False).config
     _check_length(config.max_model_len, target)
@@ -38,7 +39,8 @@ def check_files(config: LocalFleetConfig) -> tuple[str, ...]:
 
 
 def _check_length(max_model_len: int | None, target: ModelConfig) -> None:
-    """Refuse a length that the model has no positions for; the verifier would cut it."""
+    """Raise InvalidRequestError for a context length beyond the model's, which the verifier would
+    otherwise shorten."""
     allowed = target.max_position_embeddings
     if max_model_len is not None and max_model_len > allowed:
         raise InvalidRequestError(
@@ -49,8 +51,9 @@ def _check_length(max_model_len: int | None, target: ModelConfig) -> None:
 
 
 def _check_tokenizer(model: Path, target: ModelConfig) -> tuple[str, ...]:
-    """Load the tokenizer, which compiles the chat template, as the router does; its warnings."""
-    # Imported here: only who starts a router has the packages that tokenizers need.
+    """Load the tokenizer and compile its chat template, as the router does, and return warnings.
+    Raises FailedPreconditionError if the tokenizer does not fit the model."""
+    # # Imported here because the packages for tokenizers need not be installed otherwise.
     from outrider.text.tokenizer import Tokenizer
 
     with explain_missing_packages("outrider-router"):

@@ -1,6 +1,6 @@
 """Command lines of the processes on this machine, and their placement on devices.
 
-No process package is imported: only the flags of the processes are known here.
+The module knows only the flags of the processes and imports none of their packages.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from outrider.spec.plan import DraftMethod, default_method
 from outrider.transport.tls import CertificateRole
 
 DRIVER_FILES = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")))
-"""What there is where CUDA has a driver: of servers, of Tegra and of WSL."""
+"""Files that exist if a CUDA driver is installed: on servers, on Tegra and in WSL."""
 HEALTH_LISTEN = "127.0.0.1:0"
-"""Where a process tells its supervisor whether it serves: a free port of this machine."""
+"""Address of a process's health service, which its supervisor probes: a free local port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,16 @@ class ProcessPlacement:
 
 
 def count_gpus() -> int:
-    """Return the number of CUDA devices that processes started here will see. Imports no torch. A
-    driver that does not list its devices counts as one device."""
+    """Return the number of CUDA devices that processes started here will see.
+
+    Does not import torch. A driver that does not list its devices counts as one device.
+    """
     present = _count_present()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
         return present
     names = [name.strip() for name in visible.split(",")]
-    # CUDA takes the names up to the first one that is none.
+    # # CUDA ignores all names from the first invalid one on.
     return len(list(itertools.takewhile(lambda name: name not in ("", "-1"), names)))
 
 
@@ -69,19 +71,19 @@ def _count_present() -> int:
         count = 0
     else:
         count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-    # Containers may have a driver without its tools, or with tools that fail.
+    # # In containers a driver may lack its tools, or the tools may fail.
     return count or int(any(path.exists() for path in DRIVER_FILES))
 
 
 def plan_placement(
     config: LocalFleetConfig, gpus: int
 ) -> tuple[list[ProcessPlacement], list[ProcessPlacement]]:
-    """The verifiers and the drafters of a machine with so many GPUs.
+    """Return the placements of the verifiers and of the drafters on a machine with `gpus` GPUs.
 
-    GPUs are given out in turn, to the verifiers first; one leaves memory to a drafter that is on
-    its GPU. Verifiers on the same one each see what the others hold as taken, so that none could
-    tell what is its own: InvalidRequestError unless they are told how much KV to hold. Raises
-    FailedPreconditionError (NO_GPU) where a GPU is asked for and there is none.
+    GPUs are assigned round-robin, first to the verifiers. A verifier that shares its GPU with a
+    drafter leaves memory for the drafter. Raises FailedPreconditionError (NO_GPU) if a GPU is
+    needed and there is none. Raises InvalidRequestError (TOO_FEW_GPUS) if verifiers share a GPU and
+    `kv_tokens` is not set, because each would count the memory of the other verifiers as taken.
     """
     if config.uses_gpus and not gpus:
         flag = "--device" if config.device != CPU else "--drafter-device"
@@ -152,12 +154,12 @@ def verifier_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str
 
 
 def _exchange_flags(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]:
-    """Return the flags of the exchange between devices."""
+    """Return the flags of the direct exchange between the GPUs of verifier and drafter."""
     if config.placement != SEPARATE or DraftMethod.EAGLE3 not in config.methods:
         return []
     mode = config.device_exchange
     if mode == AUTO and place.shares_gpu:
-        # A process that waits would keep the GPU from the other.
+        # # A process that waits on the GPU would block the other process on the same GPU.
         mode = OFF
     return [] if mode == AUTO else ["--device-exchange", mode]
 
@@ -183,7 +185,7 @@ def drafter_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]
 def router_args(
     config: LocalFleetConfig, verifiers: Sequence[str], drafters: Sequence[str], index: int = 0
 ) -> list[str]:
-    """Flags of the router of peers at these addresses; `index`: of several."""
+    """Return the flags of router number `index`, for verifiers and drafters at these addresses."""
     port = config.metrics_port
     peers = [flag for address in verifiers for flag in ("--verifier", address)]
     peers += [flag for address in drafters for flag in ("--drafter", address)]

@@ -33,11 +33,11 @@ _LOOK_S: Final = 0.05
 
 
 def check_hosts(directory: Path, addresses: Iterable[str]) -> None:
-    """Check that the router's certificate in `directory` names the host of every HOST:PORT;
-    hosts that no client can dial are skipped.
+    """Check that the router's certificate in `directory` names the host of every HOST:PORT address.
+    Wildcard hosts such as 0.0.0.0 are skipped.
 
-    Raises FailedPreconditionError: WRONG_HOST for a host that it does not name, BAD_TLS for files
-    that cannot be used.
+    Raises FailedPreconditionError: WRONG_HOST for a host that the certificate does not name,
+    BAD_TLS for files that cannot be used.
     """
     tls = tls_from(directory, CertificateRole.ROUTER)
     for address in addresses:
@@ -79,9 +79,9 @@ def wait_healthy(
     stop: threading.Event,
 ) -> None:
     """Wait until the router at `address` reports that all its peers are healthy, or until `stop` is
-    set. `progress` is called with the reason of a wait that lasts.
+    set. If the wait takes long, `progress` is called with the reason.
 
-    Raises UnavailableError when a process ends, or when the wait is longer than `timeout_s`.
+    Raises UnavailableError if a process ends or the wait takes longer than `timeout_s`.
     """
     tls = None if tls_dir is None else _by_role(tls_dir)
     begin, said = time.monotonic(), ""
@@ -103,7 +103,7 @@ def wait_healthy(
 
 
 def _by_role(directory: Path) -> TlsConfig:
-    # Every router's certificate names its role, and none names 0.0.0.0.
+    # # Check the role in the certificate instead of the host: no certificate names 0.0.0.0.
     config = TlsConfig(ca=tls_from(directory, CertificateRole.ROUTER).ca)
     return TlsConfig(ca=config.ca, names=RoleNames(router=config.names_of(CertificateRole.ROUTER)))
 
@@ -113,7 +113,7 @@ def _trouble(client: Client, address: str, tls: TlsConfig | None) -> str:
     try:
         info: ServerInfo = client.server_info()
     except UnauthenticatedError:
-        # Without a key of our own we hear no more than whether a verifier was found.
+        # # Without an API key, only the health service can be asked.
         return "" if is_serving(address, tls) else "the router serves nobody yet"
     except OutriderError as error:
         return f"the router at {address} does not answer: {error.message}"

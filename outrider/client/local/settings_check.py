@@ -1,8 +1,8 @@
 """Settings check of a local fleet, before any of its processes is started.
 
-A process takes flags over environment variables over its TOML file, and `outrider serve` gives
-flags: values that these override are reported as warnings, and values that a process would refuse
-are refused here.
+In a process, flags take precedence over environment variables, and these over the TOML file.
+`outrider serve` starts the processes with flags. Variables and file values that these flags
+override are reported as warnings, and values that a process would refuse are refused here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.errors import NotFoundError
 from outrider.transport.tls import CertificateRole
 
 _SOMEWHERE: Final = "127.0.0.1:1"
-"""In place of an address that is not known yet."""
+"""Placeholder for an address that is not known yet."""
 _RAY: Final = "ray"
 _FLAGS: Final[Mapping[str, str]] = {
     "feature_head": "--head",
@@ -40,24 +40,25 @@ _FLAGS: Final[Mapping[str, str]] = {
     "tls.cert": "--tls-dir",
     "tls.key": "--tls-dir",
 }
-"""Flags of `outrider serve` for keys of the processes that are named otherwise."""
+"""Flags of `outrider serve` for those process settings whose flag has another name."""
 _DECIDED: Final = frozenset(
     {
         *("drafter_id", "drafters", "health_listen", "reuse_ports", "trace_file"),
         *("verifier_id", "verifiers"),
     }
 )
-"""Keys that follow from others: no flag sets them alone."""
+"""Process settings that `outrider serve` derives from other settings, so that no flag of its own
+sets them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """Checked settings of the processes of a machine."""
+    """Result of the settings check of a local fleet."""
 
     warnings: tuple[str, ...]
-    """One line for each variable, or key of a file, that is overridden by another value."""
+    """One line for each environment variable or file key that a flag overrides."""
     addresses: tuple[str, ...]
-    """HOST:PORT of the fixed ports that they will listen on."""
+    """All HOST:PORT addresses with a fixed port at which the processes will listen."""
 
 
 def check_settings(
@@ -65,10 +66,10 @@ def check_settings(
     verifiers: Sequence[ProcessPlacement],
     drafters: Sequence[ProcessPlacement],
 ) -> ProcessSettings:
-    """Load the settings of each kind of process as it will do itself.
+    """Load the settings of each kind of process in the same way as the process will.
 
-    Raises InvalidRequestError for settings that a process refuses, of its environment and the files
-    that it reads too, and NotFoundError for a process that is not installed.
+    Environment variables and files that the processes read are included. Raises InvalidRequestError
+    for settings that a process refuses, and NotFoundError for a process that is not installed.
     """
     warnings: list[str] = []
     addresses = [config.listen, config.http]
@@ -101,12 +102,13 @@ def check_settings(
 
 
 def ray_warnings(args: Sequence[str]) -> list[str]:
-    """One line for each setting of Ray's launcher that these flags override. Raises
-    InvalidRequestError for settings that it refuses."""
+    """Return one line for each setting of Ray's launcher that these flags override. Raises
+    InvalidRequestError for settings that the launcher refuses."""
     try:
         return _warnings(_RAY, PROCESSES[_RAY].load(args))
     except NotFoundError:
-        # It is found in a checkout by its own process alone, which says what is missing.
+        # # Only the launcher's own process finds the package in a checkout, and reports if it is
+        # missing.
         return []
 
 

@@ -15,20 +15,20 @@ from outrider.transport.tls import CertificateRole
 MIN_BACKOFF_S = 0.5
 MAX_PAUSE_S = 30.0
 MIN_STABLE_S = 60.0
-"""Seconds after which a running process counts as stable: its next restart has the first pause
-again."""
+"""Seconds after which a running process counts as stable, so that its next restart has the shortest
+pause again."""
 MAX_START_S = 600.0
 """Maximum time, in seconds, that a restarted process may take to load its model and serve."""
 _ALIVE = "grpc.health.v1.Health"
-"""Health service entry that any running process answers: a router without a verifier needs no
-restart."""
+"""Entry of the health service that is SERVING in any running process. It is used for routers,
+because a router without a verifier needs no restart."""
 
 Progress = Callable[[str], None]
 
 
 class ChildSupervisor:
     """Restarts one process after it has ended, with growing pauses while it keeps ending, and kills
-    it when it no longer answers its health probes."""
+    it if it does not answer health probes."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class ChildSupervisor:
         health_timeout_s: float = HEALTH_TIMEOUT_S,
         service: str = "",
     ) -> None:
-        """`health_timeout_s`: time without an answer that is too long, 0 never kills; `service`:
-        whose health is asked for."""
+        """`health_timeout_s` is the time without an answer after which the process is killed, in
+        seconds; 0 never kills. `service` is the entry of the health service to probe."""
         self._process = process
         self._progress = progress
         self._health_timeout_s = health_timeout_s
@@ -51,7 +51,8 @@ class ChildSupervisor:
         self._record = HealthRecord(health_timeout_s, self._started)
 
     def check_child(self, now: float) -> None:
-        """Notice an end or silence; restart when the pause is over. `now`: monotonic, seconds."""
+        """Check whether the process has ended or is silent, and restart it once the pause is over.
+        `now` is in seconds of the monotonic clock."""
         if self._restart_at is not None:
             if now >= self._restart_at:
                 self._restart(now)
@@ -82,7 +83,7 @@ class ChildSupervisor:
         try:
             self._process.start()
         except (OSError, RuntimeError) as error:
-            # No memory, descriptors or threads now: others serve, and there may be some later.
+            # # The system is out of memory, descriptors or threads; try again later.
             self._plan_restart(f"could not be started: {error}", now)
             return
         self._restart_at = None
@@ -105,7 +106,7 @@ class ChildSupervisor:
 
 
 class Supervisor:
-    """Keeps the processes of a fleet running; a context manager that stops doing so at its end."""
+    """Supervises the processes of a fleet; a context manager that stops supervising at its end."""
 
     def __init__(
         self,
@@ -114,7 +115,8 @@ class Supervisor:
         *,
         health_timeout_s: float = HEALTH_TIMEOUT_S,
     ) -> None:
-        """`health_timeout_s`: see `ChildSupervisor`."""
+        """Supervise the processes in `members`, by role. See `ChildSupervisor` for
+        `health_timeout_s`."""
         self._keepers = {
             process: ChildSupervisor(
                 process,

@@ -11,8 +11,8 @@ round_launcher.py          Launches rounds on the device: verify, accept, commit
 round_program.py           Computation of one round as functions of static tensors, recorded into a
                            CUDA graph.
 target_program.py          Forward of the target over static buffers, recorded into a CUDA graph.
-trial_capture.py           Captures that are thrown away: they show which kernels a graph needs, and
-                           execute nothing.
+trial_capture.py           Trial captures: they record which kernels a graph needs, execute nothing,
+                           and are discarded.
 warm_up.py                 Warm-up: compiles, captures and times every shape of a `ShapeFamily`
                            before the first request.
 """

@@ -64,23 +64,27 @@ def check_kernels() -> None:
 
 
 def set_current_device(device: torch.device | str) -> None:
-    """Let this thread launch kernels on `device`: CUDA keeps a current device for every thread,
-    and a Triton kernel can only be launched on that one. Nothing to do for a CPU."""
+    """Make `device` the current device of this thread; nothing to do for a CPU.
+
+    CUDA keeps a current device for every thread, and a Triton kernel can only be launched on that
+    one.
+    """
     device = torch.device(device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def init_launching_thread(device: torch.device | str) -> None:
-    """To be called once by a thread that launches rounds or drafts on `device`.
+    """Prepare this thread to launch rounds or drafts on `device`; call it once per thread.
 
-    Where that is an accelerator, torch copies host memory on this thread alone: its pool is woken
-    for more than 32,768 elements, and on a virtual machine that took up to 5 ms.
+    If the device is an accelerator, torch is limited to one CPU thread. Otherwise torch would wake
+    its thread pool to copy more than 32,768 elements of host memory, which took up to 5 ms on a
+    virtual machine.
     """
     set_current_device(device)
     device = torch.device(device)
     if device.type == "cuda":
-        # Binds the device's context to the thread, which the driver asks for.
+        # # This binds the device's context to the thread, which driver calls require.
         torch.cuda.synchronize(device)
     if device.type != "cpu":
         torch.set_num_threads(1)

@@ -1,10 +1,10 @@
 """Log-probabilities of emitted tokens on the device, for the sessions that request them.
 
-They are launched after the round, outside of its graph, without synchronising: other rounds and
-rows cost nothing. The logits processor works in place, so the unprocessed logits of the requested
-rows are recomputed from the target's last hidden states.
+They are launched after the round, outside of its graph and without synchronising, so rounds and
+rows without requests pay nothing. The logits processor works in place, so the unprocessed logits of
+the requested rows are recomputed from the target's last hidden states.
 
-B rows of the bucket, N nodes a row, V vocabulary, H hidden size, K most probable ids.
+Shapes: B rows of the bucket, N nodes a row, K most probable ids.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from outrider.engine.kernels.runtime import next_power_of_2
 from outrider.engine.logprobs import MAX_ROWS, PathLogprobs, split_paths, token_logprobs
 
 TOP_BUCKETS: Final = (0, 5, 20)
-"""K of a launch: few, as its lengths are, for what it brings back has buffers of its own."""
+"""Possible values of K of a launch. There are few of them, because results of each size have their
+own download buffers."""
 
 
 class LogprobRequest(NamedTuple):
     """Tokens of a launch whose log-probabilities are requested."""
 
     rows: list[int]
-    """Rows that decode, by their place."""
+    """Indices of the decoding rows with requests."""
     depth: int
-    """Most tokens that any of these rows may emit."""
+    """Maximum number of tokens that any of these rows may emit."""
     chunks: list[int]
-    """Pieces behind whose ends a token is sampled."""
+    """Indices of the prefill chunks with requests; a token is sampled after each."""
     top_counts: list[int]
-    """How many of the most probable ids: of each of the rows, then of each of the prefill
-    chunks."""
+    """Number of most probable ids to report for each of `rows`, followed by each of `chunks`."""
 
 
 class PendingLogprobs(NamedTuple):
@@ -48,13 +48,15 @@ class PendingLogprobs(NamedTuple):
 
     asked: LogprobRequest
     words: PendingDownload
-    """int32 [more than all tokens, 1 + 2K]: bits of the values, then ids."""
+    """int32 [at least the number of tokens, 1 + 2K]: bits of the float32 log-probabilities of the
+    token and the K most probable ids, followed by those ids."""
     depth: int
-    """Tokens of each row that decodes, those that were not emitted included."""
+    """Number of tokens downloaded for each decoding row, including tokens that were not emitted."""
 
     def read_logprobs(self, counts: list[int]) -> list[PathLogprobs]:
-        """Waits. Of each of the rows, of which row i has emitted `counts[i]` tokens, then of each
-        of the prefill chunks."""
+        """Return the log-probabilities of each requested row, followed by each requested prefill
+        chunk. `counts[i]`: number of tokens that requested row i emitted. Waits for the
+        download."""
         words: NDArray[np.int32] = self.words.wait_array()  # type: ignore[assignment]
         ids = words.shape[1] // 2
         values, top_ids = words[:, : 1 + ids].copy().view(np.float32), words[:, 1 + ids :].copy()
@@ -71,7 +73,7 @@ class RoundLogprobs:
     """Computes the requested log-probabilities of launched rounds."""
 
     def __init__(self, program: RoundProgram, *, max_rows: int, device: torch.device) -> None:
-        """`max_rows`: most rows of a launch that decode."""
+        """`max_rows`: maximum number of decoding rows of a launch."""
         self._program = program
         size = max_rows + MAX_CHUNKS
         self._places = int32_zeros(size, device)
@@ -87,7 +89,8 @@ class RoundLogprobs:
         chunks: PrefillChunkInputs | None,
         part: int = 0,
     ) -> PendingLogprobs:
-        """To be called when a round's launch `part` is made and before the next one is."""
+        """Start to compute and download the requested log-probabilities. Call this after launch
+        `part` of a round and before the next launch."""
         depth = min(asked.depth, shape.nodes)
         rows = self._upload(asked, part)
         places, tokens = self._tokens(asked, rows, depth, shape, verified, chunks)
@@ -103,7 +106,8 @@ class RoundLogprobs:
         return PendingLogprobs(asked, self._downloads.start_download(torch.cat(parts), part), depth)
 
     def _upload(self, asked: LogprobRequest, part: int) -> Tensor:
-        """int64: the rows that are asked about, then the prefill chunks."""
+        """Upload the requested rows, followed by the requested prefill chunks; return them as
+        int64."""
         words = self._uploader.stage_int32s(part)
         rows_end, end = len(asked.rows), len(asked.rows) + len(asked.chunks)
         words[:rows_end] = asked.rows
@@ -120,7 +124,8 @@ class RoundLogprobs:
         verified: VerifyOutput,
         chunks: PrefillChunkInputs | None,
     ) -> tuple[Tensor, Tensor]:
-        """Token rows int64 of the forward, and the token int64 that was chosen at each."""
+        """Return the requested token rows of the forward, int64, and the token chosen at each,
+        int64."""
         rows, ends = named[: len(asked.rows)], named[len(asked.rows) :]
         found: list[Tensor] = []
         chosen: list[Tensor] = []
@@ -129,7 +134,7 @@ class RoundLogprobs:
             assert acceptance is not None
             path = acceptance.rows.index_select(0, rows)[:, :depth]
             found.append((rows[:, None] * shape.nodes + path).flatten())
-            # Behind what was emitted there is no token; nobody looks at what stands there.
+            # # Places after the emitted tokens hold no token, and their values are not used.
             chosen.append(acceptance.tokens.index_select(0, rows)[:, :depth].flatten())
         if asked.chunks:
             assert chunks is not None and verified.first is not None

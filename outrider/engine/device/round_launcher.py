@@ -1,10 +1,11 @@
 """Launches rounds on the device: verify, accept, commit, project, draft in process.
 
-A round is one graph: fused placement adds the drafting of the next round to it; colocated placement
-keeps that in a second graph, and so do prefill-only rounds, so that their first tokens do not wait
-for it. Prompts run as prefill chunks in the same batch as decoding sessions. The state that the
-next round of the same sessions needs (root, lengths, in-process drafts) stays on the device, so
-that round can be launched before the host has the results of this one.
+A round is one CUDA graph. With fused placement that graph also drafts for the next round. With
+colocated placement, and in rounds that only prefill, drafting is a second graph, so that the
+results of the round do not wait for it. Prompts run as prefill chunks in the same batch as decoding
+sessions. The state that the next round of the same sessions needs (root, lengths, in-process
+drafts) stays on the device, so that round can be launched before the host has the results of this
+one.
 """
 
 from __future__ import annotations
@@ -43,26 +44,26 @@ class LaunchedRound(NamedTuple):
     shape: RoundShape
     result: PendingDownload
     features: PendingDownload | None
-    """None where none were asked for."""
+    """Download of the features; None if no features were requested."""
     logprobs: PendingLogprobs | None = None
-    """The same."""
+    """Download of the log-probabilities; None if none were requested."""
     launched_at: float = 0.0
-    """When the device had all that it computes, on the clock of `time.perf_counter`."""
+    """Time at which the launch was complete, in seconds of `time.perf_counter`."""
     is_in_place: bool = False
-    """Whether the features come down where `place` said."""
+    """Whether the features are downloaded to the memory that `place` returned."""
     is_undrafted: bool = False
-    """Whether in-process drafts that are due were left to `GrammarDraftBuffer.start_drafts`."""
+    """Whether in-process drafting was left to `GrammarDraftBuffer.start_drafts`."""
 
     def read_outcome(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Waits: words [B, 2 + 2N] of the rows that decode, first tokens [Q] of the prefill
-        chunks."""
+        """Return the result words [B, 2 + 2N] of the decoding rows and the first tokens [Q] after
+        the prefill chunks (see `VerifyOutput.result`). Waits for the download."""
         words: NDArray[np.int32] = self.result.wait_array()  # type: ignore[assignment]
         decoding = self.shape.rows * self.shape.result_words
         return words[:decoding].reshape(-1, self.shape.result_words), words[decoding:]
 
     def read_tokens(self, row: int) -> list[int]:
-        """Waits: the tokens of a row that decodes, without the placeholder of a row that has no
-        finite logit."""
+        """Return the tokens that a decoding row emitted, without the placeholder for a row without
+        finite logits. Waits for the download."""
         words = self.read_outcome()[0][row]
         start, count = 2 + self.shape.nodes, int(words[0])
         if words[1] & INVALID_OUTPUT:
@@ -71,13 +72,13 @@ class LaunchedRound(NamedTuple):
         return tokens
 
     def read_features(self) -> NDArray[np.generic] | None:
-        """Waits: the features of all rows, those of the bucket, then those of the prefill
-        chunks."""
+        """Return the features of all rows of the bucket, followed by those of the prefill chunks,
+        or None if there are none. Waits for the download."""
         return None if self.features is None else self.features.wait_array()
 
     def read_first_token(self, chunk: int) -> int:
-        """Waits: the token behind a prefill chunk with which a prompt ends; -1 if its row has no
-        finite logit."""
+        """Return the token after a prefill chunk that ends a prompt, or -1 if its row has no finite
+        logit. Waits for the download."""
         return int(self.read_outcome()[1][chunk])
 
 
@@ -106,7 +107,7 @@ class RoundLauncher:
         self._device = target.device
         self._slots = slots
         self.drafter = in_process_drafter
-        """What drafts on the device, or has its drafts there."""
+        """Drafter that runs on the device or writes its drafts there; None without one."""
         self.family = family
         self._fused = fused
         self.graphs = GraphCache(target.device, enabled=graphs)
@@ -125,9 +126,9 @@ class RoundLauncher:
         self._distributions = DistributionInputs(max_rows=slots.padding, device=target.device)
         self._chunks: dict[int, PrefillChunkInputs] = {}
         self.downloads = Downloader(target.device)
-        """What copies the results of rounds to the host."""
+        """Copies the results of rounds to the host."""
         self.form_drafts: GrammarDraftBuffer | None = None
-        """Of the in-process drafter; None without one in this process."""
+        """Drafts of sessions with a grammar; None without an in-process drafter in this process."""
         if isinstance(in_process_drafter, InProcessDrafter):
             self.form_drafts = GrammarDraftBuffer(
                 in_process_drafter,
@@ -139,7 +140,7 @@ class RoundLauncher:
 
     @property
     def computes_features(self) -> bool:
-        """Whether any round does."""
+        """Whether rounds can compute features."""
         return self._program.projects
 
     def launch_round(
@@ -156,13 +157,16 @@ class RoundLauncher:
         part: int = 0,
         place: Callable[[int], NDArray[np.uint8] | None] | None = None,
     ) -> LaunchedRound:
-        """Start a round of rows of one kind, and of prefill chunks; nothing waits for the device.
-        `in_process_nodes`: nodes of a row with in-process drafts; 0: of the first shape.
-        `asked`: whose log-probabilities are wanted, if anybody's. `undrafted`: where in-process
-        drafts are due and the shape allows it, leave them to `GrammarDraftBuffer.start_drafts`,
-        which must follow for every row. `part`: which launch of its round it is. `place`: memory of
-        so many bytes for features to come down to, pinned, that stays as long as anybody looks at
-        it; or None."""
+        """Launch a round of decoding rows and prefill chunks, without waiting for the device.
+
+        drafts, judge, features: source of the drafts, acceptance mode, and whether features are
+        requested. in_process_nodes: number of nodes of a row with in-process drafts; 0 to use the
+        first shape. asked: requests for log-probabilities, if any. undrafted: leave in-process
+        drafting to `GrammarDraftBuffer.start_drafts`, if the shape allows it; the caller must then
+        call that function for every row. part: index of this launch within its round. place:
+        returns pinned memory of the given number of bytes to download the features to, or None; the
+        memory must stay valid as long as the features are used.
+        """
         shape = self.family.fit_shape(
             rows=len(rows.slots),
             nodes=in_process_nodes or 1 + rows.max_nodes,
@@ -211,7 +215,7 @@ class RoundLauncher:
         return launched._replace(logprobs=logprobs)
 
     def warm_up(self, shape: RoundShape) -> None:
-        """Compile and capture a shape of the family: a round of nothing but padding."""
+        """Compile and capture a shape of the family, by a round of padding rows only."""
         inputs, chunks = self._inputs_of(shape)
         if inputs is not None:
             inputs.fill_rows(RoundRows.of_rows([]), shape.draft_kind)
@@ -226,7 +230,8 @@ class RoundLauncher:
             self._draft(shape, inputs, chunks, verified, undrafted=True)
 
     def _inputs_of(self, shape: RoundShape) -> tuple[RoundInputs | None, PrefillChunkInputs | None]:
-        """The static inputs of a shape; None for the part that it does not have."""
+        """Return the static inputs of a shape's decoding rows and of its prefill chunks; None for a
+        part that the shape does not have."""
         inputs, chunks = None, None
         if shape.rows:
             key = (shape.rows, shape.nodes)
@@ -244,12 +249,13 @@ class RoundLauncher:
         return inputs, chunks
 
     def _can_be_undrafted(self, shape: RoundShape) -> bool:
-        """Whether in-process drafting may be postponed until the host has seen the outcome."""
+        """Return whether in-process drafting may be postponed until the host has seen the
+        outcome."""
         drafts = self.form_drafts
         return shape.can_be_undrafted and drafts is not None and shape.nodes == 1 + drafts.length
 
     def _drafts_behind(self, shape: RoundShape) -> bool:
-        """Whether in-process drafts are a graph of their own."""
+        """Return whether in-process drafting is a graph of its own."""
         return shape.draft_kind is DraftKind.IN_PROCESS and not (self._fused and shape.rows)
 
     def _verify(
@@ -260,8 +266,7 @@ class RoundLauncher:
         *,
         alone: bool,
     ) -> VerifyOutput:
-        """The graph of a round; alone: in-process drafts, if there are any, are none of its
-        business."""
+        """Run the graph of a round. alone: leave out in-process drafting."""
         record, program = self.recorder, self._program
         if alone or shape.draft_kind is not DraftKind.IN_PROCESS:
             whole = shape.draft_kind is not DraftKind.IN_PROCESS or self._drafts_behind(shape)
@@ -282,7 +287,8 @@ class RoundLauncher:
         *,
         undrafted: bool = False,
     ) -> None:
-        """The graph of in-process drafts behind a round; undrafted: of what they begin from."""
+        """Run the graph of in-process drafting after a round. undrafted: store the input of
+        drafting instead."""
         program = self._program
         name, part = (
             ("catch up", program.store_catch_up) if undrafted else ("draft", program.run_drafts)

@@ -1,7 +1,7 @@
 """Computation of one round as functions of static tensors, recorded into a CUDA graph.
 
-B rows of the bucket, N nodes a row, Q prefill chunks of P rows each, M = B * N + Q * P token
-rows, V vocabulary, H feature width, K in-process drafts, X session slots.
+Shapes: B rows of the bucket, N nodes a row, Q prefill chunks of P rows each, M = B * N + Q * P
+token rows, L logit rows, V vocabulary size, H feature width.
 """
 
 from __future__ import annotations
@@ -43,36 +43,38 @@ from outrider.engine.target import TargetModel
 
 
 class VerifyOutput(NamedTuple):
-    """Static results of a verify graph."""
+    """Results of a verify graph, in static memory."""
 
     result: Tensor
-    """int32 [B * (2 + 2N) + Q]: of each row count, flags, rows, tokens (see `DeviceAcceptance`),
-    then the token that each prefill chunk's end is followed by, -1 where the row has no finite
+    """int32 [B * (2 + 2N) + Q]: for each decoding row its count, flags, rows and tokens (see
+    `DeviceAcceptance`); then the token after each prefill chunk, -1 if its row has no finite
     logit."""
     acceptance: DeviceAcceptance | None
-    """None without rows that decode, as `context`."""
+    """Acceptance of the decoding rows; None if there are none."""
     context: Tensor | None
-    """int32 [B]: KV slots written before the round."""
+    """int32 [B]: number of KV slots written before the round; None without decoding rows."""
     first: Tensor | None
-    """int32 [Q]: the tokens sampled behind the prefill chunks, 0 where `result` has -1."""
+    """int32 [Q]: the tokens sampled after the prefill chunks, 0 where `result` has -1; None without
+    prefill chunks."""
     features: Tensor | None
-    """[M, H]: of the accepted rows first, in every row of the bucket; then of the prefill
-    chunks."""
+    """[M, H]: features of the decoding rows, with the accepted nodes of each row first, followed by
+    features of the prefill chunks. None if they are not computed."""
 
 
 class _VerifyRows(NamedTuple):
-    """The rows that decode, before the forward."""
+    """Inputs of the decoding rows for the forward."""
 
     tokens: Tensor
-    """int32 [B * N]."""
+    """int32 [B * N]: token ids."""
     parents: Tensor | None
     distribution: SparseDistribution | DenseChainDistribution | None
-    """What the drafts were drawn from, where a rule asks for that."""
+    """Distributions that the drafts were drawn from; None if not needed."""
     group: RowGroup
 
 
 class RoundProgram:
-    """Verify, accept, commit, project and draft steps, which never synchronise."""
+    """Steps of a round: verify, accept, commit, project and draft. Never synchronises with the
+    host."""
 
     def __init__(
         self,
@@ -91,14 +93,14 @@ class RoundProgram:
         self._projection = projection
         self._in_process_drafter = in_process_drafter
         self.projects = projection is not None
-        """Whether rounds can make features."""
+        """Whether rounds can compute features."""
         taps = projection.tap_layers if projection is not None else ()
-        # One for all shapes: a round's is looked at before the next one is launched.
+        # # One buffer serves all shapes: a round's hidden states are read before the next launch.
         like = target.weights.embedding
         hidden = _row_buffer(max_token_rows, like.shape[1], like)
         self._features: Tensor | None = None
-        """[max M, H]: the features of rounds with prefill chunks. A buffer for each of their graphs
-        would take megabytes each."""
+        """[max M, H]: the features of rounds with prefill chunks. One buffer is shared, because a
+        buffer for each graph would take megabytes each."""
         if projection is not None:
             self._features = _row_buffer(max_token_rows, projection.hidden_size, like)
         self._tapped = TargetProgram(target, taps, hidden=hidden, kernels=kernels)
@@ -112,15 +114,16 @@ class RoundProgram:
     def run_verify(
         self, shape: RoundShape, inputs: RoundInputs | None, chunks: PrefillChunkInputs | None
     ) -> VerifyOutput:
-        """A round up to what its sessions' next one needs, in-process drafts left out."""
+        """Run a round without in-process drafting, and update the state that the next round
+        needs."""
         placed = None if inputs is None else self._assigned_rows(shape, inputs)
         output = self._forward(shape, placed, chunks)
         features = None
         if shape.has_features and self._projection is not None and output.taps is not None:
             features = self._projection(output.taps)
         decoding = shape.rows * shape.nodes
-        # Before logits are processed by the logits processor in place: a grammar or a ban would
-        # hide it.
+        # # This check precedes the logits processor, because bans and grammars would hide
+        # non-finite logits.
         finite = find_finite_rows(output.logits)
         found = first = None
         if chunks is not None:
@@ -151,19 +154,20 @@ class RoundProgram:
         return VerifyOutput(result, acceptance, placed.group.context, first, features)
 
     def _stored_features(self, shape: RoundShape, features: Tensor | None) -> Tensor | None:
-        """`features` where they lie until the next round is launched."""
+        """Return `features`, in rounds with prefill chunks as a copy in the shared buffer, which
+        holds them until the next launch."""
         if features is None or self._features is None or not shape.chunks:
             return features
         stored: Tensor = self._features[: len(features)].copy_(features)
         return stored
 
     def target_logits(self, rows: Tensor) -> Tensor:
-        """The target's logits float32 [L, V], as they are, of token rows int64 [L] of the last
-        round."""
+        """Return the target's unprocessed logits, float32 [L, V], of token rows int64 [L] of the
+        last round."""
         return self._plain.logits(rows)
 
     def _assigned_rows(self, shape: RoundShape, inputs: RoundInputs) -> _VerifyRows:
-        """The token rows of the sessions that decode."""
+        """Return the inputs of the decoding rows."""
         sequence, slots, nodes = self._slots.sequence, inputs.slots, shape.nodes
         head = self._in_process_drafter if shape.draft_kind is DraftKind.IN_PROCESS else None
         distribution: SparseDistribution | DenseChainDistribution | None = None
@@ -217,8 +221,8 @@ class RoundProgram:
     def _choose_first(
         self, shape: RoundShape, chunks: PrefillChunkInputs, logits: Tensor, finite: Tensor
     ) -> Tensor:
-        """The tokens int32 [Q] behind the prefill chunks, by logits [Q, V]; -1 where `finite` int32
-        [Q] is 0."""
+        """Return the tokens int32 [Q] that follow the prefill chunks, chosen from logits [Q, V]; -1
+        where `finite`, int32 [Q], is 0."""
         state, positions = self._slots.sampling, chunks.next_positions()
         if shape.is_sampled:
             process_logits(
@@ -235,13 +239,13 @@ class RoundProgram:
         )
 
     def _begin(self, shape: RoundShape, chunks: PrefillChunkInputs, first: Tensor) -> None:
-        """Let prompts that end go on from their first tokens, int32 [Q]."""
+        """Start decoding of prompts that end, from their first tokens int32 [Q]."""
         chunks.set_first_tokens(self._slots.sequence, first)
         if shape.is_sampled:
             self._count(first[:, None], chunks.ends, chunks.slots)
 
     def _process_logits(self, shape: RoundShape, placed: _VerifyRows, logits: Tensor) -> None:
-        """What the sessions do to their logits [B * N, V], in place."""
+        """Apply the sessions' logits processors to logits [B * N, V] in place."""
         path, layout, nodes = None, placed.group.round_layout, shape.nodes
         if nodes > 1:
             mask = None if layout.mask is None else layout.mask[:, :, 1:]
@@ -258,8 +262,8 @@ class RoundProgram:
         )
 
     def _count(self, tokens: Tensor, counts: Tensor, slots: Tensor) -> None:
-        """The first `counts` int32 [B] of tokens int32 [B, n] are history from now on, for the
-        head's logits processor too."""
+        """Add the first `counts`, int32 [B], of tokens int32 [B, n] to the token history of the
+        logits processors of target and drafter."""
         count_tokens(tokens, counts, self._slots.warp.state, slots)
         warp = None if self._in_process_drafter is None else self._in_process_drafter.logits_slots
         if warp is not None:
@@ -304,7 +308,8 @@ class RoundProgram:
         acceptance: DeviceAcceptance,
         features: Tensor | None,
     ) -> Tensor | None:
-        """Make what stands contiguous and move the sessions on; the features in that order."""
+        """Make accepted KV rows contiguous and advance the sessions; return the features in the
+        same order."""
         sequence, group = self._slots.sequence, placed.group
         if placed.parents is not None:
             compact_kv(
@@ -336,7 +341,7 @@ class RoundProgram:
         chunks: PrefillChunkInputs | None,
         verified: VerifyOutput,
     ) -> None:
-        """Own drafts for the next round of every session that decodes then."""
+        """Draft in process for the next round of every session that then decodes."""
         assert self._in_process_drafter is not None
         rows = self._rows_to_draft(shape, inputs, chunks, verified)
         self._in_process_drafter.draft_round(rows, num_nodes=shape.nodes, sampled=shape.is_sampled)
@@ -349,7 +354,7 @@ class RoundProgram:
         chunks: PrefillChunkInputs | None,
         verified: VerifyOutput,
     ) -> None:
-        """What in-process drafts of these sessions begin from, which are made later."""
+        """Store the input of in-process drafts that are made later."""
         assert isinstance(self._in_process_drafter, InProcessDrafter)
         self._in_process_drafter.store_catch_up(
             self._rows_to_draft(shape, inputs, chunks, verified)
@@ -362,8 +367,8 @@ class RoundProgram:
         chunks: PrefillChunkInputs | None,
         verified: VerifyOutput,
     ) -> NewRows:
-        """The draft rows of what a round committed, and of the last rows of prompts that end; the
-        head has written those before them."""
+        """Return the draft rows of committed tokens and of the last rows of prompts that end.
+        Earlier rows of prompts are passed to the drafter here."""
         head = self._in_process_drafter
         assert head is not None and verified.features is not None
         head.begin_rows()
@@ -378,7 +383,7 @@ class RoundProgram:
         return rows
 
     def _new_rows(self, shape: RoundShape, inputs: RoundInputs, verified: VerifyOutput) -> NewRows:
-        """The draft rows of what a round committed."""
+        """Return the draft rows of the tokens that a round committed."""
         acceptance, context = verified.acceptance, verified.context
         assert verified.features is not None and acceptance is not None and context is not None
         features = verified.features[: shape.rows * shape.nodes]
@@ -392,7 +397,8 @@ class RoundProgram:
         )
 
     def _dead_rows(self, chunks: PrefillChunkInputs, features: Tensor) -> NewRows:
-        """Rows of prompts whose prediction nobody wants: all but the last of each prompt."""
+        """Return the rows of prompts whose prediction is not needed: all but the last row of each
+        prompt."""
         return NewRows(
             slots=chunks.slots,
             tables=self._slots.sequence.tables,
@@ -405,7 +411,7 @@ class RoundProgram:
     def _with_live_rows(
         self, rows: NewRows | None, chunks: PrefillChunkInputs, features: Tensor, first: Tensor
     ) -> NewRows:
-        """`rows` and, behind them, the last row of every prompt that ends."""
+        """Return `rows`, followed by the last row of every prompt that ends."""
         width = 1 if rows is None else rows.tokens.shape[1]
         live = features.flatten(0, 1)[chunks.live_rows()]
         tokens = first.new_full((chunks.num_chunks, width), -1)
@@ -418,7 +424,8 @@ class RoundProgram:
             tokens=tokens,
             features=own,
             counts=chunks.ends,
-            # A chunk that ends no prompt has no row: from 0 on, its drafts read no context.
+            # # A chunk that ends no prompt has count 0; start 0 keeps its drafts from reading
+            # context.
             starts=torch.where(chunks.ends > 0, chunks.next_positions() - 1, 0),
         )
         if rows is None:
@@ -434,6 +441,7 @@ class RoundProgram:
 
 
 def _row_buffer(rows: int, width: int, like: Tensor) -> Tensor:
-    """Static memory [rows, width] of the kind of `like`, writable in and out of inference mode."""
+    """Return static memory [rows, width] of the dtype and device of `like`, writable inside and
+    outside of inference mode."""
     with torch.inference_mode(False):
         return torch.zeros((rows, width), dtype=like.dtype, device=like.device)

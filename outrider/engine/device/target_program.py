@@ -1,9 +1,9 @@
 """Forward of the target over static buffers, recorded into a CUDA graph.
 
-M token rows, L logit rows, Q query and G key/value heads, d head dimension, H hidden size, V
-vocabulary, X session slots, T blocks of a table. The rows of a forward come in groups of B sessions
-and N rows a session: decoding rows, prefill chunks. All groups share the matrix products; each has
-its own attention.
+Shapes: M token rows, L logit rows, Q query heads, G key/value heads, S pool slots, d head
+dimension, H hidden size, V vocabulary size, X session slots, T blocks of a block table. The rows of
+a forward come in groups of B sessions and N rows a session: decoding rows and prefill chunks. All
+groups share the matrix products; each has its own attention.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ class TargetOutput(NamedTuple):
     """Results of one forward."""
 
     logits: Tensor
-    """float32 [L, V]."""
+    """float32 [L, V]: logits of the requested rows."""
     taps: Tensor | None
-    """[M, n_taps * H]: as `outrider.engine.target.ForwardOutput.taps`."""
+    """[M, n_taps * H]: outputs of the tapped layers, see
+    `outrider.engine.target.ForwardOutput.taps`. None without tapped layers."""
 
 
 class TargetProgram:
-    """Runs the target over all rows of a bucket; KV goes to the slots after each context."""
+    """Runs the target over all rows of a bucket and writes their KV to the slots after each
+    context."""
 
     def __init__(
         self,
@@ -74,10 +76,11 @@ class TargetProgram:
         max_len: int,
         logit_rows: Tensor | None = None,
     ) -> TargetOutput:
-        """Run token ids int32 [M]; ids below 0 stand for absent nodes.
+        """Run token ids int32 [M] and return their logits and tapped outputs; commits nothing.
 
-        tables int32 [X, T]: see `SequenceState`. `max_len` bounds the slots that any row sees.
-        logit_rows int64 [L]: rows whose logits are wanted; None: all. Nothing is committed.
+        Negative ids stand for absent nodes. tables: int32 [X, T], see `SequenceState`. max_len:
+        upper bound of the KV slots that any row attends to. logit_rows: int64 [L], rows whose
+        logits are needed; None for all rows.
         """
         weights, eps = self._model.weights, self._config.rms_norm_eps
         x, normed, outputs = self._run(tokens, groups, tables, max_len)
@@ -94,26 +97,30 @@ class TargetProgram:
     def outputs(
         self, tokens: Tensor, groups: Sequence[RowGroup], tables: Tensor, *, max_len: int
     ) -> Tensor:
-        """As `forward`, but for the last layer's outputs [M, H] alone; see `logits_of`."""
+        """Run as `run_forward`, but return only the last layer's outputs [M, H]; see
+        `logits_of`."""
         return self._run(tokens, groups, tables, max_len)[0]
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Logits float32 [L, V] of token rows int64 [L] of the last forward; `hidden` was given."""
+        """Return logits float32 [L, V] of token rows int64 [L] of the last forward. Needs the
+        `hidden` buffer."""
         assert self._hidden is not None
         return self.logits_of(self._hidden.index_select(0, rows))
 
     def logits_of(self, outputs: Tensor) -> Tensor:
-        """Logits float32 [L, V] of the last layer's outputs [L, H]."""
+        """Return logits float32 [L, V] of outputs [L, H] of the last layer."""
         weights = self._model.weights
         return self._to_logits(rms_norm(outputs, weights.final_norm, self._config.rms_norm_eps))
 
     def _run(
         self, tokens: Tensor, groups: Sequence[RowGroup], tables: Tensor, max_len: int
     ) -> tuple[Tensor, Normed, dict[int, Tensor]]:
-        """All layers: the last one's output, its norm, and what is tapped of the others."""
+        """Run all layers; return the last layer's output, its norm, and the outputs of the tapped
+        layers."""
         weights, eps = self._model.weights, self._config.rms_norm_eps
         norms = [layer.weights.input_norm for layer in self._layers] + [weights.final_norm]
-        # With many rows the layers work in place, and so the last one where it is wanted.
+        # # With many rows the layers work in place, so the last layer may write to the `hidden`
+        # buffer.
         last = None if self._hidden is None else self._hidden[: tokens.shape[0]]
         x, normed = self._kernels.embed(tokens, weights.embedding, norms[0], eps, out=last)
         place = self._write_kv(groups, tables, max_len)
@@ -145,7 +152,7 @@ class TargetProgram:
         )
 
     def _attend(self, query: Tensor, index: int, place: _LayerContext) -> Tensor:
-        """[M, Q * d] of queries [M, Q, d]: group by group."""
+        """Return attention outputs [M, Q * d] of queries [M, Q, d], computed group by group."""
         alone = len(place.groups) == 1
         joined = None if alone else torch.empty_like(query, memory_format=torch.contiguous_format)
         first, attended = 0, query
@@ -191,18 +198,18 @@ class TargetProgram:
 
 
 class _LayerContext(NamedTuple):
-    """What every layer must know beside its input."""
+    """Inputs that all layers of a forward share."""
 
     table: Tensor
-    """[M, 2, d/2]: cos and sin."""
+    """[M, 2, d/2]: cosines and sines of the rotary embedding."""
     write_slots: Tensor
-    """int64 [M]."""
+    """int64 [M]: pool slot that each row's KV is written to; -1 to write none."""
     groups: Sequence[RowGroup]
     limits: AttentionLimits
 
 
 class _Layer:
-    """A layer's weights, known to be plain."""
+    """Plain weights of one layer."""
 
     __slots__ = ("down", "gate_up", "o_proj", "qkv", "weights")
 

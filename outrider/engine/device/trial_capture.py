@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Captures that are thrown away: they show which kernels a graph needs, and execute nothing."""
+"""Trial captures: they record which kernels a graph needs, execute nothing, and are discarded."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ import torch
 
 T = TypeVar("T")
 _CAPTURE_MODE: Final = "relaxed"
-"""What a function does for the first time (memory for its results on the host, a library that is
-loaded) is allowed within the capture, too."""
+"""Capture mode of CUDA. It allows calls that a function makes on its first run, such as the
+allocation of host memory or the loading of a library."""
 
 
 class TrialCapture:
-    """Captures functions in a stream of its own and throws the graphs away.
+    """Captures functions in a stream of its own and discards the graphs.
 
-    What a function returns has memory and shape, but no value. Memory that outlasts the capture is
-    made within `outside_capture`.
+    The results of a function have memory and shape but no value. Memory that must outlast the
+    capture is allocated within `outside_capture`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._first: torch.cuda.CUDAGraph | None = None
-        """The first graph, which keeps the memory of all until it is dropped with this."""
+        """The first graph, which keeps the memory pool of all graphs alive."""
         # Some steps launch nothing on some inputs.
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-        # Made within a capture, it would wait for the device.
+        # # If torch made this handle within a capture, it would wait for the device.
         torch.cuda.current_blas_handle()
 
     def record(self, function: Callable[[], T]) -> T:
-        """Capture `function`; what it returned. Raises RuntimeError for what cannot be captured."""
+        """Capture `function` and return its results. Raises RuntimeError if it cannot be
+        captured."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.inference_mode(), torch.cuda.stream(self._stream), no_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode=_CAPTURE_MODE)
@@ -48,9 +49,10 @@ class TrialCapture:
 
 @contextmanager
 def outside_capture(device: torch.device) -> Iterator[None]:
-    """Make tensors that outlast the capture under way, if there is one, as if there were none.
+    """Make tensors within this context outlast the capture in progress, if there is one.
 
-    Memory that is allocated in a capture belongs to its graph, and what fills it is only recorded.
+    Memory that is allocated in a capture belongs to its graph, and operations that fill it are only
+    recorded. Therefore this context uses the default stream, which is not captured.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         with torch.cuda.stream(torch.cuda.default_stream(device)):
@@ -61,7 +63,8 @@ def outside_capture(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep the garbage collector from giving memory back, which would void a capture."""
+    """Disable the garbage collector within this context, because freeing device memory would
+    invalidate a capture."""
     collects = gc.isenabled()
     gc.disable()
     try:

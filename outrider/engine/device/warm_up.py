@@ -19,23 +19,23 @@ from outrider.engine.kernels.linear.fused import SKINNY_ROWS, SPLIT_NORM_ROWS
 logger = logging.getLogger(__name__)
 
 _REPEATS = 2
-"""Of a shape at a time."""
+"""Number of runs for each timing of a shape."""
 _LONG_ROWS = 1024
-"""Token rows from which a round is timed once: it lasts so long that little can hold it up, and the
-start would be longer by seconds."""
+"""Number of token rows above which a round is timed only once. Such a round is so long that delays
+hardly matter, and a second timing would take seconds of startup."""
 _PROGRESS_S = 5.0
 _ROW_TILES = (16, SPLIT_NORM_ROWS, SKINNY_ROWS)
-"""Token rows up to which the products of a round have the same kernels."""
+"""Bucket limits of token rows; within a bucket the matrix products of rounds use the same
+kernels."""
 
 
 def compile_shapes(
     rounds: RoundLauncher, device: torch.device, check: Callable[[], None] | None = None
 ) -> None:
-    """Compile the kernels of all shapes; reads no weights. `check` is called between shapes and
-    raises to give up.
+    """Compile the kernels of all shapes, without reading weights.
 
-    Shapes that have most of their kernels in common are represented by one of them; what only the
-    others need is compiled by `warm_up_shapes`.
+    `check` is called between shapes and raises an error to abort. Only one shape of each group that
+    shares most kernels is compiled; `warm_up_shapes` compiles kernels that only other shapes need.
     """
 
     def run(wait_cached: Callable[[], bool]) -> None:
@@ -45,10 +45,12 @@ def compile_shapes(
                 if check is not None:
                     check()
                 rounds.warm_up(shape)
-                # Once a kernel was missing nothing waits any more: the threads are busy.
+                # # After a missing kernel `wait_cached` is no longer called, because the threads
+                # are busy compiling.
                 is_cached = is_cached and wait_cached()
                 if is_cached:
-                    # A start before has compiled the kernels of this kind of round.
+                    # # An earlier start of the process has compiled the kernels of this kind of
+                    # round.
                     break
         if rounds.form_drafts is not None:
             rounds.form_drafts.warm_up()
@@ -57,8 +59,8 @@ def compile_shapes(
 
 
 def representative_shapes(shapes: Iterable[RoundShape]) -> list[list[RoundShape]]:
-    """The largest shape of each group whose kernels differ at most in constants of few kernels, by
-    kind of round."""
+    """Return the largest shape of each group of shapes with nearly the same kernels, as one list
+    for each kind of round."""
     kinds: dict[Hashable, dict[Hashable, RoundShape]] = {}
     for shape in sorted(shapes, key=lambda s: s.token_rows):
         tile = bucket_for(min(shape.token_rows, SKINNY_ROWS + 1), _ROW_TILES)
@@ -68,25 +70,26 @@ def representative_shapes(shapes: Iterable[RoundShape]) -> list[list[RoundShape]
 
 
 def warm_up_shapes(rounds: RoundLauncher, device: torch.device) -> dict[RoundShape, float]:
-    """Seconds of every shape; says how far it is, and what it took in time and memory."""
+    """Compile and capture all shapes; return the duration of a round of each shape in seconds. Logs
+    the progress and the time and memory needed."""
     began = said = time.monotonic()
     free, _ = torch.cuda.mem_get_info(device)
     shapes = list(rounds.family.all_shapes())
     times: dict[RoundShape, float] = {}
-    # The largest first: what a graph needs for a while is then there for all that follow.
+    # # The largest shape comes first, so that later graphs can reuse its temporary memory.
     for done, shape in enumerate(sorted(shapes, key=lambda s: s.token_rows, reverse=True)):
         rounds.warm_up(shape)
         times[shape] = _time(rounds, shape)
         if time.monotonic() - said > _PROGRESS_S:
             said = time.monotonic()
-            # The first shapes compile the kernels of all, so that this is rather too long.
+            # # The first shapes compile kernels for all, so this estimate is rather too long.
             left_s = (said - began) / (done + 1) * (len(shapes) - done - 1)
             facts = {"done": done + 1, "of": len(shapes), "seconds_left": round(left_s)}
             logger.info("capturing rounds", extra=facts)
     if rounds.form_drafts is not None:
         rounds.form_drafts.warm_up()
     rounds.graphs.sealed = True
-    # Once more, later: what held one shape up, held its neighbours up as well.
+    # # A second timing later: a delay of one shape may have delayed its neighbours, too.
     for shape in shapes:
         if shape.token_rows <= _LONG_ROWS:
             times[shape] = min(times[shape], _time(rounds, shape))
@@ -103,7 +106,7 @@ def warm_up_shapes(rounds: RoundLauncher, device: torch.device) -> dict[RoundSha
 
 
 def _time(rounds: RoundLauncher, shape: RoundShape) -> float:
-    """Of some repeats in a row the one that was held up least."""
+    """Return the shortest duration of a few consecutive runs, in seconds."""
     repeats = _REPEATS if shape.token_rows <= _LONG_ROWS else 1
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(1 + repeats)]
     ends[0].record()
@@ -116,10 +119,12 @@ def _time(rounds: RoundLauncher, shape: RoundShape) -> float:
 
 
 def smooth_times(times: Mapping[RoundShape, float]) -> dict[RoundShape, float]:
-    """Seconds of every shape, none longer than those of a shape that has the same and more in it.
+    """Return the durations, each reduced to that of any shape of the same kind that is at least as
+    large in every dimension.
 
-    Whoever else used the device while a shape was timed, a drafter that captured its own graphs for
-    one, can only have made it look slower."""
+    Other users of the device, for example a drafter that captures its own graphs, can only have
+    made a shape look slower.
+    """
     cleared: dict[RoundShape, float] = {}
     for _, alike in groupby(sorted(times, key=_kind), key=_kind):
         shapes = list(alike)

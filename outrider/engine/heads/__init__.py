@@ -50,7 +50,11 @@ __all__ = [
 
 
 class DraftHead(Protocol):
-    """One-layer draft model over target features. N rows, H hidden, Vd draft vocabulary."""
+    """One-layer draft model over target features.
+
+    Shapes: N rows, H hidden size, nq query heads, nkv key/value heads, hd head dimension, Vd draft
+    vocabulary size.
+    """
 
     config: HeadConfig
     fingerprint: str
@@ -59,29 +63,31 @@ class DraftHead(Protocol):
     """Target id of every draft id, int64 [Vd]."""
 
     def inputs(self, token_ids_N: Tensor, features_NH: Tensor) -> Tensor:
-        """Attention input of the block: [N, 2H] for eagle3, [N, H] for eagle."""
+        """Return the attention input of the block: [N, 2H] for eagle3, [N, H] for eagle."""
         ...
 
     def residual(self, inputs: Tensor, features_NH: Tensor) -> Tensor:
-        """Start [N, H] of the residual branch that `finish` takes: it differs by kind."""
+        """Return the start [N, H] of the residual branch for `finish`, which differs by kind of
+        head."""
         ...
 
     def kv(self, inputs: Tensor, features_NH: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [N, nkv, hd], RoPE applied to the keys."""
+        """Return keys and values, each [N, nkv, hd], with RoPE applied to the keys."""
         ...
 
     def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
-        """Queries [N, nq, hd], RoPE applied."""
+        """Return queries [N, nq, hd] with RoPE applied."""
         ...
 
     def finish(self, residual_NH: Tensor, attn_out_NQh: Tensor) -> Tensor:
-        """Output projection, residuals and MLP: x [N, H], the feature of the next draft step."""
+        """Run output projection, residuals and MLP; return x [N, H], the feature of the next draft
+        step."""
         ...
 
     def logits(self, x_NH: Tensor) -> Tensor:
-        """Logits [N, Vd], fp32, of the feature that `finish` returned."""
+        """Return float32 logits [N, Vd] of the feature that `finish` returned."""
         ...
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Map draft ids to target ids, any shape, int64. Apply exactly once."""
+        """Return the target ids of draft ids of any shape, int64. Apply exactly once."""
         ...

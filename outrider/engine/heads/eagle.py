@@ -1,4 +1,8 @@
-"""EAGLE-1/2 draft head. N rows, H hidden, V vocabulary (the target's own lm_head)."""
+"""EAGLE-1/2 draft head.
+
+Shapes: N rows, H hidden size, nq query heads, nkv key/value heads, hd head dimension, V vocabulary
+size. The head uses the target's own lm_head.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,11 @@ from outrider.engine.heads.layers import Linear, rms_norm
 
 
 class EagleHead:
-    """EAGLE-1/2: fc([embedding; feature]) runs through one Llama block, usually without input norm.
+    """EAGLE-1/2 head: fc([embedding; feature]) runs through one Llama block, usually without an
+    input norm.
 
-    The feature is the target's final-normed state, so no norm stands before the lm_head.
+    The feature is the target's hidden state after its final norm, so there is no norm before the
+    lm_head.
     """
 
     def __init__(
@@ -38,32 +44,32 @@ class EagleHead:
         self._block = HeadBlock(config, block, embedding.device)
 
     def inputs(self, token_ids_N: Tensor, features_NH: Tensor) -> Tensor:
-        """fc([embedding; feature]), [N, H]: also the residual."""
+        """Return fc([embedding; feature]), [N, H], which is also the residual."""
         embedded = F.embedding(token_ids_N, self._embedding)
         return self._fc(torch.cat((embedded, features_NH), dim=-1))
 
     def residual(self, inputs: Tensor, features_NH: Tensor) -> Tensor:
-        """The fused inputs."""
+        """Return `inputs`, which is the residual."""
         return inputs
 
     def kv(self, inputs: Tensor, features_NH: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (rotated) and values, each [N, nkv, hd]."""
+        """Return rotated keys and plain values, each [N, nkv, hd]."""
         return self._block.kv(self._normed(inputs), positions_N)
 
     def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
-        """Rotated queries [N, nq, hd]."""
+        """Return rotated queries [N, nq, hd]."""
         return self._block.query(self._normed(inputs), positions_N)
 
     def finish(self, residual_NH: Tensor, attn_out_NQh: Tensor) -> Tensor:
-        """x [N, H], the predicted final-normed state of the next position."""
+        """Return x [N, H], the predicted hidden state of the next position after the final norm."""
         return self._block.finish(residual_NH, attn_out_NQh)
 
     def logits(self, x_NH: Tensor) -> Tensor:
-        """Logits [N, V], fp32."""
+        """Return float32 logits [N, V]."""
         return self._lm_head(x_NH).float()
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """The identity: the vocabulary is the target's."""
+        """Return `draft_ids`, because the draft vocabulary is the target's."""
         return draft_ids
 
     def _normed(self, inputs: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""EAGLE-3 draft head. N rows, H hidden, nq/nkv heads, hd head dim, Vd draft vocabulary."""
+"""EAGLE-3 draft head.
+
+Shapes: N rows, H hidden size, nq query heads, nkv key/value heads, hd head dimension, Vd draft
+vocabulary size.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,13 @@ from outrider.engine.heads.layers import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWeights:
-    """Weights of the one transformer block, as callables made by a `LinearFactory`."""
+    """Weights of the single transformer block, as callables made by a `LinearFactory`."""
 
     qkv: tuple[Linear, Linear]
-    """Query projection, and key-value projection (k rows first) fused."""
+    """Query projection, and fused key and value projection (key rows first)."""
     o_proj: Linear
     gate_up: Linear
-    """SwiGLU input, gate rows first."""
+    """Gate and up projections of the SwiGLU MLP, gate rows first."""
     down: Linear
     post_norm: Tensor
 
@@ -41,28 +45,29 @@ class HeadBlock:
         self.inverse_frequencies = rope_inverse_frequencies(config, device)
 
     def kv(self, inputs: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and plain values, each [N, nkv, hd]."""
+        """Return rotated keys and plain values, each [N, nkv, hd]."""
         _, num_kv, head_dim = self._heads
         kv = self.weights.qkv[1](inputs).view(-1, 2 * num_kv, head_dim)
         cos, sin = rotary_tables(positions_N, self.inverse_frequencies, kv.dtype)
         return apply_rotary(kv[:, :num_kv], cos, sin), kv[:, num_kv:]
 
     def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
-        """Rotated queries [N, nq, hd]."""
+        """Return rotated queries [N, nq, hd]."""
         num_heads, _, head_dim = self._heads
         q = self.weights.qkv[0](inputs).view(-1, num_heads, head_dim)
         cos, sin = rotary_tables(positions_N, self.inverse_frequencies, q.dtype)
         return apply_rotary(q, cos, sin)
 
     def finish(self, residual_NH: Tensor, attn_out_NQh: Tensor) -> Tensor:
-        """h = residual + o_proj(attention); x = h + MLP(norm(h)). Returns x [N, H]."""
+        """Return x [N, H], where h = residual + o_proj(attention) and x = h + MLP(norm(h))."""
         h = residual_NH + self.weights.o_proj(attn_out_NQh.flatten(1))
         gate, up = self.weights.gate_up(rms_norm(h, self.weights.post_norm, self._eps)).chunk(2, -1)
         return h + self.weights.down(F.silu(gate) * up)
 
 
 class Eagle3Head:
-    """EAGLE-3: the block reads [RMS(embedding); RMS(feature)] and has its own vocabulary."""
+    """EAGLE-3 head: the block reads [RMS(embedding); RMS(feature)], and the head has its own draft
+    vocabulary."""
 
     def __init__(
         self,
@@ -88,38 +93,39 @@ class Eagle3Head:
         self.block = HeadBlock(config, block, embedding.device)
 
     def inputs(self, token_ids_N: Tensor, features_NH: Tensor) -> Tensor:
-        """[RMS(embedding); RMS(feature)], [N, 2H]."""
+        """Return [RMS(embedding); RMS(feature)], [N, 2H]."""
         eps = self.config.rms_norm_eps
         embedded = rms_norm(F.embedding(token_ids_N, self.embedding), self.input_norm, eps)
         return torch.cat((embedded, rms_norm(features_NH, self.hidden_norm, eps)), dim=-1)
 
     def residual(self, inputs: Tensor, features_NH: Tensor) -> Tensor:
-        """The un-normed features, or their normed half of `inputs` under norm_before_residual."""
+        """Return the features [N, H]; with `norm_before_residual`, the normalised features in
+        `inputs`."""
         if self.config.norm_before_residual:
             return inputs[:, self.config.hidden_size :]
         return features_NH
 
     def kv(self, inputs: Tensor, features_NH: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (rotated) and values, each [N, nkv, hd]."""
+        """Return rotated keys and plain values, each [N, nkv, hd]."""
         return self.block.kv(inputs, positions_N)
 
     def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
-        """Rotated queries [N, nq, hd]."""
+        """Return rotated queries [N, nq, hd]."""
         return self.block.query(inputs, positions_N)
 
     def finish(self, residual_NH: Tensor, attn_out_NQh: Tensor) -> Tensor:
-        """x [N, H]; normed already when the config says `norm_output`."""
+        """Return x [N, H], with the final norm applied if the config sets `norm_output`."""
         x = self.block.finish(residual_NH, attn_out_NQh)
         if self.config.norm_output:
             return rms_norm(x, self.final_norm, self.config.rms_norm_eps)
         return x
 
     def logits(self, x_NH: Tensor) -> Tensor:
-        """Draft logits [N, Vd], fp32."""
+        """Return float32 draft logits [N, Vd]."""
         if not self.config.norm_output:
             x_NH = rms_norm(x_NH, self.final_norm, self.config.rms_norm_eps)
         return self.lm_head(x_NH).float()
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Target ids of draft ids, any shape."""
+        """Return the target ids of draft ids of any shape."""
         return self.target_ids[draft_ids]

@@ -19,20 +19,22 @@ Linear = Callable[[Tensor], Tensor]
 
 
 class LinearFactory(Protocol):
-    """Builds a callable `y = x @ weight.T + bias`; packed-weight versions plug in here."""
+    """Builds a callable that computes `x @ weight.T + bias`; implementations may pack the
+    weight."""
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dim, computed in fp32 (fp64 stays), cast back, then scaled."""
+    """Return RMSNorm over the last dimension, computed in float32 (float64 for float64 inputs),
+    cast back and then scaled by `weight`."""
     if x.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
 
 
 def rope_inverse_frequencies(config: HeadConfig, device: torch.device | str = "cpu") -> Tensor:
-    """Inverse frequencies [hd/2], fp32, with the config's rope scaling applied."""
+    """Return float32 inverse frequencies [hd/2] with the config's rope scaling applied."""
     return scaled_inverse_frequencies(
         config.head_dim, config.rope_theta, config.rope_scaling, device
     )
@@ -41,7 +43,7 @@ def rope_inverse_frequencies(config: HeadConfig, device: torch.device | str = "c
 def scaled_inverse_frequencies(
     head_dim: int, theta: float, scaling: dict[str, Any] | None, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Inverse frequencies [hd/2], fp32, for `default`, `linear` and `llama3` rope types."""
+    """Return float32 inverse frequencies [hd/2] for `default`, `linear` and `llama3` rope types."""
     steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
     inv_freq = 1.0 / (theta ** (steps / head_dim))
     if scaling is None:
@@ -59,14 +61,15 @@ def scaled_inverse_frequencies(
 def rotary_tables(
     positions_N: Tensor, inv_freq: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [N, 1, hd], for `apply_rotary`; angles are formed in fp32."""
+    """Return cosines and sines, each [N, 1, hd], for `apply_rotary`. Angles are computed in
+    float32."""
     angles = positions_N.to(torch.float32)[:, None] * inv_freq
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def apply_rotary(x_NDh: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate-half RoPE of x [N, heads, hd]."""
+    """Return x [N, heads, hd] with rotate-half RoPE applied."""
     half = x_NDh.shape[-1] // 2
     rotated = torch.cat((-x_NDh[..., half:], x_NDh[..., :half]), dim=-1)
     return x_NDh * cos + rotated * sin

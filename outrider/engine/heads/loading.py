@@ -52,11 +52,12 @@ def load_head(
     device: torch.device | str = "cpu",
     make_linear: LinearFactory = make_linear,
 ) -> Eagle3Head | EagleHead:
-    """Build a head from `path` (a directory with config.json and weights).
+    """Build a head from `path`, a directory with config.json and weights.
 
-    `embedding` and `lm_head` are the target's [V, H]. The embedding is used unless the checkpoint
-    carries its own and the target is of another width; the lm_head only if the checkpoint has none.
-    Raises InvalidRequestError (INVALID_HEAD) for a head that is damaged or not supported.
+    `embedding` and `lm_head` are the target's, [V, H] each (V: vocabulary size, H: hidden size).
+    The checkpoint's own embedding replaces `embedding` only if the target has another width;
+    `lm_head` is used only if the checkpoint has none. Raises InvalidRequestError (INVALID_HEAD) for
+    a head that is damaged or not supported.
     """
     config, tensors = _read(Path(path), num_target_layers)
     names = _Names(tensors, dtype, torch.device(device))
@@ -101,7 +102,7 @@ def load_feature_projection(
     device: torch.device | str = "cpu",
     make_linear: LinearFactory = make_linear,
 ) -> FeatureProjection:
-    """Build only the verifier's part of a head: fc and its norms.
+    """Build only the verifier's part of a head, which is fc and its norms.
 
     Raises InvalidRequestError (INVALID_HEAD) for a head that is damaged or not supported.
     """
@@ -121,7 +122,7 @@ def load_feature_projection(
 
 
 class _Names:
-    """Tensors by canonical name, converted on the way out."""
+    """Tensors by canonical name, converted to one dtype and device when they are read."""
 
     def __init__(
         self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device
@@ -157,7 +158,7 @@ def _projection_tensors(config: HeadConfig, tensors: dict[str, Tensor]) -> dict[
 def _read(
     path: Path, num_target_layers: int | None, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """Check the whole head; its configuration, and the wanted tensors by canonical names."""
+    """Check the whole head; return its configuration and the wanted tensors by canonical name."""
     config = load_head_config(path, num_target_layers=num_target_layers)
     safe, pickled = path / SAFETENSORS, path / PICKLE
     try:
@@ -243,7 +244,7 @@ def _block_weights(names: _Names, config: HeadConfig, make_linear: LinearFactory
 def _target_ids(
     path: Path, config: HeadConfig, tensors: dict[str, Tensor], device: torch.device
 ) -> Tensor:
-    """Target id of every draft id. The stored d2t is an OFFSET from the draft id."""
+    """Return the target id of every draft id. The stored d2t holds offsets from the draft ids."""
     ids = torch.arange(config.draft_vocab_size, dtype=torch.int64)
     if "d2t" in tensors:
         ids = ids + tensors["d2t"].to(torch.int64)

@@ -13,9 +13,11 @@ from outrider.engine.heads.layers import Linear, rms_norm
 
 
 class FeatureProjection:
-    """Maps raw [N, n_taps * Ht] (taps concatenated low to high) to features [N, H].
+    """Maps tapped hidden states of the target, [N, n_taps * Ht], to features [N, H].
 
-    For kind `eagle` it is the identity: the single tap is the target's final-normed state.
+    N rows, Ht hidden size of the target, H hidden size of the head; taps are concatenated from the
+    lowest layer to the highest. For kind `eagle` the projection is the identity, because its single
+    tap is the target's hidden state after the final norm.
     """
 
     def __init__(
@@ -53,9 +55,11 @@ class FeatureProjection:
 
 
 def projection_fingerprint(config: HeadConfig, tensors: Mapping[str, Tensor]) -> str:
-    """sha256 over the kind, the taps and the stored bytes of the projection's tensors.
+    """Return the SHA-256 hex digest of the head's kind, hidden size, taps and stored projection
+    tensors.
 
-    Computed before any dtype conversion, so both sides agree whatever dtype each runs in.
+    The digest is computed before any dtype conversion, so drafter and verifier agree whatever dtype
+    each uses.
     """
     digest = hashlib.sha256()
     digest.update(f"{config.kind}:{config.hidden_size}:{config.tap_layers}".encode())

@@ -41,7 +41,8 @@ class GenerateConfig:
     slots: int = 1024
     seed: int = 0
     deadline_s: float | None = None
-    """No slot is refilled after this many seconds; what is unanswered then stays so."""
+    """No slot is refilled after this many seconds, and the remaining requests get no answer; None
+    for no limit."""
     use_graphs: bool = True
     """Replay CUDA graphs (on CUDA devices only)."""
 
@@ -78,7 +79,8 @@ class BatchDecoder:
         self._rows = torch.arange(config.slots, device=target.device)
 
     def run(self, requests: Sequence[AnswerRequest]) -> list[TokenIdArray | None]:
-        """Answers by request, the stop token included; None where the deadline came first."""
+        """Return the answer of each request, including its stop token; None for requests that the
+        deadline left unanswered."""
         answers: list[TokenIdArray | None] = [None] * len(requests)
         queue = _order(requests, self._config.slots, self._config.seed)[::-1]
         owner = np.full(self._config.slots, -1, dtype=np.int64)
@@ -123,7 +125,7 @@ class BatchDecoder:
         return slots
 
     def _harvest(self, owner: np.ndarray, answers: list[TokenIdArray | None]) -> int:
-        """Take the answers of finished slots; returns the number of tokens taken."""
+        """Store the answers of finished slots and return the number of tokens stored."""
         finished = np.flatnonzero(self._slots.done.cpu().numpy() & (owner >= 0))
         if not len(finished):
             return 0
@@ -199,7 +201,7 @@ class BatchDecoder:
             self._graphs[length].replay()
 
     def _step(self, length: int) -> None:
-        """One token for every active slot, all state updated in place."""
+        """Decode one token for every active slot; updates all state in place."""
         s, c = self._slots, self._target.config
         position = s.position.clamp(max=length - 1)
         columns = torch.arange(length, device=position.device)
@@ -234,8 +236,10 @@ class BatchDecoder:
 
 
 def _order(requests: Sequence[AnswerRequest], slots: int, seed: int) -> list[int]:
-    """Shuffled, then sorted by length within large blocks: neighbours need like cache lengths,
-    and whatever a deadline leaves out is a random part.
+    """Return request indices, shuffled and then sorted by prompt length within large blocks.
+
+    Neighbours thus need similar cache lengths, and the requests that a deadline leaves out are a
+    random subset.
     """
     order = np.random.default_rng(seed).permutation(len(requests)).tolist()
     block = max(1, 16 * slots)
@@ -253,7 +257,7 @@ def generate_answers(
     stop_ids: Sequence[int],
     config: GenerateConfig,
 ) -> list[TokenIdArray | None]:
-    """Answer every request; see `BatchDecoder.run`."""
+    """Return an answer for each request; see `BatchDecoder.run`."""
     if not requests:
         return []
     torch.manual_seed(config.seed)

@@ -231,7 +231,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the command; 0 on success, 1 when the parity check finds a difference, 2 on bad input."""
+    """Run the command; return 0 on success, 1 if the parity check fails, 2 on bad input."""
     try:
         return _dispatch(args)
     except (OutriderError, ValueError, OSError) as error:
@@ -263,7 +263,7 @@ def _dispatch(args: argparse.Namespace) -> int:
 
 
 class _Run:
-    """One invocation of the training command; `report` grows as it goes."""
+    """One invocation of the training command; each step adds its figures to `report`."""
 
     def __init__(
         self, args: argparse.Namespace, target: TrainingTarget, tokenizer: ChatTokenizer
@@ -276,7 +276,7 @@ class _Run:
         args.out.mkdir(parents=True, exist_ok=True)
 
     def evaluate(self) -> None:
-        """Figures of a finished head: teacher-forced ones, and drafts by the serving pieces."""
+        """Evaluate a finished head: teacher-forced, and with drafts by the serving code."""
         target = self._target
         head = self._load_head()
         projection = load_feature_projection(self._args.head, **self._positions())
@@ -360,7 +360,7 @@ class _Run:
         return kept
 
     def _requests(self) -> list[AnswerRequest]:
-        """Each prompt once greedy, and its other samples at the temperature."""
+        """Return requests for each prompt: one greedy, its other samples at the temperature."""
         args = self._args
         prompts = read_prompts(args.prompts, args.samples_per_prompt)
         texts = [p.text for p in prompts]
@@ -393,7 +393,7 @@ class _Run:
         return sorted(t for t in texts if len(t) > 10 and t not in known and t not in blocked)
 
     def _evaluation_answers(self) -> dict[str, list[TrainingSample]]:
-        """Greedy answers to the held-out prompts, by file."""
+        """Return greedy answers to the held-out prompts, by file."""
         tasks = {}
         for file in self._args.eval_prompts:
             texts = [p.text for p in read_prompts([file])][: self._args.eval_limit]
@@ -444,7 +444,7 @@ class _Run:
         return head.to(self._target.device)
 
     def _given_head(self, samples: Sequence[TrainingSample]) -> TrainableHead:
-        """The head to start from, with its own taps and draft vocabulary."""
+        """Return the head to start from, with its own taps and draft vocabulary."""
         head = load_trainable(self._args.head, self._load_head())
         ids = head.target_ids.cpu().numpy()
         size = self._target.config.vocab_size

@@ -22,7 +22,8 @@ TokenIdArray = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class TrainingPrompt:
-    """One user turn. `samples` answers are drawn: the first greedy, the others at temperature."""
+    """One user turn, for which `samples` answers are generated: the first greedy, the others
+    sampled at a temperature."""
 
     text: str
     samples: int = 1
@@ -40,7 +41,8 @@ class TrainingSample:
 
 
 def read_prompts(files: Sequence[Path], default_samples: int = 1) -> list[TrainingPrompt]:
-    """Read JSONL rows with `prompt` (and optionally `samples`) or `turns`; duplicates dropped."""
+    """Read JSONL rows with `prompt` (and optionally `samples`) or `turns`, of which only the first
+    is used. Drops duplicates."""
     seen: dict[str, TrainingPrompt] = {}
     for file in files:
         # Not splitlines(): JSON strings may hold the other characters that it splits at.
@@ -76,22 +78,24 @@ class ChatTokenizer:
         }
 
     def encode_text(self, text: str) -> TokenIdArray:
-        """Token ids of a text as it stands; special tokens in it are recognised."""
+        """Return the token ids of a text without a template. Special tokens in the text are
+        recognised."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def encode_turns(self, texts: Sequence[str]) -> list[TokenIdArray]:
-        """Prompts of one user turn each, the answer's header appended."""
+        """Return the prompt ids of one user turn each, ending with the header of the answer."""
         rendered = [self._render(text, True) for text in texts]
         encoded = self.tokenizer.encode_batch(rendered, add_special_tokens=False)
         return [np.asarray(e.ids, dtype=np.int32) for e in encoded]
 
     def user_prefix(self) -> TokenIdArray:
-        """Everything up to where the user's first word stands: the start of a self-made prompt."""
+        """Return the token ids of the chat template up to the user's text, from which the target
+        can generate prompts."""
         marker = "OUTRIDER-MARKER"
         return self.encode_text(self._render(marker, False).split(marker)[0])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
+        """Return the text of token ids without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _render(self, text: str, generation: bool) -> str:
@@ -106,7 +110,8 @@ def _token_text(token: Any) -> str:
 
 
 def repeated_share(answer: TokenIdArray, width: int = 8) -> float:
-    """Share of the answer's n-grams that occurred before in it: near 1 for a loop."""
+    """Return the share of the answer's n-grams of `width` tokens that repeat an earlier one; near 1
+    for a looping answer."""
     if len(answer) < 2 * width:
         return 0.0
     grams = np.lib.stride_tricks.sliding_window_view(answer, width)
@@ -116,7 +121,7 @@ def repeated_share(answer: TokenIdArray, width: int = 8) -> float:
 def drop_looping_samples(
     samples: Sequence[TrainingSample], limit: float = 0.5
 ) -> list[TrainingSample]:
-    """Samples whose answer has at least two tokens and does not repeat itself."""
+    """Return the samples whose answer has at least two tokens and does not loop."""
     return [s for s in samples if len(s.answer) >= 2 and repeated_share(s.answer) <= limit]
 
 
@@ -255,9 +260,8 @@ def make_batch(
 def epoch_batches(
     samples: Sequence[TrainingSample], shape: PackShape, seed: int
 ) -> Iterator[TrainingBatch]:
-    """Batches of one pass over the samples in a seeded order; the ragged last one is dropped
-    unless it is the only one.
-    """
+    """Yield the batches of one pass over the samples, in a seeded order. An incomplete last batch
+    is dropped unless it is the only one."""
     rows = pack_rows(samples, shape, np.random.default_rng(seed))
     count = max(1, len(rows) // shape.rows)
     for i in range(count):

@@ -38,8 +38,8 @@ TREE = DraftShape(draft_tokens=32, top_k=8, depth=6)
 
 
 class StableRows(NamedTuple):
-    """Everything the head computed from real features, one row a position, [B, L, ...]; shorter
-    answers end in zeros, which are masked."""
+    """Head tensors computed from target features, [B, L, ...] with one row a position. Shorter
+    answers are padded with zeros, which are masked."""
 
     keys: Tensor
     values: Tensor
@@ -47,7 +47,7 @@ class StableRows(NamedTuple):
     residual: Tensor
 
     def select_answers(self, answers: Sequence[int]) -> StableRows:
-        """The rows of some of the answers."""
+        """Return the rows of some of the answers."""
         index = torch.tensor(answers, device=self.keys.device)
         return StableRows(*(part[index] for part in self))
 
@@ -59,7 +59,8 @@ def stable_rows(
     projection: FeatureProjection,
     samples: Sequence[TrainingSample],
 ) -> StableRows:
-    """Run the target over whole samples and write all the head's rows."""
+    """Run the target over whole samples and return all rows that the head computes from its
+    features."""
     each = [_rows_of(target, head, projection, sample) for sample in samples]
     longest = max(len(rows[0]) for rows in each)
     parts = zip(*each, strict=True)
@@ -85,11 +86,11 @@ def _rows_of(
 
 
 class DraftedRows:
-    """The root's row and what is drafted below it, of B answers; column 0 is the root's."""
+    """The root's row and the draft rows below it, for B answers. Column 0 is the root."""
 
     @torch.no_grad()
     def __init__(self, head: DraftHead, stable: StableRows, roots: Sequence[int]) -> None:
-        """`roots` [B]: the stable row that reads each answer's root."""
+        """`roots` [B]: index of the stable row that reads each answer's root token."""
         self._head = head
         device = stable.keys.device
         self._roots = torch.tensor(roots, device=device)
@@ -104,7 +105,7 @@ class DraftedRows:
         attended = self._attend(query[:, None], self._sees)
         residual = stable.residual[at, self._roots]
         self.x = head.finish(residual, attended)[:, None]
-        """Outputs [B, M, H]."""
+        """[B, M, H]: outputs of the rows."""
 
     @torch.no_grad()
     def extend(self, parents: Tensor, tokens: Tensor) -> Tensor:
@@ -129,13 +130,14 @@ class DraftedRows:
         return torch.arange(first, first + width, device=tokens.device).expand(answers, -1)
 
     def logprobs(self, columns: Tensor) -> Tensor:
-        """The head's distribution [B, W, Vd] after the rows in these columns [B, W]."""
+        """Return the head's log-probabilities [B, W, Vd] (Vd: draft vocabulary size) after the rows
+        in these columns [B, W]."""
         x = _take(self.x, columns)
         logits = self._head.logits(x.flatten(0, 1))
         return logits.log_softmax(-1).view(*columns.shape, -1)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Target ids of draft ids, any shape."""
+        """Return the target ids of draft ids of any shape."""
         return self._head.to_target_ids(draft_ids)
 
     def _attend(self, query: Tensor, sees: Tensor) -> Tensor:
@@ -167,7 +169,7 @@ def _take(rows: Tensor, columns: Tensor) -> Tensor:
 
 @torch.no_grad()
 def run_paths(rows: DraftedRows, paths: Sequence[Sequence[int]]) -> Tensor:
-    """Run tokens that came after the roots, one path an answer; the last column [B, 1] of each."""
+    """Run one path of tokens below each root and return the last column of each path, [B, 1]."""
     device = rows.x.device
     lens = torch.tensor([len(path) for path in paths], device=device)[:, None]
     tip = torch.zeros_like(lens)
@@ -180,7 +182,7 @@ def run_paths(rows: DraftedRows, paths: Sequence[Sequence[int]]) -> Tensor:
 
 @torch.no_grad()
 def grow_drafts(rows: DraftedRows, tips: Tensor, shape: DraftShape) -> list[DraftTree]:
-    """A draft below each column [B, 1]."""
+    """Return a draft below each column [B, 1]."""
     columns, frontier = tips, torch.full_like(tips, -1)  # candidate ids; the root's is -1
     scores = torch.zeros(tips.shape, device=tips.device)
     levels: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -219,13 +221,13 @@ class NodeCandidates(NamedTuple):
     tokens: NDArray[np.int32]
     """[1 + N, C]: target ids, best first."""
     logprobs: NDArray[np.float32]
-    """[1 + N, C]."""
+    """[1 + N, C]: log-probabilities of `tokens`."""
 
 
 @torch.no_grad()
 def score_trees(rows: DraftedRows, trees: Sequence[DraftTree], count: int) -> list[NodeCandidates]:
-    """Run trees [B] below their roots, level by level, and take the best `count` tokens after the
-    root and every node."""
+    """Run B trees below their roots, level by level, and return the best `count` tokens after each
+    root and node."""
     device = rows.x.device
     columns = np.zeros((len(trees), 1 + max(len(tree) for tree in trees)), dtype=np.int64)
     levels = [depths(tree.parents) for tree in trees]

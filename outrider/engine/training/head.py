@@ -47,7 +47,8 @@ class TrainableHead(nn.Module):
 
     @torch.no_grad()
     def initialise_from(self, target: TrainingTarget) -> None:
-        """lm_head rows and final norm from the target's; fc passes the highest tap through."""
+        """Copy the lm_head rows and the final norm of the target, and make fc pass its highest tap
+        through."""
         named = {n.replace("__", "."): p for n, p in self.named_parameters()}
         named["lm_head.weight"].copy_(target.lm_head[self.target_ids.to(target.device)].float())
         named["norm.weight"].copy_(target.norm.float())

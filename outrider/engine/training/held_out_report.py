@@ -34,7 +34,8 @@ DraftHits = NDArray[np.bool_]
 def hits_by_sample(
     target: TrainingTarget, head: TrainableHead, samples: Sequence[TrainingSample], steps: int
 ) -> dict[int, DraftHits]:
-    """For each sample, bool [steps, len(answer)]: is the draft of step j from that root right?"""
+    """Return bool [steps, len(answer)] for each sample: whether the draft of each step from each
+    root is correct."""
     tokens = 16384 if target.device.type == "cuda" else 2048
     forward = UnrolledForward(head, target.embedding, dtype=target.embedding.dtype)
     row_len = max(len(s) for s in samples)
@@ -69,11 +70,12 @@ def _all_batches(samples: Sequence[TrainingSample], shape: PackShape) -> Iterato
 
 
 def tokens_per_round(hits: Sequence[DraftHits], chain: int, *, look_ahead: bool = False) -> float:
-    """Mean tokens emitted a round by a greedy chain of `chain` drafts over whole answers.
+    """Return the mean number of tokens per round of greedy chains of `chain` drafts over whole
+    answers.
 
-    With look-ahead every chain but the first goes on from the own features of the round before:
-    its first draft is as many steps deep as that round emitted tokens. `hits` then has at least
-    2 * chain + 1 steps.
+    With look-ahead, every chain but the first continues from the head's own features of the round
+    before, so its first draft is as many steps deep as that round emitted tokens. `hits` must then
+    have at least 2 * chain + 1 steps.
     """
     rounds = emitted = 0
     for sample in hits:
@@ -87,7 +89,8 @@ def tokens_per_round(hits: Sequence[DraftHits], chain: int, *, look_ahead: bool 
 
 
 def step_accuracies(hits: Sequence[DraftHits]) -> dict[str, list[float]]:
-    """Teacher-forced accuracy by step, and the same given that all earlier steps were right."""
+    """Return the teacher-forced accuracy by step, and the accuracy of a step if all earlier steps
+    were correct."""
     steps = len(hits[0])
     plain, given = [], []
     for j in range(steps):
@@ -108,9 +111,8 @@ def held_out_report(
     steps: int = MAX_STEPS,
     chains: Sequence[int] = (2, 3, 4, 5, 6),
 ) -> dict[str, Any]:
-    """Figures by task and over all tasks, looping answers counted apart; those of look-ahead for
-    the chains that `steps` cover.
-    """
+    """Return metrics by task and over all tasks, with and without looping answers. Look-ahead is
+    reported for the chains that `steps` allow."""
     per_task: dict[str, list[tuple[DraftHits, bool]]] = {}
     for task, samples in tasks.items():
         usable = [s for s in samples if len(s.answer) >= 2]

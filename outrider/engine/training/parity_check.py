@@ -33,7 +33,7 @@ _STEPS = 5
 
 
 HeadPair = tuple[DraftHead, FeatureProjection]
-"""The two serving sides of one checkpoint."""
+"""Draft head and feature projection of one checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class _Recorder(Trace):
 def check_parity(
     target_dir: Path, head_dir: Path, prompt: str, *, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Compare and log the outcome: 0 when all tensors agree, 1 otherwise."""
+    """Compare both forwards and log the result; return 0 if all tensors agree, otherwise 1."""
     target = load_target(target_dir, dtype=dtype, device=device)
     ids = ChatTokenizer(target_dir).encode_turns([prompt])[0]
     head = load_head(
@@ -83,7 +83,8 @@ def check_parity(
 
 
 def load_trainable(head_dir: Path, head: DraftHead) -> TrainableHead:
-    """The checkpoint's tensors as a TrainableHead, read without the serving loader's renaming."""
+    """Return the checkpoint as a TrainableHead, read without the serving loader. Raises ValueError
+    for heads other than plain EAGLE-3."""
     config = head.config
     unsupported = (
         config.fc_norm,
@@ -112,7 +113,8 @@ def compare_forwards(
     projection: FeatureProjection,
     ids: TokenIdArray,
 ) -> ParityDifference | None:
-    """Run both forwards over `ids`, every position drafted from, and compare what they trace."""
+    """Run both forwards over `ids`, drafting from every position; return the first difference of
+    their traced tensors, or None."""
     sample = TrainingSample(ids[:1], ids[1:])
     shape = PackShape(rows=1, row_len=len(ids), selected_len=len(ids) - 1)
     batch = make_batch([sample], [[0]], shape).to(target.device)

@@ -27,7 +27,7 @@ from outrider.engine.training.target import TrainingTarget
 from outrider.spec.tree import ROOT, DraftTree
 
 _TOGETHER = 64
-"""Answers drafted for at a time."""
+"""Number of answers that are drafted for together."""
 
 
 class SimulatedVerdict(NamedTuple):
@@ -35,21 +35,21 @@ class SimulatedVerdict(NamedTuple):
 
     tree: DraftTree
     node: int
-    """ROOT if nothing stood."""
+    """Last accepted node; ROOT if no node was accepted."""
     accepted_len: int
     token: int
 
 
 class SimulatedRound(NamedTuple):
-    """One round of several answers, with what it takes to look at its drafts once more."""
+    """One round of several answers, with the inputs to examine its drafts again."""
 
     rows: StableRows
-    """Real rows of these answers."""
+    """Rows that the head computed from target features of these answers."""
     roots: Sequence[int]
-    """The stable row that reads each answer's root."""
+    """Index of the stable row that reads each answer's root token."""
     verdicts: Sequence[SimulatedVerdict]
     ended: Sequence[bool]
-    """Whether the answer ended with this verdict: its token may then be a node that stood."""
+    """Whether each answer ended with this verdict; its token may then be an accepted node."""
 
 
 RoundCallback = Callable[[SimulatedRound], None]
@@ -71,7 +71,8 @@ def simulate_rounds(
     look_ahead: bool = False,
     watch: RoundCallback | None = None,
 ) -> list[RoundCount]:
-    """Rounds and emitted tokens over each answer, whose first token the prefill emits."""
+    """Return the number of rounds and emitted tokens of each answer. The first token comes from the
+    prefill."""
     answers = [sample.answer.tolist() for sample in samples]
     starts = [len(sample.prompt) - 1 for sample in samples]
     # Indices in the answers: the root, and the newest token whose features are real.
@@ -103,7 +104,8 @@ def simulate_rounds(
 
 
 def accept_draft(tree: DraftTree, answer: Sequence[int], root: int) -> SimulatedVerdict:
-    """The verdict on a draft below index `root` of an answer, whose last token is never drafted."""
+    """Return the verdict on a draft below index `root` of an answer, whose last token is never
+    drafted."""
     children = {
         (parent, token): node
         for node, (parent, token) in enumerate(
@@ -127,9 +129,11 @@ def serving_report(
     shapes: Mapping[str, DraftShape],
     watch: Callable[[str, bool], RoundCallback] | None = None,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Mean tokens a round in lock-step and with look-ahead, and their ratio, by task (and over
-    all) and shape; looping answers are left out. `watch` says who looks at the rounds of a shape
-    in lock-step (False) or with look-ahead (True).
+    """Return the mean tokens per round in lock-step and with look-ahead, and their ratio, by task,
+    over all tasks, and by shape.
+
+    Looping answers are left out. `watch` returns the callback for the rounds of a shape in
+    lock-step (False) or with look-ahead (True).
     """
     counts: dict[tuple[str, str, bool], list[RoundCount]] = defaultdict(list)
     for names, samples in _parts(tasks):

@@ -80,7 +80,7 @@ class TrainingTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.embedding.device
 
     def compiled(self) -> TrainingTarget:
@@ -93,7 +93,8 @@ class TrainingTarget:
     def run_layers(
         self, x: Tensor, positions: Tensor, attend: Attend, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """All layers over x [B, S, H]; also the residual stream after each tapped layer."""
+        """Run all layers over x [B, S, H]; return the last output and the residual stream after
+        each tapped layer."""
         cos, sin = rotary(positions, self.inv_freq, x.dtype)
         recorded = {}
         c = self.config
@@ -108,7 +109,8 @@ class TrainingTarget:
     def forward(
         self, ids_BS: Tensor, positions_BS: Tensor, mask_BSS: Tensor, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Final-normed states [B, S, H] and concatenated taps [B, S, len(taps) * H]."""
+        """Return the hidden states after the final norm, [B, S, H], and the concatenated taps, [B,
+        S, len(taps) * H]."""
         mask = mask_BSS[:, None]
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -120,11 +122,11 @@ class TrainingTarget:
         return self.final_norm(x), torch.cat(recorded, dim=-1) if recorded else x[..., :0]
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """The norm before the lm_head."""
+        """Apply the norm before the lm_head."""
         return rms_norm(x, self.norm, self.config.rms_norm_eps)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """Logits [..., V] in the compute dtype."""
+        """Return logits [..., V] in the compute dtype."""
         return F.linear(normed, self.lm_head)
 
 

@@ -39,7 +39,7 @@ class TrainConfig:
     """Hyperparameters of one optimisation run."""
 
     steps: int
-    """Number of updates; the schedule ends earlier if `seconds` pass first."""
+    """Maximum number of updates; the run ends earlier if `seconds` pass first."""
     seconds: float | None = None
     learning_rate: float = 1e-3
     warmup_steps: int = 50
@@ -68,7 +68,7 @@ class TrainConfig:
 
     @property
     def deep(self) -> DeepSteps:
-        """Which draft steps run on a part of a batch."""
+        """Draft steps that run on only a part of a batch."""
         return DeepSteps(first=self.whole_steps, share=self.deep_share)
 
 
@@ -90,10 +90,10 @@ class RunResult:
     steps: int
     seconds: float
     tokens: int
-    """Packed positions seen, prompts included."""
+    """Number of packed token positions trained on, including prompts."""
     epochs: float
     final_loss: float
-    """Mean loss of the last fifth of the logged steps, first draft step only."""
+    """Mean loss of the first draft step over the last fifth of the logged steps."""
     log: list[LogEntry]
 
 
@@ -119,7 +119,8 @@ class Trainer:
     def pick_learning_rate(
         self, head: TrainableHead, rates: Sequence[float], steps: int, config: TrainConfig
     ) -> tuple[float, dict[str, float]]:
-        """Run each rate from the same start for `steps`; the lowest final loss wins."""
+        """Train a copy of `head` for `steps` updates at each rate; return the rate with the lowest
+        final loss, and all losses."""
         losses: dict[str, float] = {}
         for rate in rates:
             trial = copy.deepcopy(head)

@@ -1,16 +1,17 @@
 """Unrolled forward of a trainable EAGLE-3 head (training-time test).
 
-B rows, S positions, Q selected (answer) positions, H hidden, Vd draft vocabulary, T own rows that
-a draft row may see. Only selected positions are drafted from; every position writes KV.
+Shapes: B rows, S positions, Q selected (answer) positions, H hidden size, nq query heads, nkv
+key/value heads, hd head dimension, Vd draft vocabulary size, T draft rows that a later draft row
+may see. Only selected positions are drafted from; every position writes KV.
 
-At step j the row of selected slot s represents position i(s): it reads the token t_{i+1+j} and its
+At step j the row of selected slot s represents position i(s). It reads the token t_{i+1+j} and its
 own output of step j-1, attends to the KV of real features up to i and to its own rows of steps
-1..j, sits at RoPE position i + j and predicts t_{i+2+j}. Answer positions are contiguous, so a
-shift by j along Q is a shift by j in the text wherever the document is the same.
+1..j, has RoPE position i + j, and predicts t_{i+2+j}. Answer positions are contiguous, so a shift
+by j along Q is a shift by j in the text within the same document.
 
 Every step costs a block, the logits and their share of memory. Deep steps, which look-ahead needs
-(a chain of K grown below an unverified one of K is 2K + 1 steps), may therefore run on the first
-rows of a batch only: rows are in random order, so their mean loss is an unbiased estimate.
+(a chain of K below an unverified chain of K takes 2K + 1 steps), may therefore run on the first
+rows of a batch only. Rows are in random order, so their mean loss is an unbiased estimate.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from outrider.engine.training.head import TrainableHead
 from outrider.engine.training.target import TrainingTarget, rotary, rotate
 
 MAX_STEPS = 16
-"""Draft steps that can be unrolled; labels are padded by as many slots."""
+"""Maximum number of draft steps; labels are padded by as many slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +38,9 @@ class DeepSteps:
     """Draft steps that run on only a part of the batch."""
 
     first: int
-    """Steps before this one run on the whole batch; at least 1."""
+    """Index of the first deep step, at least 1; earlier steps run on the whole batch."""
     share: float
-    """Share of the batch's rows that the others run on, within (0, 1]; at least one row."""
+    """Share of the batch's rows that deep steps run on, within (0, 1]; at least one row is used."""
 
     def __post_init__(self) -> None:
         if self.first < 1:
@@ -48,7 +49,7 @@ class DeepSteps:
             raise ValueError(f"the share of deep steps must be within (0, 1], not {self.share}")
 
     def rows(self, batch_rows: int) -> int:
-        """Rows of a batch that go on into the deep steps."""
+        """Return the number of rows of a batch that deep steps run on."""
         return max(1, round(self.share * batch_rows))
 
 
@@ -59,9 +60,9 @@ class Unrolled:
     losses: list[Tensor]
     """Mean loss over the step's valid rows, scalar."""
     correct: list[Tensor]
-    """Bool [B, Q]: the draft's argmax is the label."""
+    """Bool [B, Q]: whether the draft's argmax is the label."""
     valid: list[Tensor]
-    """Bool [B, Q]: rows whose label exists."""
+    """Bool [B, Q]: whether the row has a label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,30 +72,31 @@ class Labels:
     probs_BQV: Tensor
     """The target's distribution restricted to the draft vocabulary, padded by MAX_STEPS slots."""
     ids_BQ: Tensor
-    """Draft id of the true label, -1 when it is outside the draft vocabulary; padded alike."""
+    """Draft id of the true label, -1 if the label is outside the draft vocabulary; padded like
+    `probs_BQV`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """What every draft step reads; all of it is cut alike when only some rows go on."""
+    """Inputs of every draft step, all cut to the first rows for deep steps."""
 
     keys: Tensor
-    """[B, S, nkv, hd] of real features, as `values`."""
+    """[B, S, nkv, hd]: keys of real features; `values` has the same shape."""
     values: Tensor
     mask: Tensor
-    """Bool [B, Q, S]: the real rows that a selected slot sees."""
+    """Bool [B, Q, S]: whether a selected slot attends to a real row."""
     ids: Tensor
     """Int64 [B, Q + MAX_STEPS]: the token that a slot reads at step 0, padded."""
     documents: Tensor
-    """As `ids`, -1 where there is none."""
+    """Int64 [B, Q + MAX_STEPS]: document of each slot, -1 for padding."""
     positions: Tensor
-    """Int64 [B, Q]."""
+    """Int64 [B, Q]: position of each slot."""
     probs: Tensor
-    """`Labels.probs_BQV`, and `label_ids` its ids."""
+    """`Labels.probs_BQV`; `label_ids` is `Labels.ids_BQ`."""
     label_ids: Tensor
 
     def first(self, rows: int) -> _Rows:
-        """The same of the batch's first rows."""
+        """Return the inputs of the batch's first rows."""
         return _Rows(**{name: getattr(self, name)[:rows] for name in _Rows.__dataclass_fields__})
 
 
@@ -111,7 +113,8 @@ class UnrolledForward:
         max_steps: int = MAX_STEPS,
         deep: DeepSteps | None = None,
     ) -> None:
-        """`max_steps` bounds what a call may ask for: compiled code is made for that many."""
+        """`max_steps`: maximum number of steps of a call; compiled code is laid out for this
+        number."""
         if not 1 <= max_steps <= MAX_STEPS:
             raise ValueError(f"steps must be within 1..{MAX_STEPS}, not {max_steps}")
         self.head = head
@@ -137,7 +140,8 @@ class UnrolledForward:
         steps: int,
         trace: Trace | None = None,
     ) -> Unrolled:
-        """Losses and hits of `steps` draft steps, the first on real features."""
+        """Return losses and correct drafts of `steps` draft steps, of which the first reads real
+        features."""
         if not 1 <= steps <= self._max_steps:
             raise ValueError(f"steps must be within 1..{self._max_steps}, not {steps}")
         trace = trace or Trace()
@@ -173,8 +177,8 @@ class UnrolledForward:
         return Unrolled(losses=losses, correct=correct, valid=valid_steps)
 
     def _num_draft_rows(self, step: int) -> int:
-        """Own rows that a step is laid out for: compiled, one shape before and one after the
-        batch is cut; else what there is."""
+        """Return the number of draft rows that a step is laid out for. Compiled code has one shape
+        before and one after the batch is cut; otherwise it is the number of existing rows."""
         if not self._compiled:
             return max(1, step)
         first = min(self._deep.first, self._max_steps)
@@ -183,7 +187,7 @@ class UnrolledForward:
     def _scored(
         self, w: dict[str, Tensor], x: Tensor, rows: _Rows, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss of a step, which drafts are right, and which rows have a label at all."""
+        """Return the loss of a step, which drafts are correct, and which rows have a label."""
         width = x.shape[1]
         there = slice(step + 1, step + 1 + width)
         ids, document = rows.label_ids[:, there], rows.documents[:, there]
@@ -201,7 +205,8 @@ class UnrolledForward:
     def _stable_rows(
         self, w: dict[str, Tensor], batch: TrainingBatch, taps: Tensor, labels: Labels, trace: Trace
     ) -> tuple[_Rows, Tensor, Tensor]:
-        """What all steps read; features and inputs of the selected positions."""
+        """Return the inputs of all steps, and the features and block inputs of the selected
+        positions."""
         features = F.linear(taps.to(self._dtype), w["fc.weight"])
         inputs = self._inputs(w, batch.next_ids_BS, features)
         _, keys, values = self._projected(w, inputs, batch.positions_BS)
@@ -249,7 +254,7 @@ class Trace:
     """Collects named tensors by step; the base class drops them."""
 
     is_enabled = False
-    """Whether tensors that cost extra work are to be computed."""
+    """Whether to compute tensors that are only needed for the trace."""
 
     def add(self, step: int, name: str, value: Tensor) -> None:
         """Record `value` under (step, name)."""
@@ -262,9 +267,9 @@ def _take(rows: Tensor, index_BQ: Tensor) -> Tensor:
 def _in_process_rows(
     own: list[tuple[Tensor, Tensor]], like_k: Tensor, like_v: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Own draft rows so far, padded to `size`.
+    """Stack the draft rows so far, padded to `size`.
 
-    Returns K and V [B, Q, T, nkv, hd] and a bool [T] that says which exist.
+    Returns keys and values [B, Q, T, nkv, hd] and a bool [T] that is True for existing rows.
     """
     missing = size - len(own)
     present = torch.arange(size, device=like_k.device) < len(own)
@@ -344,14 +349,14 @@ def _score(
 def make_labels(
     head: TrainableHead, target: TrainingTarget, final_BSH: Tensor, batch: TrainingBatch
 ) -> Labels:
-    """Soft labels and the target's own argmax along the selected slots."""
+    """Return soft labels and the target's argmax along the selected slots."""
     logits = target.logits(_take(final_BSH, batch.selected_BQ))
     return labels_from_ids(head, logits, logits.argmax(-1))
 
 
 @torch.no_grad()
 def labels_from_ids(head: TrainableHead, logits_BQV: Tensor, ids_BQ: Tensor) -> Labels:
-    """Labels whose true ids are given, for instance the tokens of a greedy answer."""
+    """Return labels whose true ids are given, for example the tokens of a greedy answer."""
     target_ids = head.target_ids.to(ids_BQ.device)
     draft_ids = torch.full((logits_BQV.shape[-1],), -1, device=ids_BQ.device)
     draft_ids[target_ids] = torch.arange(len(target_ids), device=ids_BQ.device)

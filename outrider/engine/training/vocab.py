@@ -22,7 +22,8 @@ class TrainingVocabulary:
 def build_vocabulary(
     answers: Iterable[TokenIdArray], vocab_size: int, draft_size: int, always: Sequence[int] = ()
 ) -> TrainingVocabulary:
-    """The `draft_size` ids counted most often; `always` come first, low ids fill up."""
+    """Return the `draft_size` most frequent ids. Ids in `always` are included first; low ids break
+    ties."""
     counts = _count(answers, vocab_size)
     rank = counts.astype(np.float64)
     rank[list(always)] = np.inf
@@ -33,7 +34,7 @@ def build_vocabulary(
 def given_vocabulary(
     answers: Iterable[TokenIdArray], vocab_size: int, target_ids: NDArray[np.int64]
 ) -> TrainingVocabulary:
-    """The vocabulary of a head that exists."""
+    """Return the vocabulary of an existing head, with its coverage of `answers`."""
     return _vocabulary(target_ids, _count(answers, vocab_size))
 
 

@@ -1,13 +1,13 @@
 """gRPC transport: servers and clients on grpc.aio.
 
-access.py                  Authorisation of gRPC calls: certificate roles and credentials in
-                           metadata; health is open.
+access.py                  Authorisation of gRPC calls by certificate role and by credentials in
+                           the metadata.
 credentials.py             gRPC credentials from TLS files, and the names in a caller's certificate.
 dialer.py                  gRPC dialer: control clients and exchange connections by address
                            (host:port).
-draining_channel.py        gRPC channel that, once retired, closes after its last call.
-eager_coroutine.py         Eagerly started coroutines: they run to their first wait at once, and to
-                           their end in a task.
+draining_channel.py        gRPC channel that can be closed as soon as its last call has ended.
+eager_coroutine.py         Eagerly started coroutines: they run to their first wait at once, and
+                           continue in a task.
 error_status.py            Mapping of typed errors to gRPC statuses with google.rpc details, and
                            back.
 health.py                  Health service grpc.health.v1 on grpc.aio; every watcher receives every
@@ -16,8 +16,8 @@ interceptor.py             Server interceptor: authorises callers and turns erro
                            statuses.
 options.py                 gRPC transport settings and the channel options derived from them.
 server.py                  gRPC server with health, reflection, error mapping and graceful stop.
-servicers.py               gRPC servicers (VerifierService, ExchangeService, DrafterService) around
-                           an endpoint.
+servicers.py               gRPC servicers (VerifierService, ExchangeService, DrafterService) of an
+                           endpoint.
 shm_frames.py              Stream whose frames use a shared-memory channel instead of the gRPC call
                            (same host).
 shm_negotiation.py         Shared-memory negotiation in call metadata: both ends of a session stream

@@ -1,4 +1,5 @@
-"""Authorisation of gRPC calls: certificate roles and credentials in metadata; health is open."""
+"""Authorisation of gRPC calls by certificate role and by credentials in the metadata. The health
+service is open to all."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]]"
 
 
 def _everybody(_metadata: Metadata) -> None:
-    """No credentials are asked for."""
+    """Accept every call."""
 
 
 def _nobody_counts(_reason: str) -> None:
@@ -34,37 +35,40 @@ class AccessRules:
     """Roles and credentials that a server requires of its callers."""
 
     tls: TlsConfig = field(default_factory=TlsConfig)
-    """Its certificate; without one connections are plain text and have no roles."""
+    """TLS settings of the server. Without a certificate, connections are plain text and callers
+    have no roles."""
     require_client: bool = True
-    """Whether callers must show a certificate, and have a role that the service is for."""
+    """Whether callers must have a certificate with a role that the service accepts."""
     check: Callable[[Metadata], object] = _everybody
-    """Looks at a call's metadata before its message is read; raises OutriderError, and counts."""
+    """Function that checks a call's metadata before its message is read. It raises OutriderError to
+    refuse the call."""
     on_refused: Callable[[str], None] = _nobody_counts
-    """Hears the reason of each call that is refused for its certificate."""
+    """Called with the error reason for each call that is refused because of its certificate."""
     on_handshake: Callable[[], None] = _nobody_listens
-    """Hears of each TLS handshake that begins, on another thread."""
+    """Called at the begin of each TLS handshake, on another thread."""
 
 
 class AccessGuard:
-    """Applies an `AccessRules` to the calls of a server."""
+    """Applies `AccessRules` to the calls of a server."""
 
     def __init__(
         self, access: AccessRules, roles: Mapping[str, tuple[CertificateRole, ...]]
     ) -> None:
-        """`roles`: who a service is for, by its full name; services without an entry are for
-        whoever has a certificate."""
+        """`roles` maps full service names to the roles that may call the service. Any certificate
+        may call a service without an entry."""
         self._access = access
         self._roles = roles
 
     def check_call(self, details: grpc.HandlerCallDetails) -> None:
-        """Judge a call by its metadata; its message has not been read. Raises OutriderError."""
+        """Check a call by its metadata, before its message is read. Raises OutriderError to refuse
+        the call."""
         if _service_of(details.method) == HEALTH_SERVICE:
             return
         self._access.check(details.invocation_metadata or ())
 
     def role_check(self, method: str) -> Callable[[Context], None] | None:
-        """Judges the callers of a method by their certificates, if there is anything to judge;
-        raises PermissionDeniedError."""
+        """Return a function that checks the caller's certificate for a method, or None if the
+        method needs no check. The function raises PermissionDeniedError."""
         roles = self._roles.get(_service_of(method), ())
         if not roles or not self._access.require_client or self._access.tls.cert is None:
             return None

@@ -21,10 +21,12 @@ def server_credentials(
     require_client: bool,
     on_handshake: Callable[[], None] = lambda: None,
 ) -> grpc.ServerCredentials:
-    """Credentials of a server whose connections take up files that have changed.
+    """Return server credentials that use the certificate files' present content for each new
+    connection.
 
-    `on_handshake` hears, on a thread of gRPC's, of each handshake that begins; how it ends is told
-    to nobody. Raises FailedPreconditionError (BAD_TLS).
+    `on_handshake` is called at the begin of each TLS handshake, on a thread of gRPC; the end of a
+    handshake cannot be observed. Raises FailedPreconditionError (BAD_TLS) if files are missing or
+    invalid.
     """
     if config.cert is None or (require_client and config.ca is None):
         raise FailedPreconditionError(
@@ -36,7 +38,7 @@ def server_credentials(
 
     def changed() -> grpc.ServerCertificateConfiguration | None:  # None: as before
         nonlocal told
-        # What is raised here would end the connection for a reason that nobody hears of.
+        # # An exception here would end the connection without any message.
         with contextlib.suppress(Exception):
             on_handshake()
             found = files.current_material()
@@ -52,13 +54,13 @@ def server_credentials(
 
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    """Credentials of a client's channel, as the files are now."""
+    """Return the credentials of a client's channel from the present content of the files."""
     found = files.current_material()
     return grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
 
 
 def names_of(context: Context) -> tuple[str, ...]:
-    """The names in the certificate of an RPC's caller; none where it has shown none."""
+    """Return the names in the certificate of an RPC's caller; empty if the caller has none."""
     values = context.auth_context().get(_NAMES, ())
     return tuple(value.decode("utf-8", "replace") for value in values)
 

@@ -1,4 +1,4 @@
-"""gRPC channel that, once retired, closes after its last call."""
+"""gRPC channel that can be closed as soon as its last call has ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Call = grpc.aio.UnaryUnaryCall[bytes, bytes] | grpc.aio.StreamStreamCall[bytes, 
 
 
 class DrainingChannel:
-    """Counts the calls of one channel to close it when they have ended. Single event loop."""
+    """Counts the calls of one channel, to close the channel when all have ended. For use on a
+    single event loop."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
@@ -24,26 +25,27 @@ class DrainingChannel:
     def unary(
         self, path: str, request: bytes, timeout_s: float
     ) -> grpc.aio.UnaryUnaryCall[bytes, bytes]:
-        """Begin a call that is answered once."""
+        """Begin a unary call with a timeout in seconds."""
         rpc: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(path)
         call = rpc(request, timeout=timeout_s)
         self._begun(call)
         return call
 
     def stream(self, path: str, metadata: Metadata = ()) -> grpc.aio.StreamStreamCall[bytes, bytes]:
-        """Begin a stream of both sides."""
+        """Begin a bidirectional stream."""
         rpc: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self.channel.stream_stream(path)
         call = rpc(metadata=metadata)
         self._begun(call)
         return call
 
     def close_after_calls(self, on_closed: Callable[[DrainingChannel], object]) -> None:
-        """No call begins any more: close the channel when the last one has ended, or now."""
+        """Close the channel when its last call has ended, or now if there is none, and then call
+        `on_closed`. No call may begin after this."""
         self._on_closed = on_closed
         self._close_if_idle()
 
     async def close(self) -> None:
-        """Close it now, and end its calls. Idempotent."""
+        """Close the channel now and end its calls. Idempotent."""
         self._on_closed = None
         await self.channel.close()
         if self._closing is not None:

@@ -1,4 +1,4 @@
-"""Eagerly started coroutines: they run to their first wait at once, and to their end in a task."""
+"""Eagerly started coroutines: they run to their first wait at once, and continue in a task."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 
 class EagerCoroutine:
-    """A coroutine whose first step has run; awaiting it, once and in a task, does the rest.
+    """A coroutine that has already run to its first wait. Awaiting it, once and in a task, runs the
+    rest.
 
-    What the coroutine raises is raised by the await, also where the first step raised it. One
-    that is never awaited is closed when it is dropped. The first step runs in its maker's task
-    or callback, so a coroutine that asks for its task (as `asyncio.timeout` does) must not begin
-    so. Task factories do the same from Python 3.12 on.
+    An exception of the coroutine is raised by the await, even if the first step raised it. A
+    coroutine that is never awaited is closed when it is garbage-collected. The first step runs in
+    the creator's task or callback, so the coroutine must not use its current task (as
+    `asyncio.timeout` does) before its first wait. Eager task factories do the same from Python 3.12
+    on.
     """
 
     __slots__ = ("_coroutine", "_error", "_waits_for")

@@ -26,7 +26,7 @@ from outrider.transport.error_codec import ErrorStatus, from_status, to_status
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 DOMAIN = "outrider"
-"""Domain of ErrorInfo."""
+"""Domain of the google.rpc.ErrorInfo details."""
 _DETAILS_KEY = "grpc-status-details-bin"
 _KIND_KEY = "type"
 _NANOS = 1_000_000_000
@@ -39,7 +39,7 @@ def _packed(message: ErrorInfo | RetryInfo) -> any_pb2.Any:
 
 
 async def abort_call(context: Context, error: BaseException) -> NoReturn:
-    """End the RPC with the status that describes the error."""
+    """End the RPC with the gRPC status and details for `error`."""
     status = to_status(error)
     details = [
         _packed(ErrorInfo(reason=status.reason, domain=DOMAIN, metadata={_KIND_KEY: status.kind}))
@@ -55,7 +55,8 @@ async def abort_call(context: Context, error: BaseException) -> NoReturn:
 
 
 def _details(error: grpc.aio.AioRpcError) -> tuple[ErrorInfo, float | None]:
-    """Our ErrorInfo (empty without one) and the retry delay; the peer may have sent anything."""
+    """Return Outrider's ErrorInfo (empty if there is none) and the retry delay in seconds, or None.
+    The details come from the peer and are not trusted."""
     found, retry_after_s = ErrorInfo(), None
     for key, value in error.trailing_metadata() or ():
         if key != _DETAILS_KEY or not isinstance(value, bytes):
@@ -71,7 +72,8 @@ def _details(error: grpc.aio.AioRpcError) -> tuple[ErrorInfo, float | None]:
 
 
 def to_typed_error(error: grpc.aio.AioRpcError, *, peer: str = "") -> OutriderError:
-    """The typed error behind a failed RPC; `peer` names it in errors that gRPC itself made."""
+    """Return the typed error of a failed RPC. `peer` is put into the message of errors that gRPC
+    itself raised."""
     info, retry_after_s = _details(error)
     kind, reason = info.metadata.get(_KIND_KEY, ""), info.reason
     message = error.details() or error.code().name
@@ -87,10 +89,12 @@ def to_typed_error(error: grpc.aio.AioRpcError, *, peer: str = "") -> OutriderEr
 
 
 def to_lost_error(error: grpc.aio.AioRpcError, *, peer: str) -> OutriderError:
-    """Like `to_typed_error`, for a call that its caller has not cancelled: unavailability is a lost
-    connection, and so is a cancellation that is nobody's: a server that ends cancels the calls that
-    it has left, those included that it has not begun to answer. So is an internal error of gRPC
-    itself ("Internal error from Core"): a write that met a dead peer."""
+    """Return the typed error of a failed RPC that its caller has not cancelled; errors of gRPC
+    itself that mean a lost peer become ConnectionLostError.
+
+    These are UNAVAILABLE; CANCELLED, because a server that ends cancels its calls; and INTERNAL,
+    because gRPC reports a write to a dead peer in this way.
+    """
     typed = to_typed_error(error, peer=peer)
     lost = isinstance(typed, CancelledRequestError | InternalError)
     lost = lost or type(typed) is UnavailableError

@@ -22,7 +22,8 @@ Check = Callable[[Context], None]
 
 
 class _Malformed:
-    """Stands for a request that could not be parsed, until the handler may answer."""
+    """Placeholder of a request that could not be parsed, until the handler can answer with an
+    error."""
 
 
 def _tolerant(deserializer: Deserializer | None) -> Deserializer | None:
@@ -45,7 +46,8 @@ def _check(request: Any) -> Any:
 
 
 def _guard(handler: Handler, check: Check | None) -> Handler:
-    """The handler behind a check, with the errors of both mapped; an async generator stays one."""
+    """Wrap a handler with an access check, and map the errors of both to gRPC statuses. An async
+    generator stays an async generator."""
     if isasyncgenfunction(handler):
 
         async def stream(request: Any, context: Context) -> AsyncGenerator[Any]:
@@ -76,7 +78,8 @@ def _guard(handler: Handler, check: Check | None) -> Handler:
 
 
 def _refusal(error: OutriderError) -> MethodHandler:
-    """Answers a call of any kind with an error, and reads nothing of what it sends."""
+    """Return a handler that answers a call of any kind with an error, without reading its
+    messages."""
 
     async def refuse(_requests: object, context: Context) -> None:
         await abort_call(context, error)
@@ -85,8 +88,8 @@ def _refusal(error: OutriderError) -> MethodHandler:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Rejects unauthorised callers. Maps `outrider.errors` to statuses with details; anything else
-    to INTERNAL, logged."""
+    """Rejects unauthorised callers and maps errors to gRPC statuses: `outrider.errors` to statuses
+    with details, all others to INTERNAL with a log entry."""
 
     def __init__(self, guard: AccessGuard) -> None:
         self._guard = guard
@@ -96,7 +99,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MethodHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> MethodHandler | None:
-        """Wrap the handler that was found, if any."""
+        """Wrap the handler of a call, if there is one, with checks and error mapping."""
         try:
             self._guard.check_call(handler_call_details)
         except OutriderError as error:

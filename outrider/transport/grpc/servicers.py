@@ -1,7 +1,7 @@
-"""gRPC servicers (VerifierService, ExchangeService, DrafterService) around an endpoint.
+"""gRPC servicers (VerifierService, ExchangeService, DrafterService) of an endpoint.
 
-Handlers take and return bytes: the codec parses them, so that a malformed exchange message is
-dropped alone instead of failing the stream.
+Handlers take and return bytes, which the codec of `outrider.wire` parses. A malformed exchange
+message is thereby dropped alone instead of failing the stream.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ VERIFIER_SERVICE = "outrider.wire.v1.VerifierService"
 EXCHANGE_SERVICE = "outrider.wire.v1.ExchangeService"
 DRAFTER_SERVICE = "outrider.wire.v1.DrafterService"
 EMPTY = b""
-"""A message without fields."""
+"""Encoding of a message without fields."""
 _ENDPOINT_GRACE_S = 2.0
-"""How long an endpoint may take to notice that its stream is gone."""
+"""Seconds that an endpoint has to notice that its stream is lost."""
 
 UnaryHandler = Callable[[bytes, Context], Awaitable[bytes]]
 
@@ -64,7 +64,7 @@ def _unary(handler: UnaryHandler) -> grpc.RpcMethodHandler[bytes, bytes]:
 def verifier_services(
     endpoint: VerifierEndpoint, config: GrpcConfig | None = None
 ) -> tuple[GrpcService, GrpcService]:
-    """VerifierService and ExchangeService of an endpoint."""
+    """Return the VerifierService and the ExchangeService of an endpoint."""
     servicer = _VerifierServicer(endpoint, config or GrpcConfig())
     return (
         _service(
@@ -86,7 +86,7 @@ def verifier_services(
 
 
 def drafter_services(endpoint: DrafterEndpoint) -> tuple[GrpcService]:
-    """DrafterService of an endpoint."""
+    """Return the DrafterService of an endpoint."""
     servicer = _DrafterServicer(endpoint)
     return (
         _service(
@@ -150,7 +150,7 @@ async def _serve(
     try:
         await asyncio.shield(serving)
     except asyncio.CancelledError:
-        # The endpoint hears of the loss from its connection, as over every transport.
+        # # The connection reports the loss to the endpoint, as with every transport.
         frames.abort(ConnectionLostError(f"lost {frames.peer}", reason="PEER_LOST"))
         await asyncio.wait((serving,), timeout=_ENDPOINT_GRACE_S)
         serving.cancel()

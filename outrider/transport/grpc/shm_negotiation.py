@@ -1,8 +1,9 @@
 """Shared-memory negotiation in call metadata: both ends of a session stream agree on a channel.
 
-The client listens and offers; the server joins before it answers, and its answer says so. The path
-of the frames is therefore fixed before the first one. A server on another host finds no listener,
-and the call carries the frames.
+The client opens a listener and offers a shared-memory channel in the call's metadata. The server
+joins the channel before it answers, and says so in its initial metadata, so the path of the frames
+is fixed before the first one. A server on another host finds no listener; the frames then go
+through the call itself.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ _JOINED: Final = "joined"
 
 
 def offer_metadata(offer: ShmOffer) -> Metadata:
-    """The metadata of a call whose frames may go by a shared-memory channel."""
+    """Return the metadata of a call that offers a shared-memory channel."""
     return ((_KEY, f"{offer.name}:{offer.token.hex()}"),)
 
 
 def answer_metadata(shm_channel: ShmChannel | None) -> Metadata:
-    """The initial metadata that a server answers with."""
+    """Return the initial metadata of a server that has joined `shm_channel`, or none for None."""
     return () if shm_channel is None else ((_KEY, _JOINED),)
 
 
 def is_joined(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-    """Whether a server's initial metadata say that it has joined the shared-memory channel."""
+    """Return whether a server's initial metadata say that it has joined the shared-memory
+    channel."""
     return any([(key, value) == (_KEY, _JOINED) for key, value in metadata])
 
 
 async def join_offered_channel(metadata: Iterable[tuple[str, str | bytes]]) -> ShmChannel | None:
-    """The shared-memory channel that a call offers, joined; None without an offer, or where there
-    is no way to it: then the call carries everything."""
+    """Join the shared-memory channel that a call offers and return it. Returns None if the call
+    offers none or the channel cannot be joined; the frames then go through the call."""
     offered = next((value for key, value in metadata if key == _KEY), None)
     found = _OFFER.fullmatch(offered) if isinstance(offered, str) else None
     if found is None:

@@ -1,11 +1,11 @@
-"""Ray transport: endpoints as named actors, found by their names.
+"""Ray transport: endpoints are named Ray actors, which peers find by name.
 
 actor_streams.py           Client side of an exchange stream that is carried by Ray actor calls.
 calls.py                   Ray actor calls with deadlines and typed errors.
 dialer.py                  Ray dialer: control clients and exchange connections by actor name.
 frames.py                  Frames as arguments and results of Ray actor calls: packing, ordering,
                            receiving.
-grpc_streams.py            gRPC streams between processes that Ray has placed and named.
+grpc_streams.py            gRPC streams between Ray actors, which are addressed by name.
 host.py                    Actor that hosts an endpoint; every method returns after a bounded wait.
 options.py                 Ray transport settings.
 serving.py                 Start, lookup and stop of actor hosts.

@@ -25,7 +25,8 @@ class HostCalls:
         self.config = config
 
     async def call(self, method: str, *args: object) -> Any:
-        """A call with the control deadline; UnavailableError if the actor is gone."""
+        """Call a method within the control timeout. Raises UnavailableError if the actor is gone,
+        and DeadlineExceededError if it does not answer in time."""
         try:
             async with asyncio.timeout(self.config.control_timeout_s):
                 return await self._result(method, args, UnavailableError)
@@ -36,15 +37,17 @@ class HostCalls:
             ) from None
 
     async def poll(self, method: str, *args: object) -> Any:
-        """A call that the host answers within a heartbeat interval, whatever happens.
+        """Call a method that the host answers within a heartbeat interval, with or without a
+        result.
 
-        ConnectionLostError if the actor is gone or silent.
+        Raises ConnectionLostError if the actor is gone or silent.
         """
         task = asyncio.create_task(self._result(method, args, ConnectionLostError))
         return await cancel_if_silent(task, self.address, self.config.heartbeat)
 
     async def stream(self, method: str, *args: object) -> Any:
-        """A call that the host answers when its endpoint has room; the caller bounds it."""
+        """Call a method that the host answers only when its endpoint has space; the caller must
+        bound the wait. Raises ConnectionLostError if the actor is gone."""
         return await self._result(method, args, ConnectionLostError)
 
     async def _result(
@@ -62,19 +65,21 @@ class HostCalls:
 
 
 def actor_named(name: str, namespace: str) -> Any:
-    """The handle of an actor. UnavailableError if there is none, or it is just being removed."""
+    """Return the handle of the actor `name`. Raises UnavailableError if there is none or it is
+    being removed."""
     import ray
 
     try:
         return ray.get_actor(name, namespace=namespace)
-    # Ray forgets a job's classes before the names of its last actors: it then asserts that what it
-    # finds for the class is bytes.
+    # # While a job ends, Ray removes its classes before its actors' names; an assertion in Ray then
+    # fails.
     except (ValueError, AssertionError):
         raise UnavailableError(f"no actor named {name}", reason="UNREACHABLE") from None
 
 
 async def find_host(address: str, config: RayConfig) -> HostCalls:
-    """The host named `address`; UnavailableError if there is none."""
+    """Return the calls to the actor host named `address`. Raises UnavailableError if there is
+    none."""
     try:
         async with asyncio.timeout(config.control_timeout_s):
             actor = await asyncio.to_thread(actor_named, address, config.namespace)

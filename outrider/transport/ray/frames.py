@@ -17,16 +17,18 @@ ItemT = TypeVar("ItemT")
 
 Frame = bytes | memoryview
 MAX_BATCH = 64
-"""Frames of one call."""
+"""Maximum number of frames in one call."""
 MAX_BATCH_BYTES = 4 << 20
-"""Bytes of one call, unless a single frame is larger."""
+"""Maximum bytes of the frames of one call, unless a single frame is larger."""
 _MAX_AHEAD = 64
-"""Calls that may arrive before an earlier one; more means that the earlier one is lost."""
+"""Maximum number of calls that may arrive before an earlier one. If more arrive, the earlier call
+is taken as lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectRefFrame:
-    """A frame in the object store; the ref is nested so that Ray hands it over unresolved."""
+    """A frame in Ray's object store. The ref is nested in this object so that Ray passes it on
+    unresolved."""
 
     ref: Any
 
@@ -36,16 +38,17 @@ PackedFrame = bytes | ObjectRefFrame
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameBatch:
-    """Frames of one call, in order; `sequence` counts the calls of one direction."""
+    """The frames of one call, in order. `sequence` is the number of the call within its
+    direction."""
 
     sequence: int
     frames: tuple[PackedFrame, ...] = ()
     error: ErrorStatus | None = None
-    """Set on the last batch: why the stream ended, after its frames."""
+    """Error with which the stream ended, after these frames; None except in the last batch."""
 
 
 def pack_frames(frames: Sequence[Frame], bulk_bytes: int) -> tuple[PackedFrame, ...]:
-    """Put large frames into the object store."""
+    """Prepare frames for a call: those larger than `bulk_bytes` go into the object store."""
     import ray
 
     return tuple(
@@ -57,7 +60,8 @@ def pack_frames(frames: Sequence[Frame], bulk_bytes: int) -> tuple[PackedFrame, 
 
 
 async def unpack_frame(frame: object, timeout_s: float) -> Frame:
-    """The frame's bytes; ConnectionLostError if the object store does not give them in time."""
+    """Return a frame's bytes. Raises ConnectionLostError if the object store does not return them
+    within `timeout_s`, and InvalidMessageError for anything but a frame."""
     if isinstance(frame, bytes):
         return frame
     if not isinstance(frame, ObjectRefFrame):
@@ -72,14 +76,15 @@ async def unpack_frame(frame: object, timeout_s: float) -> Frame:
 
 
 class Resequencer(Generic[ItemT]):
-    """Restores the order of numbered items; duplicates are dropped."""
+    """Restores the order of numbered items and drops duplicates."""
 
     def __init__(self) -> None:
         self._next = 0
         self._early: dict[int, ItemT] = {}
 
     def accept_item(self, sequence: int, item: ItemT) -> list[ItemT]:
-        """The items that are now in order. ConnectionLostError if a gap never closes."""
+        """Add an item and return the items that are now in order. Raises ConnectionLostError if an
+        item is missing for too long."""
         if sequence >= self._next:
             self._early[sequence] = item
         if len(self._early) > _MAX_AHEAD:
@@ -92,7 +97,8 @@ class Resequencer(Generic[ItemT]):
 
 
 class BatchReceiver:
-    """Puts batches that arrive by concurrent calls into a bounded queue in order."""
+    """Puts the frames of batches, which arrive by concurrent calls, into a bounded queue in
+    order."""
 
     def __init__(self, mailbox: BoundedQueue[Frame], timeout_s: float) -> None:
         self._mailbox = mailbox
@@ -101,9 +107,10 @@ class BatchReceiver:
         self._lock = asyncio.Lock()
 
     async def accept_batch(self, batch: FrameBatch) -> ErrorStatus | None:
-        """Deliver all batches that are in order now; the error of the last one, if it is there.
+        """Deliver all batches that are now in order. Returns the error of the last batch of the
+        stream if it is among them, else None.
 
-        Waits while the bounded queue is full. Raises the bounded queue's error once that is closed.
+        Waits while the bounded queue is full. Raises the queue's error once the queue is closed.
         """
         async with self._lock:
             for ready in self._order.accept_item(batch.sequence, batch):
@@ -115,10 +122,10 @@ class BatchReceiver:
 
 
 def closed_error(peer: str) -> OutriderError:
-    """The error of the side that closed its own connection."""
+    """Return the error for the side that closed its own connection to `peer`."""
     return ConnectionLostError(f"connection to {peer} is closed", reason="CLOSED")
 
 
 def frame_mailbox() -> BoundedQueue[Frame]:
-    """A bounded bounded queue of frames."""
+    """Return a bounded queue of frames."""
     return BoundedQueue(max_items=4 * MAX_BATCH, size_of=len)

@@ -1,4 +1,4 @@
-"""gRPC streams between processes that Ray has placed and named."""
+"""gRPC streams between Ray actors, which are addressed by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outrider.transport.ray.options import RayConfig
 
 
 def grpc_config(config: RayConfig) -> GrpcConfig:
-    """Settings of the gRPC ends of actors and of those who dial them."""
+    """Return the settings of gRPC servers in actors and of their clients."""
     return GrpcConfig(
         connect_timeout_s=config.control_timeout_s,
         control_timeout_s=config.control_timeout_s,
@@ -18,19 +18,21 @@ def grpc_config(config: RayConfig) -> GrpcConfig:
 
 
 class GrpcStreams:
-    """Opens gRPC streams to actors; remembers the last known address of each."""
+    """Opens gRPC streams to actors and remembers the last known address of each."""
 
     def __init__(self, config: RayConfig) -> None:
         self._dialer = GrpcDialer(grpc_config(config))
         self._listening: dict[str, str] = {}
 
     async def exchange(self, name: str, listening: str) -> DrafterConnection:
-        """An exchange with the actor `name`, which listens at HOST:PORT. UnavailableError."""
+        """Open an exchange with the actor `name`, which listens at `listening` (HOST:PORT). Raises
+        UnavailableError."""
         await self._moved(name, listening)
         return await self._dialer.exchange(listening)
 
     async def sessions(self, name: str, listening: str) -> RouterConnection:
-        """A stream of sessions to that actor. Raises UnavailableError."""
+        """Open a session stream to the actor `name`, which listens at `listening` (HOST:PORT).
+        Raises UnavailableError."""
         await self._moved(name, listening)
         return await (await self._dialer.verifier(listening)).sessions()
 
@@ -48,5 +50,5 @@ class GrpcStreams:
         before = self._listening.get(name, listening)
         self._listening[name] = listening
         if before != listening:
-            # A new actor took the name: nobody will answer on the old one's channel again.
+            # # A new actor has taken the name, so the old one's address is dead.
             await self._dialer.close_channel(before)

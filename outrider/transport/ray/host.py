@@ -43,10 +43,11 @@ from outrider.wire.codec import (
 )
 
 EndpointFactory = Callable[[], AbstractAsyncContextManager[Any]]
-"""Makes an endpoint within its actor; leaving the context stops it."""
+"""Function that creates an endpoint within its actor. Leaving the returned context stops the
+endpoint."""
 
 StreamEnd = Callable[[FrameStream, HeartbeatConfig], ExchangeConnection[Any, Any]]
-"""Makes an endpoint's end of a stream from its frames."""
+"""Function that makes the endpoint's end of a stream from the stream's frames."""
 
 _MAX_WAIT_S = 10.0
 _STOP_GRACE_S = 1.0
@@ -54,7 +55,7 @@ _STOP_GRACE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallResult:
-    """Result of a call, or its typed error."""
+    """Result of a call to an actor host, or its error."""
 
     value: Any = None
     error: ErrorStatus | None = None
@@ -65,15 +66,17 @@ class ActorLocation:
     """Process, node and GPUs of an actor."""
 
     pid: int
-    """Id of its process."""
+    """Process id of the actor."""
     node: str
-    """Its node's address."""
+    """Address of the actor's node."""
     gpus: tuple[str, ...]
-    """The GPUs that Ray gave it, by their node's numbers; within the actor they count from 0."""
+    """GPUs that Ray assigned to the actor, by their numbers on the node. Within the actor they are
+    numbered from 0."""
 
 
 class HostFrames:
-    """Actor side of an exchange: filled by pushes, emptied by pulls."""
+    """Actor side of an exchange. The dialing side pushes frames into it and pulls frames from
+    it."""
 
     def __init__(self, peer: str, config: RayConfig) -> None:
         self._peer = peer
@@ -93,40 +96,41 @@ class HostFrames:
         await self._outbox.put(frame)
 
     def try_send(self, *frames: bytes) -> bool:
-        """Queue frames if there is room now."""
+        """Queue frames if there is space for them now; return whether they were queued."""
         return self._outbox.try_put(*frames)
 
     async def receive(self) -> Frame:
-        """The next pushed frame."""
+        """Wait for the next pushed frame and return it."""
         return await self._inbox.get()
 
     def receive_ready(self) -> list[Frame]:
-        """The frames that have arrived."""
+        """Return the frames that have arrived, without waiting."""
         return self._inbox.take_all()
 
     async def close(self) -> None:
-        """Let the dialing side pull what is left, then tell it that this is the end."""
+        """End the exchange. The dialing side can pull the queued frames, and then the end."""
         self.end_with_error(
             ConnectionLostError("the verifier ended the exchange", reason="PEER_CLOSED")
         )
 
     def end_with_error(self, error: OutriderError) -> None:
-        """Like `close`, with the error that the dialing side is to see."""
+        """Like `close`, but the dialing side receives `error`."""
         self._outbox.close(error)
         self._inbox.close(closed_error(self._peer))
 
     def close_remote(self) -> None:
-        """The dialing side has closed: what it sent is still read."""
+        """Handle that the dialing side has closed. The frames that it sent can still be read."""
         gone = ConnectionLostError(f"{self._peer} ended the exchange", reason="PEER_CLOSED")
         self._inbox.close(gone)
         self._outbox.close(gone, discard=True)
 
     async def push(self, batch: FrameBatch) -> None:
-        """Take frames; waits while the endpoint is not reading."""
+        """Accept a batch of frames; waits while the endpoint does not read."""
         await self._inlet.accept_batch(batch)
 
     async def pull(self, wait_s: float) -> FrameBatch:
-        """Queued frames, or none after `wait_s`; the last batch carries the error."""
+        """Return queued frames, or no frames if none arrive within `wait_s` seconds. The last batch
+        has the error with which the exchange ended."""
         await self._outbox.wait(wait_s)
         try:
             frames: list[Frame] = self._outbox.take_some(MAX_BATCH, MAX_BATCH_BYTES)
@@ -137,7 +141,8 @@ class HostFrames:
 
 
 class EndpointHost:
-    """Runs an endpoint in an actor's event loop and answers the calls to it."""
+    """Runs an endpoint in an actor's event loop and answers calls to it. Every method returns a
+    `CallResult`."""
 
     def __init__(self, factory: EndpointFactory, config: RayConfig) -> None:
         self._factory = factory
@@ -151,26 +156,26 @@ class EndpointHost:
         self._where: ActorLocation | None = None
 
     async def start(self) -> CallResult:
-        """Make the endpoint; once it is ready, its `ActorLocation`."""
+        """Create the endpoint and wait until it is ready; returns its `ActorLocation`."""
         return await self._answer(self._start)
 
     async def location(self) -> CallResult:
-        """The same of an endpoint that is ready; None of one that is not."""
+        """Return the `ActorLocation` of the endpoint, or None if it is not ready."""
         return CallResult(value=self._where)
 
     async def stream_address(self) -> CallResult:
-        """HOST:PORT at which this actor takes gRPC streams."""
+        """Return the HOST:PORT at which this actor accepts gRPC streams."""
         if self._server is None:
             refused = FailedPreconditionError("takes no gRPC streams", reason="UNIMPLEMENTED")
             return CallResult(error=to_status(refused))
         return CallResult(value=self._server.address)
 
     async def drain(self, timeout_s: float) -> CallResult:
-        """Have a verifier hand its sessions to others, for at most so long."""
+        """Make a verifier hand over its sessions to other verifiers, within `timeout_s` seconds."""
         return await self._answer(lambda: self._endpoint.drain(timeout_s))
 
     async def stop(self) -> CallResult:
-        """End exchanges and streams of sessions, then the endpoint."""
+        """End all exchanges and session streams, then the endpoint."""
         for frames in self._exchanges.values():
             await frames.close()
         for task in list(self._tasks):
@@ -180,7 +185,7 @@ class EndpointHost:
         return await self._answer(self._stack.aclose)
 
     async def call(self, method: str, request: bytes) -> CallResult:
-        """A unary control call, by its name in the contract."""
+        """Run a unary control call, by its name `SERVICE/METHOD` in the protocol."""
         calls: dict[str, Callable[[], Awaitable[bytes]]] = {
             "VerifierService/GetInfo": lambda: self._verifier_info(),
             "VerifierService/SetPlan": lambda: self._set_plan(request),
@@ -197,18 +202,19 @@ class EndpointHost:
         return await self._answer(handler)
 
     async def open_exchange(self, peer: str) -> CallResult:
-        """Start an exchange; the key under which its frames are pushed and pulled."""
+        """Start an exchange and return the key with which its frames are pushed and pulled."""
         return await self._open(peer, "exchange", verifier_end, self._config.heartbeat)
 
     async def open_sessions(self, peer: str) -> CallResult:
-        """Start a stream of sessions; its frames are pushed and pulled like an exchange's."""
+        """Start a session stream and return its key; its frames are pushed and pulled like an
+        exchange's."""
         heartbeat = self._config.sessions_heartbeat
         return await self._open(peer, "serve_sessions", serving_end, heartbeat)
 
     async def _start(self) -> ActorLocation:
         import ray
 
-        # Behind the endpoint, which ends its streams with a word of its own.
+        # # Stop the server after the endpoint, which ends its streams with a message of its own.
         self._stack.push_async_callback(self._stop_listening)
         self._endpoint = await self._stack.enter_async_context(self._factory())
         node = ray.util.get_node_ip_address()
@@ -246,15 +252,16 @@ class EndpointHost:
         return await self._answer(open_it)
 
     async def push_frames(self, key: int, batch: FrameBatch) -> CallResult:
-        """Take a batch of frames of an exchange."""
+        """Accept a batch of frames for an exchange."""
         return await self._answer(lambda: self._exchange(key).push(batch))
 
     async def pull_frames(self, key: int, wait_s: float) -> CallResult:
-        """The next batch of frames of an exchange; empty if there are none in time."""
+        """Return the next batch of frames of an exchange; the batch is empty if there are none in
+        time."""
         return await self._answer(lambda: self._exchange(key).pull(min(wait_s, _MAX_WAIT_S)))
 
     async def end_exchange(self, key: int) -> CallResult:
-        """The dialing side has closed; idempotent."""
+        """Handle that the dialing side has closed an exchange; idempotent."""
         frames = self._exchanges.get(key)
         if frames is not None:
             frames.close_remote()
@@ -279,7 +286,7 @@ class EndpointHost:
             frames.end_with_error(to_typed_error(error))
         finally:
             await connection.close()
-            # The dialing side still has to pull the end, unless it is the one that is gone.
+            # # The dialing side must still pull the end, unless it is gone itself.
             await asyncio.sleep(self._config.heartbeat.timeout_s)
             self._exchanges.pop(key, None)
 

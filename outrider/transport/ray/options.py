@@ -7,30 +7,32 @@ from dataclasses import dataclass, field
 from outrider.transport.heartbeat import HeartbeatConfig, router_heartbeat
 
 EXCHANGES = GRPC, REFS = ("grpc", "refs")
-"""How streams travel: from process to process, or as actor calls with object refs for bulk."""
+"""Transport of streams: `grpc` directly between processes, or `refs` as Ray actor calls with object
+refs for large frames."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
-    """Settings shared by hosts and dialers."""
+    """Settings of the Ray transport, for actor hosts and dialers."""
 
     namespace: str = "outrider"
-    """Ray namespace of the actors' names; names are addresses within it."""
+    """Ray namespace of the actors; their names are addresses within it."""
     exchange: str = GRPC
-    """How rounds and sessions travel: grpc (streams between the processes) or refs (actor calls).
-    Control calls are actor calls in both."""
+    """Transport of exchanges and session streams: grpc (streams between the processes) or refs (Ray
+    actor calls). Control calls are always actor calls."""
     listen_host: str = ""
-    """Interface of the actors' gRPC servers; "" takes their node's address in the cluster."""
+    """Host on which the actors' gRPC servers listen; "" takes the address of their node in the
+    cluster."""
     control_timeout_s: float = 5.0
-    """Deadline of control calls and of opening an exchange."""
+    """Timeout of control calls and of opening an exchange, in seconds."""
     start_timeout_s: float = 120.0
-    """How long an actor may take to start, its model's loading included."""
+    """Maximum time that an actor may take to start, including loading its model, in seconds."""
     bulk_bytes: int = 64 << 10
-    """Frames of actor calls larger than this travel through the object store."""
+    """Size in bytes above which the frames of actor calls go through the object store."""
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
-    """Application heartbeats of exchanges, and of a router's end of a stream of sessions."""
+    """Application heartbeats of exchanges, and of a router's end of a session stream."""
     sessions_heartbeat: HeartbeatConfig = field(default_factory=router_heartbeat)
-    """Application heartbeats of a verifier's end of a stream of sessions."""
+    """Application heartbeats of a verifier's end of a session stream."""
 
     def __post_init__(self) -> None:
         if self.exchange not in EXCHANGES:

@@ -14,7 +14,7 @@ from outrider.transport.ray.host import ActorLocation, EndpointFactory, Endpoint
 from outrider.transport.ray.options import RayConfig
 
 _MAX_CONCURRENCY = 10_000
-"""Calls that may wait at a host at once: a few per session and exchange."""
+"""Maximum number of calls that wait at a host at once; each session and exchange has a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +22,19 @@ class RayEndpoint:
     """A running actor host."""
 
     address: str
-    """The actor's name, by which dialers reach it."""
+    """Name of the actor, by which dialers find it."""
     actor: Any
     config: RayConfig
     where: ActorLocation
 
     @property
     def pid(self) -> int:
-        """Id of the actor's process on its node."""
+        """Process id of the actor on its node."""
         return self.where.pid
 
     async def drain(self, timeout_s: float) -> None:
-        """Have a verifier hand its sessions to others; returns when it has none, or in the end."""
+        """Make a verifier hand over its sessions to other verifiers. Returns when it has none left,
+        or after `timeout_s` seconds."""
         calls = HostCalls(self.actor, self.address, self.config)
         with contextlib.suppress(OutriderError, TimeoutError):
             async with asyncio.timeout(timeout_s + self.config.control_timeout_s):
@@ -55,12 +56,12 @@ async def serve_verifier(
     config: RayConfig | None = None,
     actor_options: Mapping[str, object] | None = None,
 ) -> RayEndpoint:
-    """Start an actor that serves the verifier that `factory` makes; waits until it is ready.
+    """Start an actor that serves a verifier, and wait until it is ready.
 
-    factory: picklable; called inside the actor, its context gives a `VerifierEndpoint`.
-    actor_options: Ray's own (num_cpus, num_gpus, lifetime, scheduling_strategy, ...).
-    Raises AlreadyExistsError (name in use), UnavailableError (it did not start), or what the
-    factory raised.
+    `factory` is picklable and is called inside the actor; its context yields a `VerifierEndpoint`.
+    `actor_options` are Ray's options of an actor (num_cpus, num_gpus, lifetime,
+    scheduling_strategy, ...). Raises AlreadyExistsError if the name is in use, UnavailableError if
+    the actor did not start, and any error of the factory.
     """
     return await _serve(name, factory, config or RayConfig(), actor_options or {})
 
@@ -77,9 +78,9 @@ async def serve_drafter(
 
 
 async def find_endpoint(name: str, config: RayConfig) -> RayEndpoint | None:
-    """A running actor that another process has started; None if there is none.
+    """Return a running actor that another process has started, or None if there is none.
 
-    One that is not ready, because whoever started it died meanwhile, is killed.
+    An actor that is not ready, because the process that started it died meanwhile, is killed.
     """
     import ray
 
@@ -109,7 +110,7 @@ async def _serve(
         "name": name,
         "namespace": config.namespace,
         "max_concurrency": _MAX_CONCURRENCY,
-        # State is lost with the process: a restarted actor would serve sessions it never opened.
+        # # A restarted actor would have lost its state and serve sessions that it never opened.
         "max_restarts": 0,
         "max_task_retries": 0,
     }

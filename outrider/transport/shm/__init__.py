@@ -1,9 +1,10 @@
-"""Shared-memory channels: the exchange of two processes of one host, owned by the threads that do
-the rounds.
+"""Shared-memory channels: exchanges between two processes on one host, used directly by the
+threads that run the rounds.
 
-The connection that a drafter dialled stays: it shook hands, carries heartbeats and ends with its
-peer. But what rounds say goes from working thread to working thread, over a Unix socket of packets
-and, where a message is large, a ring of shared memory: no event loop, no other thread wakes.
+The gRPC connection that a drafter opened remains for the handshake and heartbeats, and ends when
+the peer ends. Messages of the rounds go from working thread to working thread: small ones in the
+packets of a Unix socket, large ones through a ring buffer in shared memory. No event loop and no
+other thread has to wake up.
 
 channel.py                 Shared-memory channel: frames between working threads of two processes
                            on one host; and the channels of one thread.

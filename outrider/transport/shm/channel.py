@@ -31,32 +31,33 @@ from outrider.wire.messages import EncodedMessage
 logger = logging.getLogger(__name__)
 
 Frame = bytes | EncodedMessage
-"""Encoded: one that may lie in pieces, which are copied before `ShmChannel.send` returns, but for
-what lies in the shared-memory channel's own memory (`ShmChannel.reserve`)."""
+"""An encoded frame. The segments of an `EncodedMessage` are copied before `ShmChannel.send`
+returns, except for a segment in the channel's own memory (`ShmChannel.reserve_frame`)."""
 
 FrameT = TypeVar("FrameT", bytes, bytes | memoryview)
 
 MAX_PART_BYTES: Final = RING_BYTES // 4
-"""Larger frames cross in parts of this size: for these a ring has room again and again."""
+"""Maximum bytes of a frame that is sent in one piece. Larger frames are sent in parts of this size,
+for which the ring has space again and again."""
 MAX_INLINE_BYTES: Final = 32 << 10
-"""Frames up to this size cross in the packet itself."""
+"""Maximum bytes of a frame that is sent in a socket packet instead of the ring."""
 _INLINE, _IN_RING, _GOES_ON, _DESCRIPTOR = b"\0", b"\1", b"\2", b"\3"
-"""A frame in the packet; a frame or its last part in the ring; a part that is not the last; nothing
-but a file descriptor."""
+"""First byte of a packet: a frame in the packet itself; a frame, or its last part, in the ring; a
+part that is not the last; or nothing but a file descriptor."""
 _ONE_DESCRIPTOR: Final = socket.CMSG_SPACE(array("i", [0]).itemsize)
 _PLACE: Final = struct.Struct("<QQ")
 """Offset and size of a frame in the ring."""
 RING_POLL_S: Final = 0.001
-"""How often it is looked whether a ring that is full has room: nobody says so."""
+"""Interval, in seconds, at which a full ring is checked for space, because nothing signals it."""
 _LOST: Final = "SHM_CHANNEL_LOST"
 _MAX_READ: Final = 64
 _MAX_READ_BYTES: Final = RING_BYTES
-"""Packets, and bytes of frames, taken at once: a peer that never stops must not keep its reader
-from all else, nor fill its memory."""
+"""Maximum number of packets, and of bytes, that are read in one call. A peer that sends without end
+must not block its reader or fill its memory."""
 
 
 class ShmClosedError(ConnectionLostError):
-    """The peer has closed its end of a shared-memory channel or has exited; the connection ends."""
+    """Raised if the peer has closed its end of a shared-memory channel or has exited."""
 
 
 class ShmChannel:
@@ -65,39 +66,40 @@ class ShmChannel:
     def __init__(
         self, connected: socket.socket, outgoing: RingBuffer, incoming: RingBuffer
     ) -> None:
-        """`connected` keeps packets apart (SOCK_SEQPACKET)."""
+        """`connected` is a connected socket that preserves packet boundaries (SOCK_SEQPACKET)."""
         connected.setblocking(False)
         self._socket = connected
         self._outgoing, self._incoming = outgoing, incoming
         self._unsent: deque[bytes] = deque()
         self._begun = 0
-        """Bytes of the first of these that have left in parts."""
+        """Bytes of the first unsent frame that were already sent in parts."""
         self._parts: list[bytes] = []
-        """Of a frame that is not here as a whole yet; all are of PART_BYTES."""
+        """Received parts of an incomplete frame, each of MAX_PART_BYTES."""
         self._descriptor = -1
-        """The file descriptor that came last, until it is taken."""
+        """The file descriptor received last, until it is taken; -1 if there is none."""
         self._broken: OutriderError | None = None
-        """What ended what can be received, behind the frames before it."""
+        """Error that ended the incoming direction; raised after the frames received before it."""
         self.ring_full = False
-        """Whether it is the ring in which what is unsent finds no room: a socket that can be
-        written to says nothing of that."""
+        """Whether unsent frames wait for space in the ring rather than in the socket. In that case
+        a writable socket does not mean that they can be sent."""
         self.unsent_bytes = 0
-        """Size of the frames that did not find room yet; their sender bounds it."""
+        """Total bytes of the unsent frames. The sender must bound it."""
         self.closed = False
 
     def fileno(self) -> int:
-        """What to wait for: readable when frames, or the end, are there."""
+        """Return the file descriptor to wait for. It is readable when frames or the end of the
+        channel can be received."""
         return self._socket.fileno()
 
     @property
     def num_unsent(self) -> int:
-        """Frames that did not find room yet; `flush` tries again."""
+        """Number of frames that are not sent yet for lack of space; `flush` tries again."""
         return len(self._unsent)
 
     def send(self, *frames: Frame) -> None:
-        """Hand frames over, in order, or keep them until there is room. Raises ConnectionLostError
-        when the peer is gone, InvalidMessageError for a frame that no shared-memory channel
-        carries."""
+        """Send frames in order, or keep them until there is space. Raises ConnectionLostError if
+        the peer is gone, and InvalidMessageError for a frame that is larger than
+        MAX_MESSAGE_BYTES."""
         sizes = [_size(frame) for frame in frames]
         if (most := max(sizes, default=0)) > MAX_MESSAGE_BYTES:
             raise InvalidMessageError(
@@ -112,8 +114,9 @@ class ShmChannel:
         self.flush()
 
     def send_descriptor(self, descriptor: int) -> None:
-        """Pass a file descriptor behind all frames so far; it stays the caller's. Raises
-        UnavailableError where frames wait for room, ConnectionLostError when the peer is gone."""
+        """Send a file descriptor after all frames so far; the caller still owns its descriptor.
+        Raises UnavailableError if frames wait for space, and ConnectionLostError if the peer is
+        gone."""
         if self._unsent:
             raise UnavailableError(
                 "frames wait for room in the shared-memory channel", reason="SHM_CHANNEL_BUSY"
@@ -128,50 +131,52 @@ class ShmChannel:
             raise _lost(str(error)) from None
 
     def take_descriptor(self) -> int | None:
-        """The file descriptor that came before the frames received last, which is the caller's to
-        close from here on; None: none came since."""
+        """Return the file descriptor received last, which the caller must close, or None if none
+        was received since the last call."""
         descriptor, self._descriptor = self._descriptor, -1
         return None if descriptor < 0 else descriptor
 
     def allow_reservations(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
-        """From here on places can be reserved, if `pin` can have the memory written to by whoever
-        will write into them (`RingBuffer.pin_memory`)."""
+        """Allow `reserve_frame`, if `pin` succeeds in pinning the outgoing memory for the devices
+        that will write into it (`RingBuffer.pin_memory`)."""
         self._outgoing.pin_memory(pin)
 
     def pin_for_reader(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
-        """Have what is borrowed pinned for a device that reads it there
+        """Pin the incoming memory, so that a device can read borrowed frames in place
         (`RingBuffer.pin_memory`)."""
         self._incoming.pin_memory(pin)
 
     def reserve_frame(self, size: int) -> NDArray[np.uint8] | None:
-        """A place for what others write into a frame, which is then sent as it lies there
-        (`RingBuffer.reserve_frame`); None where there is none, or copying is as good."""
+        """Reserve `size` bytes of the ring, into which a device writes a part of a frame that is
+        then sent without a copy (`RingBuffer.reserve_frame`). Returns None if there is no space, or
+        if the size is so small that copying is as good."""
         if size <= 2 * MAX_INLINE_BYTES or self._unsent:
             return None
         return self._outgoing.reserve_frame(size)
 
     def flush(self) -> None:
-        """Send what there is room for by now. Raises ConnectionLostError."""
+        """Send unsent frames as far as there is space. Raises ConnectionLostError."""
         while self._unsent and self._left_in_part(self._unsent[0]):
             if self._begun >= len(self._unsent[0]):
                 self._begun = 0
                 self.unsent_bytes -= len(self._unsent.popleft())
 
     def drop_oldest(self) -> None:
-        """Forget the frame that has been unsent for longest, but for one that is under way."""
+        """Drop the oldest unsent frame of which no part was sent yet."""
         place = int(self._begun > 0)
         if place < len(self._unsent):
             self.unsent_bytes -= len(self._unsent[place])
             del self._unsent[place]
 
     def receive(self) -> list[bytes]:
-        """The frames that have arrived. Raises ConnectionLostError at the end, and at a packet of
-        no known form, behind which nothing counts: once the frames before it were given."""
+        """Return the frames that have arrived. At the end of the channel, or after a malformed
+        packet, raise ConnectionLostError once the frames before it were returned."""
         return self._receive(self._incoming.read_frame)
 
     def receive_views(self) -> list[bytes | memoryview]:
-        """As `receive`, but what crossed in the ring as a whole is given where it lies: its sender
-        may change it at any time, and finds no room while it is kept (`RingBuffer.view_frame`)."""
+        """Like `receive`, but frames in the ring are returned as views without a copy. The sender
+        could change a view at any time, and the space is not reused while the view exists
+        (`RingBuffer.view_frame`)."""
         return self._receive(self._incoming.view_frame)
 
     def _receive(self, take: Callable[[int, int], FrameT]) -> list[bytes | FrameT]:
@@ -193,7 +198,7 @@ class ShmChannel:
         return frames
 
     def _next_packet(self) -> bytes | None:
-        """None if there is none now. Raises ConnectionLostError."""
+        """Return the next packet, or None if there is none now. Raises ConnectionLostError."""
         if self._broken is not None:
             raise self._broken.copy()
         while True:
@@ -204,7 +209,8 @@ class ShmChannel:
             except (BlockingIOError, InterruptedError):
                 return None
             except ConnectionResetError:
-                # Said once where a peer went without having read all; what it sent is there still.
+                # # Reported once if the peer exited without reading everything; its packets can
+                # still be read.
                 continue
             except OSError as error:
                 raise _lost(str(error)) from None
@@ -218,8 +224,8 @@ class ShmChannel:
             return packet
 
     def _keep_descriptor(self, packet: bytes, ancillary: Sequence[tuple[int, int, bytes]]) -> None:
-        """Raises ConnectionLostError unless the packet is one file descriptor, the only one that
-        waits."""
+        """Keep a received file descriptor. Raises ConnectionLostError if the packet is not exactly
+        one descriptor, or if another one has not been taken yet."""
         found = array("i")
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -232,7 +238,7 @@ class ShmChannel:
         raise _lost("a file descriptor that was not asked for")
 
     def close(self) -> None:
-        """Close this end; idempotent. The peer is told."""
+        """Close this end, which the peer notices; idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -246,13 +252,13 @@ class ShmChannel:
         self._incoming.close()
 
     def _left_at_once(self, pieces: Sequence[bytes | memoryview], size: int) -> bool:
-        """Whether a frame needs no parts, and there was room for it."""
+        """Send a frame in one piece if it fits; return whether it was sent."""
         if size <= MAX_INLINE_BYTES:
             return self._posted(b"".join((_INLINE, *pieces)))
         return size <= MAX_PART_BYTES and self._through_ring(_IN_RING, pieces, size)
 
     def _left_in_part(self, frame: bytes) -> bool:
-        """Whether there was room for a frame, or its next part."""
+        """Send a frame or its next part; return whether there was space."""
         if not self._begun and self._left_at_once((frame,), len(frame)):
             self._begun = len(frame)
             return True
@@ -266,7 +272,8 @@ class ShmChannel:
         return True
 
     def _through_ring(self, kind: bytes, pieces: Sequence[bytes | memoryview], size: int) -> bool:
-        """Whether there was room for a frame or a part of one in the ring, and for word of it."""
+        """Write a frame or a part of it into the ring and send the packet that announces it; return
+        whether there was space for both."""
         offset = self._outgoing.write_frame(pieces, size)
         self.ring_full = offset is None
         if offset is None:
@@ -277,7 +284,7 @@ class ShmChannel:
         return True
 
     def _posted(self, packet: bytes) -> bool:
-        """Whether there was room for a packet."""
+        """Send a packet; return whether there was space."""
         try:
             self._socket.send(packet)
         except (BlockingIOError, InterruptedError):
@@ -291,7 +298,7 @@ class ShmChannel:
         return True
 
     def _frame(self, packet: bytes, take: Callable[[int, int], FrameT]) -> bytes | FrameT | None:
-        """The frame that a packet completes."""
+        """Return the frame that a packet completes, or None if further parts follow."""
         kind, parts = packet[:1], self._parts
         if kind == _INLINE and not parts:
             return packet[1:]
@@ -324,25 +331,28 @@ def _lost(why: str) -> ConnectionLostError:
 
 
 class ShmChannelSet:
-    """Holds the shared-memory channels of one thread. When a channel is lost, `on_lost` ends its
-    connection; until then messages for it are dropped, so that none overtakes an earlier one on
-    another path."""
+    """Holds the shared-memory channels of one thread, by connection number.
+
+    When a channel is lost, `on_lost` is called to end its connection. Until then messages for the
+    connection are dropped, so that none overtakes an earlier one on another path.
+    """
 
     def __init__(self, on_lost: Callable[[int], None], *, borrows: bool = False) -> None:
-        """`on_lost` is told of the connection, on the thread that uses the shared-memory channels.
-        `borrows`: frames are received where they lie, if that can be
+        """`on_lost` is called with the connection number, on the thread that uses the channels.
+        With `borrows`, frames are received without a copy where possible
         (`ShmChannel.receive_views`)."""
         self._on_lost = on_lost
         self._borrows = borrows
         self._shm_channels: dict[int, ShmChannel | None] = {}
-        """None: lost, while its connection still stands."""
+        """Channels by connection number; None if the channel is lost but its connection still
+        exists."""
 
     def attach_channel(self, number: int, shm_channel: ShmChannel) -> None:
-        """From here on a connection's messages go by this shared-memory channel."""
+        """Send a connection's messages through this shared-memory channel from now on."""
         self._shm_channels[number] = shm_channel
 
     def detach_channel(self, number: int) -> None:
-        """The connection is gone; idempotent."""
+        """Close and remove the channel of a connection that has ended; idempotent."""
         shm_channel = self._shm_channels.pop(number, None)
         if shm_channel is not None:
             shm_channel.close()
@@ -353,30 +363,33 @@ class ShmChannelSet:
             self.detach_channel(number)
 
     def has_channel(self, number: int) -> bool:
-        """Whether a connection's messages go by a shared-memory channel, if one that is lost."""
+        """Return whether a connection's messages go through a shared-memory channel, even if the
+        channel is lost."""
         return number in self._shm_channels
 
     @property
     def readers(self) -> list[int]:
-        """File descriptors to wait for; `receive` takes those that are ready."""
+        """File descriptors to wait for until they are readable; `receive` takes those that are
+        ready."""
         return [channel.fileno() for channel in self._shm_channels.values() if channel is not None]
 
     @property
     def writers(self) -> list[int]:
-        """File descriptors to wait for, to go on with `flush`; see `within`, too."""
+        """File descriptors to wait for until they are writable, before `flush`; see also
+        `poll_timeout`."""
         return [channel.fileno() for channel in self._unsent() if not channel.ring_full]
 
     def poll_timeout(self, timeout_s: float | None) -> float | None:
-        """For how long to wait for `readers` and `writers` where `timeout_s` is meant, None being
-        for ever: nobody says when a ring that is full has room again, so that has to be looked at.
-        """
+        """Return how long to wait for `readers` and `writers`, in seconds (None for no limit), if
+        the caller would wait for `timeout_s`. While a ring is full the result is at most
+        RING_POLL_S, because nothing signals that a full ring has space again."""
         if not any([channel.ring_full for channel in self._unsent()]):
             return timeout_s
         return RING_POLL_S if timeout_s is None else min(timeout_s, RING_POLL_S)
 
     def send_frames(self, number: int, *frames: Frame) -> ShmChannel | None:
-        """Send frames, or keep what finds no room for `flush`; the shared-memory channel, whose
-        owner bounds what it keeps, or None if it is lost."""
+        """Send frames, or keep them for `flush` if there is no space. Returns the channel, whose
+        unsent bytes the caller must bound, or None if the channel is lost."""
         shm_channel = self._shm_channels[number]
         if shm_channel is not None:
             try:
@@ -387,7 +400,7 @@ class ShmChannelSet:
         return shm_channel
 
     def send_descriptor(self, number: int, descriptor: int) -> None:
-        """Pass a file descriptor to a connection's peer; it stays the caller's."""
+        """Send a file descriptor to a connection's peer; the caller still owns its descriptor."""
         shm_channel = self._shm_channels.get(number)
         if shm_channel is not None:
             try:
@@ -396,18 +409,19 @@ class ShmChannelSet:
                 self._lose(number, error)
 
     def take_descriptor(self, number: int) -> int | None:
-        """The file descriptor that a connection's peer passed last, which is the caller's to close
-        from here on; None: there is none."""
+        """Return the file descriptor that a connection's peer sent last, which the caller must
+        close, or None if there is none."""
         shm_channel = self._shm_channels.get(number)
         return None if shm_channel is None else shm_channel.take_descriptor()
 
     def reserve(self, number: int, size: int) -> NDArray[np.uint8] | None:
-        """A place for what others write into a frame for this connection (`ShmChannel.reserve`)."""
+        """Reserve space in the ring of a connection's channel (`ShmChannel.reserve_frame`). Returns
+        None if the connection has no channel or there is no space."""
         shm_channel = self._shm_channels.get(number)
         return None if shm_channel is None else shm_channel.reserve_frame(size)
 
     def flush(self) -> None:
-        """Send on what found no room before."""
+        """Send the unsent frames of all channels as far as there is space."""
         for number, shm_channel in list(self._shm_channels.items()):
             if shm_channel is not None and shm_channel.num_unsent:
                 try:
@@ -416,8 +430,8 @@ class ShmChannelSet:
                     self._lose(number, error)
 
     def receive(self, ready: Iterable[int]) -> list[tuple[int, bytes | memoryview]]:
-        """(connection, frame) of all that has come by the shared-memory channels with these file
-        descriptors."""
+        """Return (connection number, frame) for all frames that have arrived on the channels with
+        these file descriptors."""
         ready = set(ready)
         found: list[tuple[int, bytes | memoryview]] = []
         for number, shm_channel in list(self._shm_channels.items()):
@@ -431,17 +445,17 @@ class ShmChannelSet:
         return found
 
     def _unsent(self) -> list[ShmChannel]:
-        """The shared-memory channels that keep something."""
+        """Return the shared-memory channels with unsent frames."""
         shm_channels = self._shm_channels.values()
         return [channel for channel in shm_channels if channel is not None and channel.num_unsent]
 
     def drop_channel(self, number: int, why: str) -> None:
-        """Give a shared-memory channel up, and its connection with it; idempotent."""
+        """Close a shared-memory channel and end its connection; idempotent."""
         self._give_up(number, why, logging.WARNING)
 
     def _lose(self, number: int, error: OutriderError) -> None:
-        # A peer that leaves closes its shared-memory channel first. How its connection has ended,
-        # well or not, is logged by the owner of the connection.
+        # # A peer that leaves closes its shared-memory channel first. The owner of the connection
+        # logs how the connection ended.
         closed = isinstance(error, ShmClosedError)
         self._give_up(number, error.message, logging.INFO if closed else logging.WARNING)
 

@@ -24,19 +24,19 @@ from outrider.transport.shm.ring_buffer import RingBuffer
 from outrider.wire.messages import ShmOffer
 
 ShmChannelJoiner = Callable[[ShmOffer], ShmChannel]
-"""A way of joining the shared-memory channel that a peer offers, as `join_channel`."""
+"""Function that joins the shared-memory channel a peer offers, such as `join_channel`."""
 
 _TOKEN_BYTES: Final = 16
 _JOIN_S: Final = 2.0
-"""How long either side waits for the other one."""
+"""Seconds for which either side waits for the other."""
 _MAX_STRANGERS: Final = 32
-"""Connections that have not shown a token yet."""
+"""Maximum number of connections that have not sent a token yet."""
 _WELCOME: Final = b"\1"
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
 def is_shm_supported() -> bool:
-    """Whether this system has what shared-memory channels are made of."""
+    """Return whether this system supports shared-memory channels."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
@@ -48,7 +48,7 @@ class ShmListener:
     """Accepts peers that were offered a shared-memory channel, on the running event loop."""
 
     def __init__(self) -> None:
-        """Raises OSError where there are no such sockets."""
+        """Listen on a new socket. Raises OSError if the system has no such sockets."""
         self._name = secrets.token_hex(_TOKEN_BYTES)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
@@ -61,7 +61,7 @@ class ShmListener:
 
     @classmethod
     def open(cls) -> ShmListener | None:
-        """A listener; None where this system has no shared-memory channels."""
+        """Return a listener, or None if this system does not support shared-memory channels."""
         if not is_shm_supported():
             return None
         try:
@@ -70,14 +70,15 @@ class ShmListener:
             return None
 
     def make_offer(self) -> ShmOffer:
-        """A shared-memory channel for one peer; `wait_joined` waits for it,
-        `withdraw_offer` forgets it."""
+        """Offer a shared-memory channel to one peer. Use `wait_joined` to wait for the peer, or
+        `withdraw_offer` to drop the offer."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         self._expected[token] = self._loop.create_future()
         return ShmOffer(name=self._name, token=token)
 
     async def wait_joined(self, offer: ShmOffer) -> ShmChannel:
-        """The shared-memory channel of a peer that says it has joined. Raises UnavailableError."""
+        """Wait for the peer that has joined an offer and return its shared-memory channel. Raises
+        UnavailableError (SHM_NOT_JOINED) if no peer joins in time."""
         waiting = self._expected.get(offer.token)
         if waiting is None:
             raise UnavailableError(
@@ -94,7 +95,8 @@ class ShmListener:
             self._expected.pop(offer.token, None)
 
     def withdraw_offer(self, offer: ShmOffer) -> None:
-        """Nobody will join: close the shared-memory channel if somebody did; idempotent."""
+        """Withdraw an offer and close its shared-memory channel if a peer has already joined.
+        Idempotent."""
         self._forget_offer(offer.token)
 
     def _forget_offer(self, token: bytes) -> None:
@@ -103,7 +105,7 @@ class ShmListener:
             waiting.result().close()
 
     def close(self) -> None:
-        """Stop listening; idempotent."""
+        """Stop listening and withdraw all offers; idempotent."""
         for token in list(self._expected):
             self._forget_offer(token)
         for stranger in list(self._strangers):
@@ -151,15 +153,15 @@ def _user_of(connected: socket.socket) -> int:
 
 
 def make_channel_pair() -> tuple[ShmChannel, ShmChannel]:
-    """Both ends of a shared-memory channel in one process, for benchmarks and tests. Raises
-    OSError."""
+    """Return both ends of a shared-memory channel within one process, for benchmarks and tests.
+    Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine = _make_shm_channel(ours)
     return mine, _welcomed(theirs)
 
 
 def _make_shm_channel(connected: socket.socket) -> ShmChannel:
-    """The listener's end; both rings are made here. Raises OSError."""
+    """Create both rings, send them to the peer, and return the listener's end. Raises OSError."""
     descriptors: list[int] = []
     try:
         descriptors += [RingBuffer.create_memory(), RingBuffer.create_memory()]
@@ -171,9 +173,9 @@ def _make_shm_channel(connected: socket.socket) -> ShmChannel:
 
 
 def join_channel(offer: ShmOffer) -> ShmChannel:
-    """Join the shared-memory channel that a peer offers; blocks for a moment. Raises
-    UnavailableError where there is no such listener here (the peer is on another host),
-    InvalidMessageError for memory that is no good."""
+    """Join the shared-memory channel that a peer offers; blocks briefly. Raises UnavailableError if
+    there is no such listener on this host, because the peer is on another one, and
+    InvalidMessageError for invalid memory."""
     with _joining() as connected:
         connected.settimeout(_JOIN_S)
         _ask(connected, offer)
@@ -181,8 +183,8 @@ def join_channel(offer: ShmOffer) -> ShmChannel:
 
 
 async def join_channel_async(offer: ShmOffer) -> ShmChannel:
-    """As `join_channel`, for an event loop, which nothing holds up: neither a listener that is slow
-    to answer, nor one that takes in nobody."""
+    """Like `join_channel`, but without blocking the event loop, even if the listener is slow or
+    never answers."""
     with _joining() as connected:
         connected.setblocking(False)
         _ask(connected, offer)
@@ -192,8 +194,8 @@ async def join_channel_async(offer: ShmOffer) -> ShmChannel:
 
 @contextlib.contextmanager
 def _joining() -> Iterator[socket.socket]:
-    """A socket to join with, which is closed unless a shared-memory channel has it. Raises
-    UnavailableError also for what goes wrong with it."""
+    """Yield a socket for joining, which is closed if joining fails. Converts OSError to
+    UnavailableError."""
     if not is_shm_supported():
         raise UnavailableError(
             "this system has no shared-memory channels", reason="NO_SHARED_MEMORY"
@@ -217,7 +219,7 @@ def _ask(connected: socket.socket, offer: ShmOffer) -> None:
 
 
 async def _readable(connected: socket.socket) -> None:
-    """Wait until there is something to read. Raises TimeoutError."""
+    """Wait until the socket can be read. Raises TimeoutError."""
     loop = asyncio.get_running_loop()
     there = asyncio.Event()
     loop.add_reader(connected, there.set)
@@ -229,8 +231,8 @@ async def _readable(connected: socket.socket) -> None:
 
 
 def _welcomed(connected: socket.socket) -> ShmChannel:
-    """The joiner's end; both rings were made by the listener. Raises OSError, UnavailableError,
-    InvalidMessageError."""
+    """Receive both rings from the listener and return the joining end. Raises OSError,
+    UnavailableError or InvalidMessageError."""
     descriptors: list[int] = []
     try:
         answer, descriptors, _, _ = socket.recv_fds(connected, len(_WELCOME), 2)

@@ -1,10 +1,11 @@
 """Ring buffer in memory shared by two processes: one writes frames, the other reads them.
 
-`ShmChannel` sends the positions of frames; the ring only tracks the part that may be overwritten.
-Its first word belongs to the reader: the number of frames that it has finished reading.
+`ShmChannel` sends the positions of frames in packets; the ring itself only tracks which part may be
+overwritten. Its first word belongs to the reader and is the number of frames that the reader has
+finished with.
 
-A device or another writer can write a frame in place: `RingBuffer.reserve_frame` reserves its
-position beforehand, and the frame is sent without a copy.
+A device can write a part of a frame in place: `RingBuffer.reserve_frame` reserves the memory
+beforehand, and the frame is then sent without a copy.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ from numpy.typing import NDArray
 from outrider.errors import InvalidMessageError
 
 RING_BYTES: Final = 16 << 20
-"""Size of a ring: some rounds of the largest batch, features included."""
+"""Bytes of a ring, which holds several rounds of the largest batch, including features."""
 FRAME_HEADER_BYTES: Final = 32 << 10
-"""Room before a place, for what is said of what lies there."""
+"""Bytes before a reserved place, for the part of the frame that precedes the place's content."""
 MAX_RESERVED_BYTES: Final = RING_BYTES // 4 - FRAME_HEADER_BYTES
-"""Bytes of a place, at most: two rounds are on their way while a third one is read."""
+"""Maximum bytes of a reserved place, so that two rounds fit into the ring while a third one is
+read."""
 _HEADER: Final = 4096
 _ALIGNMENT: Final = 64
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def is_ring_view(values: NDArray[np.generic]) -> bool:
-    """Whether an array looks at a frame where it lies in a ring, which others wait for."""
+    """Return whether an array is a view of a frame in a ring, whose space cannot be reused while
+    the view exists."""
     base: object = values
     while isinstance(base, np.ndarray):
         base = base.base
@@ -45,58 +48,60 @@ def is_ring_view(values: NDArray[np.generic]) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Frame:
-    """A part of a writer's ring that must not be written over yet."""
+    """A part of the writer's ring that must not be overwritten yet."""
 
     start: int
     number: int = 0
-    """Frames that the reader is done with, this one being the last of them; 0: it was not sent."""
+    """Number of this frame: the reader is done with it once it has finished this many frames. 0 if
+    the frame was not sent."""
     place: weakref.ref[NDArray[np.uint8]] | None = None
-    """Where others write its content: theirs as long as anybody looks at it."""
+    """Reserved place into which a device writes the frame's content; in use as long as the array
+    exists. None without a reservation."""
     address: int = 0
-    """Of the place."""
+    """Memory address of the place."""
 
     def is_over(self, done: int) -> bool:
-        """Whether nobody needs it, if the reader is done with so many."""
+        """Return whether the space is free once the reader has finished `done` frames."""
         return self.number <= done and (self.place is None or self.place() is None)
 
 
 class RingBuffer:
-    """One direction of a channel; writer and reader map the same memory."""
+    """One direction of a channel. The writer and the reader map the same memory."""
 
     def __init__(self, descriptor: int, size: int) -> None:
-        """Map a descriptor of `size` bytes; it stays the caller's."""
+        """Map the `size` bytes of a descriptor, which the caller still owns."""
         self._memory = mmap.mmap(descriptor, size)
         self._bytes = memoryview(self._memory)
         self._done = self._bytes[:8].cast("Q")
         self._size = size - _HEADER
         self._head = 0
-        """Where the next frame goes, if there is room."""
+        """Offset of the next frame if there is space."""
         self._written = 0
-        """Frames written, of a writer; taken out, of a reader."""
+        """Number of frames written (by a writer) or taken out (by a reader)."""
         self._unread: deque[_Frame] = deque()
-        """Of a writer, in the order in which they got their room."""
+        """Frames of a writer whose space is in use, in order of allocation."""
         self._reserved: dict[int, _Frame] = {}
-        """Those with places, by the address of the place."""
+        """Frames with a reserved place, by the address of the place."""
         self._last: _Frame | None = None
-        """The frame that was written last."""
+        """Frame that was written last; None if it was undone."""
         self._memory_array: NDArray[np.uint8] | None = None
-        """The memory, while it is pinned: as those who write into places see it; None: nobody
-        may."""
+        """The pinned memory, into which reserved places point; None if it is not pinned."""
         self._closed = False
         self._lent: deque[int] = deque()
-        """Of a reader: numbers of the frames that were lent, but for the first of them that were
-        given back."""
+        """Numbers of the lent frames of a reader, in order, starting with the first one that is
+        still lent."""
         self._back: set[int] = set()
-        """Those of them that were given back."""
+        """Numbers in `_lent` of frames that were given back."""
         self._lent_bytes = 0
         self._lending = threading.RLock()
-        """A frame is given back by whichever thread looked at it last, if need be by the collector
-        of garbage in the middle of this."""
+        """Lock of the lending state. A frame is given back by the thread that drops its last view,
+        possibly by the garbage collector while this thread holds the lock, so the lock is
+        reentrant."""
         self._telling = False
 
     @staticmethod
     def create_memory() -> int:
-        """A descriptor of zeroed memory that nobody can shrink under its readers."""
+        """Create zeroed memory that cannot be resized (sealed) and return its descriptor."""
         descriptor = os.memfd_create("outrider-shm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, _HEADER + RING_BYTES)
@@ -108,8 +113,8 @@ class RingBuffer:
 
     @classmethod
     def from_descriptor(cls, descriptor: int) -> RingBuffer:
-        """The ring in a descriptor that a peer sent; it stays the caller's. Raises
-        InvalidMessageError for memory that the peer could take away, or of another size."""
+        """Map the ring in a descriptor from a peer; the caller still owns the descriptor. Raises
+        InvalidMessageError for memory that is not sealed or has another size."""
         try:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         except OSError:
@@ -127,8 +132,11 @@ class RingBuffer:
         return cls(descriptor, size)
 
     def write_frame(self, pieces: Sequence[bytes | memoryview], size: int) -> int | None:
-        """Copy a frame of `size` bytes in, or of one that lies in a place what is before that; its
-        offset, or None while there is no room for it."""
+        """Write a frame of `size` bytes and return its offset, or None if there is no space.
+
+        If the second of two pieces is a reserved place, only the first piece is copied, to the
+        bytes before the place.
+        """
         frame = self._in_place(pieces)
         if frame is not None:
             start = _offset_of(frame.start) - len(pieces[0])
@@ -152,7 +160,7 @@ class RingBuffer:
             memory[begin:end] = piece
 
     def undo_write(self) -> None:
-        """Forget the frame that was written last; nobody was told of it."""
+        """Undo the last write, of which the reader was not told."""
         frame, self._last = self._last, None
         assert frame is not None
         self._written -= 1
@@ -161,17 +169,20 @@ class RingBuffer:
             self._head = self._unread.pop().start
 
     def pin_memory(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
-        """Have `pin` see to it that a device copies to and from the memory without anybody waiting,
-        until the ring is closed. Where it cannot, there are no places (`reserve_frame`),
-        and copies of what is lent take longer."""
+        """Pin the memory by `pin`, so that a device can copy to and from it asynchronously until
+        the ring is closed. If `pin` returns False, `reserve_frame` returns None, and device copies
+        of lent frames take longer."""
         memory = np.frombuffer(self._memory, np.uint8)
         self._memory_array = memory if pin(memory) else None
 
     def reserve_frame(self, size: int) -> NDArray[np.uint8] | None:
-        """A place of `size` bytes, for others to write into: what lies there can then be the second
-        piece of a frame of two (`write`), from its first byte on, and is sent without being copied.
-        The place is used again once nobody looks at the array any more, and the reader is done with
-        the frame. None while there is no room, or where there are no places."""
+        """Reserve `size` bytes into which a device writes. Returns them as an array, or None if
+        there is no space or the memory is not pinned.
+
+        The array, from its first byte on, can then be the second of two pieces of a frame
+        (`write_frame`), which is sent without a copy. The space is reused once the array is
+        garbage-collected and the reader has finished the frame.
+        """
         if self._memory_array is None or size > MAX_RESERVED_BYTES:
             return None
         whole = FRAME_HEADER_BYTES + _ALIGNMENT + size
@@ -187,18 +198,19 @@ class RingBuffer:
         return place
 
     def _in_place(self, pieces: Sequence[bytes | memoryview]) -> _Frame | None:
-        """The frame with the place in which the second of two pieces lies, if there is one."""
+        """Return the reserved frame whose place holds the second of two pieces, or None."""
         if not self._reserved or len(pieces) != 2 or not pieces[1]:
             return None
         if len(pieces[0]) > FRAME_HEADER_BYTES:
             return None
         frame = self._reserved.get(np.frombuffer(pieces[1], np.uint8).ctypes.data)
-        # A place is sent once.
+        # # A place can be sent only once.
         return None if frame is None or frame.number else frame
 
     def read_frame(self, offset: int, size: int) -> bytes:
-        """Copy the next frame out: its writer may change it until then, and may use its place
-        again from here on. Raises InvalidMessageError for a place outside."""
+        """Return a copy of the next frame, whose space the writer may reuse afterwards. The writer
+        could change the frame until this returns. Raises InvalidMessageError for a position outside
+        the ring."""
         frame = bytes(self._frame(offset, size))
         with self._lending:
             self._written += 1
@@ -206,9 +218,12 @@ class RingBuffer:
         return frame
 
     def view_frame(self, offset: int, size: int) -> bytes | memoryview:
-        """The next frame where it lies: its writer may change it at any time, so that what is
-        checked has to be copied before. Its place is used again once nothing refers to it any more;
-        while half of the ring is lent, a copy. Raises as `read`."""
+        """Return a view of the next frame. The writer could change it at any time, so data must be
+        copied before it is checked.
+
+        The space is reused once nothing refers to the view. While half of the ring is lent, a copy
+        is returned. Raises InvalidMessageError for a position outside the ring.
+        """
         place = self._frame(offset, size)
         if self._lent_bytes + size > self._size // 2:
             return self.read_frame(offset, size)
@@ -234,9 +249,9 @@ class RingBuffer:
             self._tell_done()
 
     def _tell_done(self) -> None:
-        """Tell the writer of all frames before the first one that is lent."""
+        """Tell the writer that all frames before the first lent one are finished."""
         if self._telling or self._closed:
-            # What is given back in the middle of this is seen by the loop below.
+            # # The loop below handles frames that are given back meanwhile.
             return
         self._telling = True
         while self._lent and self._lent[0] in self._back:
@@ -245,7 +260,7 @@ class RingBuffer:
         self._telling = False
 
     def close(self) -> None:
-        """Unmap the memory, or leave it to those who look at what was lent; idempotent."""
+        """Unmap the memory, or leave this to the last view of a lent frame; idempotent."""
         with self._lending:
             self._closed = True
             self._done.release()
@@ -254,7 +269,7 @@ class RingBuffer:
             self._bytes.release()
             self._memory.close()
         except BufferError:
-            # The last of them unmaps it.
+            # # The last view unmaps the memory.
             pass
 
     def _free_bytes(self, size: int) -> int | None:
@@ -262,7 +277,7 @@ class RingBuffer:
         while self._unread and self._unread[0].is_over(done):
             self._reserved.pop(self._unread.popleft().address, None)
         if not self._unread:
-            # From the start again: memory that was used a moment ago is in the caches.
+            # # Start again at offset 0: recently used memory is in the CPU caches.
             return 0 if size <= self._size else None
         oldest = self._unread[0].start
         if self._head <= oldest:
@@ -273,5 +288,5 @@ class RingBuffer:
 
 
 def _offset_of(start: int) -> int:
-    """Where the place of a frame begins that has its room from `start` on."""
+    """Return the offset of the place of a frame whose space begins at `start`."""
     return -(-(start + FRAME_HEADER_BYTES) // _ALIGNMENT) * _ALIGNMENT

@@ -160,7 +160,7 @@ class EngineCore:
             return 0
         return sum(
             s.link_id == link.link_id
-            # # These drafts come by device exchange.
+            # These drafts come by device exchange.
             or (s.in_process_draft_length > 0 and s.spec.drafter_id == drafter_id)
             for s in list(self.sessions.values())
         )
@@ -204,7 +204,7 @@ class EngineCore:
             case DrafterDetached(link_id=link_id):
                 self.drafters.detach(link_id)
             case ReplicaAnswered():
-                # # The engine loop has already passed this command to the device exchange.
+                # The engine loop has already passed this command to the device exchange.
                 pass
             case StopEngine():
                 self.fail_all_sessions(
@@ -275,7 +275,7 @@ class EngineCore:
                 session.has_dropped_features = True
             self.drafters.announce(session)
         except Exception:
-            # # The session exists from here on, so it has to be freed, its device slot included.
+            # The session exists from here on, so it has to be freed, its device slot included.
             self.free_session(session, failed=True)
             raise
         self.counters["sessions"] += 1
@@ -376,7 +376,7 @@ class EngineCore:
         self.policy.update_session(session)
         self.draft_recovery.add_session(session)
         if lags:
-            # # The drafter knows only the old plan and missed the rounds without speculation.
+            # The drafter knows only the old plan and missed the rounds without speculation.
             self.drafters.withdraw(session)
             self.drafters.advance_without_speculation(session)
         if session.link_id is None:
@@ -396,7 +396,7 @@ class EngineCore:
         elif command.ticket == session.ticket:
             self.counters["cancelled"] += 1
             if session.emitted:
-                # # Clients usually close a stream because the answer is complete, for example at a
+                # Clients usually close a stream because the answer is complete, for example at a
                 # stop string.
                 self.block_manager.lengths.observe(session.length - session.spec.prompt_len)
             self.free_session(session)
@@ -422,7 +422,7 @@ class EngineCore:
         describe the round (see `SessionEvents`). `logprobs` may cover more positions than
         `tokens`."""
         reason = 0 if finish_reason is None else REASON_CODES[finish_reason]
-        # # In the order of a `SessionEventRow`.
+        # In the order of a `SessionEventRow`.
         fields = (
             session.ticket,
             session.round_id,

@@ -74,7 +74,7 @@ class DraftRecovery:
         `round_s` is the time of a round in seconds (see `recovery_order`)."""
         manager, running = self._block_manager, self._block_manager.running.values()
         recomputing = sum([session.emitted > 0 and session.prefill_left > 0 for session in running])
-        # # A session that gains too little now gains even less later, so it is dropped.
+        # A session that gains too little now gains even less later, so it is dropped.
         order = recovery_order(self._lacking(), round_s=round_s)
         self.undrafted = {name: self.undrafted[name] for name in order}
         self._refused &= self.undrafted.keys()
@@ -85,7 +85,7 @@ class DraftRecovery:
             return False
         for session in chosen:
             if not manager.can_recompute(session):
-                # # The session before this one took the blocks.
+                # The session before this one took the blocks.
                 continue
             del self.undrafted[session.session_id]
             self._refused.discard(session.session_id)

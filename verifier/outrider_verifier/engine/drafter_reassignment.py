@@ -26,7 +26,7 @@ def move_session(
     if drafter_id is not None and not drafters.can_announce(session, drafter_id):
         if not can_never_draft(session) or drafters.link_of(drafter_id) is None:
             return False
-        # # No drafter can draft for the session, so only the assignment is recorded.
+        # No drafter can draft for the session, so only the assignment is recorded.
         session.assign_drafter(drafter_id)
         session.has_stalled_drafter = False
         policy.update_session(session)
@@ -35,7 +35,7 @@ def move_session(
         return True
     drafters.withdraw(session)
     if session.is_speculation_off:
-        # # The drafter did not receive the tokens committed meanwhile.
+        # The drafter did not receive the tokens committed meanwhile.
         drafters.advance_without_speculation(session)
     session.assign_drafter(drafter_id)
     session.has_stalled_drafter = session.is_speculation_off = False

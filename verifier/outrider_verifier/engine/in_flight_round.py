@@ -86,9 +86,9 @@ class InFlightRound:
 def make_verify_row(session: Session, held: HeldProposal) -> VerifyRow:
     """Build the verify row of a session; drafts beyond the session's limits are cut."""
     if held.is_hit:
-        # # A hit shows that the drafter is healthy, even if earlier proposals were late.
+        # A hit shows that the drafter is healthy, even if earlier proposals were late.
         session.has_stalled_drafter = False
-    # # This is `max_draft_depth` without a call: a draft is never deeper than its number of nodes.
+    # This is `max_draft_depth` without a call: a draft is never deeper than its number of nodes.
     tokens_left = session.spec.max_new_tokens - session.emitted - 1
     if held.nodes <= tokens_left and held.nodes <= session.draft_limit:
         return VerifyRow(session, held)

@@ -117,7 +117,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         self.progress.bind()
-        # # Entered once per thread: without inference mode every copy passes through autograd.
+        # Entered once per thread: without inference mode every copy passes through autograd.
         with torch.inference_mode():
             self._rounds.enter_thread()
             self._serve()
@@ -132,7 +132,7 @@ class EngineLoop:
             if self._failing.device_lost:
                 break
             if awaited and not taken and self._rounds.is_held_round_finished:
-                # # No command has arrived since the last plan, so the next plan needs the round's
+                # No command has arrived since the last plan, so the next plan needs the round's
                 # outcome.
                 self._rounds.finish_round(go_on=True)
                 wait_until, idle_since = None, time.monotonic()
@@ -159,7 +159,7 @@ class EngineLoop:
                     self._rounds.finish_round(go_on=True)
                     wait_until, idle_since = None, time.monotonic()
             self._outbox.flush_unless_held()
-        # # No work may be left running on a device after the thread ends.
+        # No work may be left running on a device after the thread ends.
         self._rounds.finish_round()
         if self._exchange is not None:
             self._exchange.close()

@@ -62,7 +62,7 @@ class Outbox:
         try:
             self._send(others)
         except RuntimeError:
-            # # The asyncio thread has ended, so no command will come either.
+            # The asyncio thread has ended, so no command will come either.
             self.is_closed = True
         return True
 

@@ -58,7 +58,7 @@ class ProposalIntake:
         proposals, sound = command.proposals, command.valid
         drafter_health = self._drafters.health_of_link(command.link_id)
         if drafter_health is None or drafter_health.is_flooding:
-            # # The drafter's connection is closed or about to be closed.
+            # The drafter's connection is closed or about to be closed.
             self._counters["proposals_unknown"] += len(proposals)
             return
         known = self._verdict_builder.announced_mask(command.link_id, proposals.handles)
@@ -137,7 +137,7 @@ class ProposalIntake:
         round that uses them was submitted, so that it delays no session."""
         arrivals, self.arrivals = self.arrivals, []
         for session, prefix_len, at in arrivals:
-            # # Sessions did not wait for proposals that came during their round.
+            # Sessions did not wait for proposals that came during their round.
             if at >= session.root_known_at:
                 self._policy.record_arrival(session, prefix_len=prefix_len, usable=True, now=at)
 

@@ -178,7 +178,7 @@ class RoundExecutor:
         try:
             return self._in_flight is None or self._engine.is_finished(self._in_flight.flight)
         except Exception:
-            # # The device is lost; `finish_round` handles this and fails the sessions.
+            # The device is lost; `finish_round` handles this and fails the sessions.
             return True
 
     @property
@@ -208,9 +208,9 @@ class RoundExecutor:
         if self._outbox.is_held:
             self._outbox.flush()
         self._core.drafters.send_queued_prefixes()
-        # # The outcome of the round before counts even if its sessions cannot continue.
+        # The outcome of the round before counts even if its sessions cannot continue.
         self.finish_round(alone=in_flight is None)
-        # # If a new round was submitted, this work overlaps with the device's.
+        # If a new round was submitted, this work overlaps with the device's.
         self._keeping.run_deferred()
         self._in_flight = in_flight
         if failure is not None:
@@ -242,7 +242,7 @@ class RoundExecutor:
     def _settle(self, in_flight: InFlightRound, *, go_on: bool, alone: bool) -> _Failure | None:
         """Commit the outcome of a round and send its results. Return the failure if the next round
         could not be submitted, else None."""
-        # # This runs while the device is still busy.
+        # This runs while the device is still busy.
         may_go_on = go_on and self._may_go_on(in_flight)
         verdict_inputs = (
             self._verdict_inputs(in_flight)
@@ -259,7 +259,7 @@ class RoundExecutor:
         if hits:
             gone_on = hits == len(in_flight.verify) and self._submit_early_round(in_flight, outcome)
             decoded = commit_rows(in_flight.verify, outcome.decoded, self._idle_since)
-            # # Sessions that have ended must not be in the next round.
+            # Sessions that have ended must not be in the next round.
             if ended := [row for row in decoded.special if row.ends]:
                 emitted = self._accounts.record_rows(ended)
             if gone_on:
@@ -273,7 +273,7 @@ class RoundExecutor:
         told = None if verdict_inputs is None else verdict_inputs.make_batch(outcome.decoded)
         if told is not None:
             self._core.drafters.send_round(told)
-        # # Copying a prompt's features takes long, so verdicts of decoding sessions are sent first.
+        # Copying a prompt's features takes long, so verdicts of decoding sessions are sent first.
         handed = self._outbox.flush()
         self._core.drafters.send_queued_prefixes()
         prompts = commit_prompts(in_flight.prefill, outcome.prefill, self._idle_since)
@@ -289,18 +289,18 @@ class RoundExecutor:
             decoded = commit_rows(in_flight.verify, outcome.decoded, self._idle_since)
             emitted = self._accounts.record_rows([row for row in decoded.special if row.ends])
         self._book(in_flight, outcome, prompts, decoded, emitted)
-        # # If the device is idle and neither drafters nor clients wait for this round, submit the
+        # If the device is idle and neither drafters nor clients wait for this round, submit the
         # next round before the effects are sent: the threads that send them would delay this
         # thread.
         first = alone and self._in_flight is None and not prompts and told is None
         self._outbox.is_held = self._engine.can_run_ahead and first
-        # # Copying takes long, so events for clients are sent first.
+        # Copying takes long, so events for clients are sent first.
         if not self._outbox.is_held:
             self._outbox.flush()
         if told is not None:
-            # # This runs while drafters draft.
+            # This runs while drafters draft.
             self._grow_ahead(in_flight, 0)
-        # # Drafts may arrive before the copy ends, and the next round waits only for them.
+        # Drafts may arrive before the copy ends, and the next round waits only for them.
         awaited = told is not None and self._in_flight is None and must_await_drafts(in_flight)
         later = self._engine.can_run_ahead and awaited
         self._keeping.store_round(in_flight, outcome, prompts, decoded, later=later)
@@ -337,7 +337,7 @@ class RoundExecutor:
         began = timeline.now()
         outcome = self._engine.collect_round(in_flight.flight)
         self._ended_at = ended = ended_at or time.perf_counter()
-        # # The mark's value is 1 if the round was still running.
+        # The mark's value is 1 if the round was still running.
         timeline.mark_span("wait for the device", began, int(not landed))
         rows = len(in_flight.verify)
         timeline.mark_span("forward", ended - outcome.forward_s, rows, ended=ended, track="forward")
@@ -356,7 +356,7 @@ class RoundExecutor:
         sent, because no decision is due in between."""
         if not self._engine.can_run_ahead or in_flight.prefill or self._plans.half is not None:
             return False
-        # # The planner and the block manager change only sessions that are in no round.
+        # The planner and the block manager change only sessions that are in no round.
         return not (self._core.policy.changed or self._core.block_manager.pressed)
 
     def _verdict_inputs(self, in_flight: InFlightRound) -> VerdictInputs | None:
@@ -449,7 +449,7 @@ class RoundExecutor:
             return True
         if self._stays_for_drafts(in_flight):
             return True
-        # # A round with proposals must be finished by the host first, so no command may come in
+        # A round with proposals must be finished by the host first, so no command may come in
         # between.
         return all(
             row.session.phase is ENDED or row.held is None for row in in_flight.verify
@@ -463,7 +463,7 @@ class RoundExecutor:
         outcomes. If so, prepare the round's verdict inputs."""
         if in_flight.plan.is_self_contained or not in_flight.expects_look_ahead:
             return False
-        # # The blocks are ready when the round ends.
+        # The blocks are ready when the round ends.
         if not in_flight.has_verdict_inputs and self._engine.can_run_ahead:
             self._grow_ahead(in_flight, 1 + in_flight.max_nodes)
         self._verdict_inputs(in_flight)

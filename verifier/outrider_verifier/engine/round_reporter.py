@@ -105,7 +105,7 @@ class RoundReporter:
         """Fail a session for which the model gave no finite logit."""
         core = self._core
         if not core.counters["invalid_outputs"]:
-            # # This is logged once, since with broken weights every request fails like this.
+            # This is logged once, since with broken weights every request fails like this.
             logger.error(
                 "model output invalid: no finite logit; further ones are only counted",
                 extra={"session_id": session.session_id, "position": session.length},
@@ -147,7 +147,7 @@ class RoundReporter:
             speculation_state = session.speculation_state
             by: object = session.spec.drafter_id
             if speculation_state is not None:
-                # # A workload class has one drafter; all classes of in-process drafts share their
+                # A workload class has one drafter; all classes of in-process drafts share their
                 # flags.
                 by = _OWN if speculation_state.is_in_process else speculation_state.workload
             other = by is not told_by and by != told_by
@@ -170,7 +170,7 @@ class RoundReporter:
         }
         drafted_s = max((message.draft_us for message in messages.values()), default=0) / 1e6
         now = time.perf_counter()
-        # # A round that was submitted early began during the round before it. Its share of the time
+        # A round that was submitted early began during the round before it. Its share of the time
         # begins with the report of that round.
         total_s = now - max(in_flight.began, self._reported_at)
         self._reported_at = now
@@ -291,12 +291,12 @@ class RoundStorage:
         if store is None:
             return
         block = decoded.block
-        # # If there is a block, the decode rows have no features of their own.
+        # If there is a block, the decode rows have no features of their own.
         for row in (*prompts, *(rows.special if block is None else ())):
             if row.result.features is not None and not row.ends and row.session.phase is not ENDED:
                 store.append(row.session.handle, row.result.features)
         if block is not None:
-            # # Sessions that have ended have no handle and are skipped.
+            # Sessions that have ended have no handle and are skipped.
             store.append_each([row.session.handle for row in in_flight.verify], block)
         elif any_keeps_features(rows.plain.sessions):
             features = decoded.features()
@@ -312,7 +312,7 @@ class RoundStorage:
         prompts: Sequence[RowResult],
         decoded: CommittedRows,
     ) -> None:
-        # # This may be called by a reader of the stored features while it works on sessions, so no
+        # This may be called by a reader of the stored features while it works on sessions, so no
         # session may be ended here.
         began = timeline.now()
         try:

@@ -171,10 +171,10 @@ def _window_s(
 ) -> float:
     """Return how long, in seconds, the first ready row waits for `awaited` other rows."""
     window_s, rounds_s = limits.batch_wait_s, limits.batch_wait_rounds * times.round_s
-    # # The longer window applies only if proposals are expected within it,
+    # The longer window applies only if proposals are expected within it,
     if rounds_s > window_s and times.answer_s <= rounds_s:
         highest = _highest(prefilling)
-        # # and if no row has timed out or yields to a prompt.
+        # and if no row has timed out or yields to a prompt.
         if not any([entry.row.is_timed_out or entry.priority < highest for entry in ready]):
             window_s = rounds_s
     window_s *= min(1.0, awaited / max(1, len(ready)))
@@ -266,7 +266,7 @@ def plan_next_in_flight(
             return RoundPlan()
         if row.prefill_left > 0:
             prefilling.append(row)
-        # # Every round emits at least one token.
+        # Every round emits at least one token.
         elif row.tokens_left > 1 or row.session_id not in under_way:
             own = DecodeRow(session_id=row.session_id)
             ready.append(_Ready(row.root_known_at, 1 + row.in_process_nodes, own))

@@ -90,7 +90,7 @@ class Scheduler:
             highest = max([session.spec.priority for session in prompts])
             if any([session.spec.priority < highest for session in sessions]):
                 return None
-        # # A session that was preempted may still hold a proposal.
+        # A session that was preempted may still hold a proposal.
         if not all([_is_drafted_for(session) for session in sessions]):
             return None
         names = [session.spec.session_id for session in sessions]
@@ -120,7 +120,7 @@ class Scheduler:
             if not _is_ready(session, count, deep):
                 return None
         for session in sessions:
-            # # The drafter is healthy, even if earlier proposals were late.
+            # The drafter is healthy, even if earlier proposals were late.
             session.has_stalled_drafter = False
         return plan, list(map(VerifyRow, sessions, core.inbox.take_proposals(handles)))
 
@@ -142,7 +142,7 @@ class Scheduler:
             if pauses == session.is_speculation_off:
                 pass
             elif session.link_id is not None and session.session_id in under_way:
-                # # The drafter must receive the round in flight, so decide again after this round.
+                # The drafter must receive the round in flight, so decide again after this round.
                 policy.changed = True
             elif pauses:
                 policy.record_pause(session, paused=True)
@@ -171,7 +171,7 @@ class Scheduler:
         core = self._core
         core.policy.record_pause(session, paused=False)
         core.counters["speculation_resumed"] += 1
-        # # The drafter receives the root only now, so the wait for its proposal begins now.
+        # The drafter receives the root only now, so the wait for its proposal begins now.
         session.root_known_at = now
         if session.link_id is not None and core.verdict_builder.can_catch_up(session):
             for message in core.verdict_builder.build_catch_up(session):
@@ -191,7 +191,7 @@ class Scheduler:
         """Return the maximum number of rows of a half-batch if drafted sessions alternate; None if
         they share a round."""
         policy = self._core.policy
-        # # With an in-process drafter, few sessions have other drafters, and all share their
+        # With an in-process drafter, few sessions have other drafters, and all share their
         # rounds.
         if self._engine.in_process_draft_length or not (
             self._engine.can_run_ahead and policy.is_automatic
@@ -199,7 +199,7 @@ class Scheduler:
             return None
         sessions = self._core.block_manager.running.values()
         drafted = [s for s in sessions if s.link_id is not None and is_drafted(s)]
-        # # With look-ahead, drafters already work while a round runs.
+        # With look-ahead, drafters already work while a round runs.
         if not drafted or any(session.looks_ahead for session in drafted):
             return None
         nodes = 1 + max(min(s.plan.draft_tokens, s.draft_limit) for s in drafted)
@@ -247,7 +247,7 @@ class Scheduler:
                 tokens_left=remaining,
                 priority=spec.priority,
             )
-        # # This is `draft_wanted`, with the remaining tokens already computed.
+        # This is `draft_wanted`, with the remaining tokens already computed.
         wanted = remaining > 1 and session.draft_limit > 0 and session.wants_outside_drafts
         if held >= 0 and left == 0 and wanted:
             priority = spec.priority
@@ -295,7 +295,7 @@ class Scheduler:
                 prefilling.append(self._row_of(session, -1))
                 continue
             if session.emitted + 1 >= spec.max_new_tokens:
-                # # Every round emits at least one token, so the round in flight may be the
+                # Every round emits at least one token, so the round in flight may be the
                 # session's last.
                 under_way = set(in_flight.session_ids) if under_way is None else under_way
                 if spec.session_id in under_way:
@@ -308,11 +308,11 @@ class Scheduler:
     def can_run_ahead(self, session: Session) -> bool:
         """Return whether the session's next round may be submitted before the round in flight is
         finished."""
-        # # A drafter that receives every round could never catch up with a session that runs ahead.
+        # A drafter that receives every round could never catch up with a session that runs ahead.
         alone = session.link_id is None or (
             session.is_speculation_off and self._core.policy.should_pause(session)
         )
-        # # The host computes a grammar's next mask from the accepted tokens.
+        # The host computes a grammar's next mask from the accepted tokens.
         return self._engine.can_run_ahead and alone and session.constraint is None
 
     def take_verify_rows(self, plan: RoundPlan) -> list[VerifyRow]:
@@ -347,7 +347,7 @@ class Scheduler:
                 session.in_process_draft_length and session.in_process_depth,
             )
             if _has_slow_masks(session):
-                # # Each draft token would need one more slow mask.
+                # Each draft token would need one more slow mask.
                 depth = 0
             if row is None or row.session is not session or row.in_process_depth != depth:
                 row = self._rows[session.handle] = VerifyRow(session, in_process_depth=depth)
@@ -366,7 +366,7 @@ def _is_ready(session: Session, count: int, nodes: int) -> bool:
     committed."""
     if session.constraint is not None or session.phase is ENDED or not session.draft_wanted:
         return False
-    # # A round emits one token beyond the draft, and a draft is never deeper than its number of
+    # A round emits one token beyond the draft, and a draft is never deeper than its number of
     # nodes.
     left = session.remaining - count - 1
     if not 0 <= nodes <= left or nodes > session.draft_limit or not left:

@@ -1,8 +1,9 @@
-"""Exchange with a drafter between devices, as the verifier's host manages it; engine thread only.
+"""Manages the exchange of drafts and features with a drafter on another device of this host. Engine
+thread only.
 
-The first drafter of this host that attaches is offered memory of this device. If it answers with
-memory of its own, its sessions draft with it: their drafts and features pass by no host. When it is
-lost, the next one is made an offer.
+The verifier offers memory of its device to the first drafter of this host that attaches. If the
+drafter answers with memory of its own device, the sessions of this drafter exchange drafts and
+features directly between the devices. When the drafter is lost, the next drafter gets an offer.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ from outrider_verifier.state.commands import ExchangeLink
 
 logger = logging.getLogger(__name__)
 _ROUNDS: Final = 512
-"""Rounds of a size over which the medians are computed, and newest rounds whose idle time `info`
-tells."""
+"""Number of newest rounds with the same number of rows over which the medians are computed, and
+number of newest rounds whose idle time `info` contains."""
 _INFO_S: Final = 1.0
-"""The idle time in `info` is computed so often."""
+"""Interval at which the idle time in `info` is computed, in seconds."""
 
 _COUNTERS: Final = (
     "device_exchange_rounds",
@@ -60,29 +61,31 @@ _COUNTERS: Final = (
     "device_exchange_hits",
 )
 ANSWER_TIMEOUT_S: Final = 120.0
-"""Time for the answer to an offer: a drafter captures its graphs first, and may have to compile
-their kernels."""
+"""Maximum time for the answer to an offer, in seconds. It is long because a drafter captures its
+CUDA graphs first and may have to compile their kernels."""
 
 
 class ReplicaChannels(Protocol):
-    """The shared-memory channels to drafters, by link."""
+    """Sends messages and file descriptors over the shared-memory channels to drafters. Link ids and
+    channel numbers are the same numbers."""
 
     def send_messages(self, link_id: int, messages: Sequence[ReplicaCommand]) -> None:
-        """Send messages together."""
+        """Send messages together over a channel."""
 
     def send_descriptor(self, number: int, descriptor: int) -> None:
-        """Pass a file descriptor on."""
+        """Send a file descriptor over a channel."""
 
     def take_descriptor(self, number: int) -> int | None:
-        """The file descriptor that came last."""
+        """Return the file descriptor that was received last, or None if there is none. The caller
+        must close it."""
         ...
 
     def drop_channel(self, number: int, why: str) -> None:
-        """Give a channel up, and its connection with it."""
+        """Close a channel and its connection."""
 
 
 class _Host:
-    """Tells the host of a replica, by its channel; see `ReplicaHost`."""
+    """Sends the commands of a replica's host to the drafter by its channel; see `ReplicaHost`."""
 
     def __init__(self, send: Callable[[ReplicaCommand], None]) -> None:
         self._send = send
@@ -118,7 +121,7 @@ class _Host:
 
 
 class DeviceExchange:
-    """The one drafter that this verifier exchanges with between devices."""
+    """Manages the exchange between devices, with at most one drafter at a time."""
 
     def __init__(
         self,
@@ -134,9 +137,13 @@ class DeviceExchange:
         on_drafts: Callable[[DrafterId, int], None],
         on_rounds: Callable[[Sequence[ExchangedRound]], None],
     ) -> None:
-        """`num_blocks`, `block_tokens`: of the KV pool; `table_blocks`: of a session's table.
-        `on_open`: the exchange is open; `on_lost`: it was, and is no more; `on_drafts`: so many
-        rounds found drafts of this drafter; `on_rounds`: times of rounds that did."""
+        """`num_blocks` and `block_tokens` describe the KV pool; `table_blocks` is the number of
+        blocks in a session's block table.
+
+        `on_open` is called when the exchange has opened, and `on_lost` when an open exchange was
+        lost. `on_drafts` gets a drafter's id and the number of rounds that found drafts of this
+        drafter. `on_rounds` gets the times of these rounds.
+        """
         self._remote, self._channels = remote, channels
         self._pool = (num_blocks, block_tokens, table_blocks)
         self._feature_dtype = feature_dtype
@@ -144,19 +151,20 @@ class DeviceExchange:
         self._on_drafts, self._on_rounds = on_drafts, on_rounds
         self._closed = DeviceExchangeInfo(draft_length=remote.exchange_shape.draft_length)
         self.info = self._closed
-        """State of the exchange, replaced as a whole; any thread may read it."""
+        """State of the exchange. It is replaced as a whole, so any thread may read it."""
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
-        """Rounds since the start, as far as their times were kept."""
+        """Counters of rounds since the start; rounds whose times were overwritten before they were
+        read are missing."""
         self._link: ExchangeLink | None = None
-        """The drafter that was made an offer, or has taken it up."""
+        """Link of the drafter that got the offer or has accepted it; None if there is none."""
         self._waiting: dict[int, ExchangeLink] = {}
-        """Others that may be made one."""
+        """Links of the drafters that may get the next offers, by link id."""
         self._memory: SharedMemory | None = None
-        """What was offered, until the answer."""
+        """Memory that was offered, until the answer arrives."""
         self._times: dict[int, deque[ExchangedRound]] = {}
-        """The last rounds, by rows."""
+        """The newest rounds, by number of rows."""
         self._newest: deque[ExchangedRound] = deque(maxlen=_ROUNDS)
-        """The last rounds of the exchange that is open."""
+        """The newest rounds of the open exchange."""
         self._look_again = 0.0
         self._tell_again = 0.0
         self._offered_at = 0.0
@@ -171,16 +179,17 @@ class DeviceExchange:
         on_device = remote.device.type == "cuda"
         self._first_kind = MemoryKind.DEVICE if on_device else MemoryKind.HOST
         self._kind = self._first_kind
-        """What is offered: memory of the host once devices were found not to reach each other."""
+        """Kind of memory that is offered. It is host memory once the devices were found not to
+        reach each other."""
 
     @property
     def drafter_id(self) -> DrafterId | None:
-        """The drafter with which the exchange is open; None: with none."""
+        """Id of the drafter with which the exchange is open; None if it is not open."""
         return self._link.drafter_id if self._link and self._remote.is_attached else None
 
     def draft_length(self, spec: SessionSpec) -> int:
-        """Length of the drafts that a session which begins now gets between devices; 0: it gets
-        none. Sessions in a grammar, and those whose tokens are limited, draft by messages."""
+        """Return the length of the drafts that a new session gets by this exchange, in tokens; 0 if
+        it gets none. Sessions with a grammar or token limits exchange drafts by messages."""
         if spec.drafter_id is None or spec.drafter_id != self.drafter_id:
             return 0
         if spec.structured_output is not None or spec.token_limits is not None:
@@ -188,20 +197,20 @@ class DeviceExchange:
         return self._remote.exchange_shape.draft_length
 
     def add_drafter(self, link: ExchangeLink) -> None:
-        """A drafter has attached that has a shared-memory channel."""
+        """Add a drafter that has attached and has a shared-memory channel."""
         if DraftMethod.EAGLE3 not in link.methods:
             return
         self._waiting[link.link_id] = link
         self._offer_next()
 
     def remove_drafter(self, link_id: int) -> None:
-        """A drafter is gone; idempotent."""
+        """Remove a drafter that has disconnected. Does nothing if it was removed before."""
         self._waiting.pop(link_id, None)
         if self._link is None or self._link.link_id != link_id:
             return
         was_open = self._remote.is_attached
         if was_open:
-            # Its times go with it.
+            # Read the times of its rounds now, because they are lost with the drafter.
             self._read_times()
         self._link, self.info = None, self._closed
         self._newest.clear()
@@ -212,7 +221,7 @@ class DeviceExchange:
         self._offer_next()
 
     def take_answer(self, link_id: int, answer: ReplicaAnswer) -> None:
-        """A drafter has answered an offer."""
+        """Handle a drafter's answer to an offer. An invalid answer closes the drafter's channel."""
         descriptor = self._channels.take_descriptor(link_id)
         link, own = self._link, self._memory
         try:
@@ -248,13 +257,14 @@ class DeviceExchange:
         try:
             return map_memory(descriptor, size, self._remote.device, on_device=on_device)
         except UnavailableError:
-            # The drafter dials anew, and is offered what works everywhere.
+            # The drafter connects again and is then offered host memory, which works everywhere.
             self._kind = MemoryKind.HOST
             raise
 
     def _take_refusal(self, link: ExchangeLink, reason: str) -> None:
-        """Offer memory of the host to a drafter whose device may not reach this one's. One that
-        refuses that, too, has another reason, and the next drafter is made an offer."""
+        """Offer host memory to a drafter that refused device memory, because its device may not
+        reach this one. If the drafter refuses host memory too, offer device memory to the next
+        drafter."""
         logger.info("no replica", extra={"link": link.link_id, "reason": reason})
         self._close_memory()
         self._link = None
@@ -266,8 +276,8 @@ class DeviceExchange:
             self._offer_next()
 
     def check(self) -> None:
-        """Give up a drafter that has missed a round, or does not answer its offer, and note what
-        rounds took; to be called now and then."""
+        """Disconnect a drafter that has missed a round or does not answer its offer, and read the
+        times of rounds. Call this regularly."""
         now = time.monotonic()
         if now >= self._look_again:
             self._look_again = now + READ_EVERY_S
@@ -297,7 +307,7 @@ class DeviceExchange:
             self._on_drafts(drafter_id, times.answered - before)
 
     def close(self) -> None:
-        """Exchange with nobody any more."""
+        """Close the exchange and accept no other drafter."""
         self._waiting.clear()
         for rows, rounds in sorted(self._times.items()):
             logger.info("idle time of rounds", extra={"rows": rows, **_medians(rounds)})
@@ -359,15 +369,16 @@ class DeviceExchange:
 def _with_idle_time(
     info: DeviceExchangeInfo, rounds: Sequence[ExchangedRound]
 ) -> DeviceExchangeInfo:
-    """`info` with the median idle time of the rounds whose number of rows is the most frequent."""
+    """Return `info` with the median idle time of the rounds with the most frequent number of
+    rows."""
     ((rows, _),) = Counter(each.rows for each in rounds).most_common(1)
     idle_s = statistics.median(each.idle_s for each in rounds if each.rows == rows)
     return replace(info, idle_us_p50=round(idle_s * 1e6, 1), idle_rows=rows)
 
 
 def _medians(rounds: Sequence[ExchangedRound]) -> dict[str, float]:
-    """Medians in microseconds, how many rounds they are of, and the share of their sessions whose
-    draft was one of those made ahead."""
+    """Return the medians in microseconds, the number of rounds, and the share of session rows whose
+    draft had been made ahead."""
     named = {
         "idle_us": [each.idle_s for each in rounds],
         "drafting_us": [each.drafting_s for each in rounds],

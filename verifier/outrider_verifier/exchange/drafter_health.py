@@ -12,7 +12,8 @@ from typing import Final
 from outrider.ids import DrafterId
 
 BURST_ENTRIES: Final = 8192.0
-"""Maximum credit of a drafter for entries and messages that turn out to be of no use."""
+"""Initial credit of a drafter for entries and messages of no use, and the limit up to which the
+credit regrows. Requests for drafts can raise the credit above it."""
 REFILL_ENTRIES_PER_S: Final = 512.0
 """Credit that a drafter regains per second, in entries."""
 ENTRIES_PER_REQUEST: Final = 128.0

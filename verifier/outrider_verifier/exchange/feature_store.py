@@ -1,6 +1,7 @@
 """Projected features of live sessions in host memory, for drafters that must catch up.
 
-H width of a feature. Arrays hold the wire's element type (bfloat16 as uint16 bit patterns).
+Arrays have shape [rows, width], where `width` is the number of values of a feature. Their element
+type is that of the wire format (bfloat16 as uint16 bit patterns).
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 FEATURE_BLOCK_TOKENS: Final = 16
-"""Positions that are held together, at most."""
+"""Number of positions per chunk."""
 SLAB_BYTES: Final = 32 << 20
-"""Memory that is taken at once."""
+"""Size of a slab in bytes; memory is allocated in slabs."""
 MAX_SINGLE_ROWS: Final = 3
-"""Rows that are faster written one by one than together are fewer."""
+"""Number of rows from which one common write is faster than writing each row separately."""
 _UNKEPT: Final = -1
 
 
 class FeatureStore:
-    """Features by session, positions 0, 1, 2, ... without a gap; bounded in bytes.
+    """Features by session, for positions 0, 1, 2, ... without a gap, within a memory budget.
 
-    Sessions are named by their handles, small integers that index the store's columns. Stored
-    features count against the budget. A session that would exceed it loses its features for good
-    (`is_complete` turns False) and goes on without. Chunks of ended sessions are used again, since
-    memory that was never touched costs more than writing into it. Chunks lie in slabs, so that one
-    call writes the rows of a round, one of each session. A full chunk may have several owners,
-    `PrefixCache` among them.
+    Sessions are identified by their handles, small integers that index the arrays of the store. A
+    session whose features would exceed the budget loses its features for good (`is_complete` turns
+    False) and continues without them. Chunks of ended sessions are reused, because a first write to
+    fresh memory is slow. Chunks lie in large slabs, so that one call writes one row of each session
+    of a round. A full chunk may have several owners, for example several sessions and
+    `PrefixCache`.
     """
 
     def __init__(
@@ -41,101 +42,106 @@ class FeatureStore:
         chunk: int = FEATURE_BLOCK_TOKENS,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
-        """`max_sessions`: handles are smaller. `chunk`: positions that are held together."""
+        """`max_sessions` is the number of handles. `chunk` is the number of positions per chunk."""
         self.chunk = chunk
         self._width = width
         self._dtype = np.dtype(dtype)
         self.budget_bytes = budget_bytes
-        """Host memory that features may take; a session whose own exceed it keeps none."""
+        """Maximum host memory for features, in bytes. A session whose features would exceed it
+        keeps none."""
         self._row_bytes = width * self._dtype.itemsize
-        # The first slab is taken at once: of a small budget it is no more than that.
+        # The first slab is allocated at once. If the budget is small, the slab is no larger than
+        # the budget.
         slab_chunks = min(slab_bytes, budget_bytes) // (self.chunk * self._row_bytes)
         self._slab_rows = self.chunk * max(1, slab_chunks)
         self._slabs: list[NDArray[np.generic]] = []
-        """[slab rows, H] each."""
+        """Slabs, each [rows per slab, width]."""
         self._row = np.dtype((np.void, self._row_bytes))
-        """A row as one element: numpy scatters rows of narrow elements one by one of these."""
+        """Type of a whole row as one element. With this type numpy scatters whole rows instead of
+        single values, which is faster."""
         self._free: list[int] = []
-        """Numbers of chunks that nobody holds."""
+        """Indices of free chunks."""
         self._holders: list[int] = []
-        """Of each chunk."""
+        """Number of owners of each chunk."""
         self._chunks: list[list[int]] = [[] for _ in range(max_sessions)]
-        """Numbers of a session's chunks, by handle; the last one may be partly used."""
+        """Indices of each session's chunks, by handle; the last chunk of a session may be partly
+        used."""
         self._next = np.full(max_sessions + 1, _UNKEPT)
-        """Where a session's next position goes, in rows of all slabs, by handle; a multiple of
-        `chunk`: to a chunk that is yet to be taken; _UNKEPT: without features. The last one is that
-        of handle -1."""
+        """Row of all slabs for each session's next position, by handle. A multiple of `chunk` means
+        that a new chunk is needed; `_UNKEPT` means that the session keeps no features. The last
+        element belongs to handle -1."""
         self._used_bytes = 0
         self.deferred: Callable[[], None] | None = None
-        """What is yet to be added, see `later`."""
-        # Touched now: a page that nobody has touched costs a round more than what it is for.
+        """Function passed to `defer` that was not yet called; None if there is none."""
+        # Write to the whole slab now, because the first write to a page would delay a round.
         self._add_slab().fill(0)
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk."""
+        """Size of a chunk in bytes."""
         return self.chunk * self._row_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all features held."""
+        """Size of all stored features in bytes."""
         return self._used_bytes
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Leave for later what adds features, for as long as nobody looks at any: copying takes
-        long, and what is waited for may be here before it is over. It must not raise, nor end a
-        session: whoever looks is at work with them."""
+        """Store a function that adds features; it is called before the next access to any features.
+        This keeps copying off the critical path of a round. The function must not raise or end a
+        session."""
         self.run_deferred()
         self.deferred = work
 
     def run_deferred(self) -> None:
-        """Do what was left."""
+        """Call the function passed to `defer`, if it was not called yet."""
         work, self.deferred = self.deferred, None
         if work is not None:
             work()
 
     def open(self, handle: int) -> None:
-        """Start keeping features of a session."""
+        """Start to keep the features of a session."""
         self.close(handle)
         self._next[handle] = 0
 
     def is_complete(self, handle: int) -> bool:
-        """Whether every position's feature so far is held."""
+        """Return whether the features of all positions of a session so far are stored."""
         self.run_deferred()
         return int(self._next[handle]) != _UNKEPT
 
     def num_held(self, handle: int) -> int:
-        """Positions of a session whose features are held, from the first one on."""
+        """Return the number of a session's positions whose features are stored, counted from the
+        first position."""
         return self._used(handle) if self.is_complete(handle) else 0
 
     def has_room(self, count: int) -> bool:
-        """Whether so many positions more fit the budget."""
+        """Return whether the features of `count` more positions fit into the budget."""
         self.run_deferred()
         return self._used_bytes + count * self._row_bytes <= self.budget_bytes
 
     def full_blocks(self, handle: int) -> list[int]:
-        """Numbers of a session's chunks that are full."""
+        """Return the indices of a session's full chunks."""
         self.run_deferred()
         return self._chunks[handle][: self.num_held(handle) // self.chunk]
 
     def chunk_rows(self, number: int) -> NDArray[np.generic]:
-        """[chunk, H] of a chunk."""
+        """Return the rows of a chunk as a view [positions per chunk, width]."""
         slab, start = divmod(number * self.chunk, self._slab_rows)
         return self._slabs[slab][start : start + self.chunk]
 
     def pin_block(self, number: int) -> None:
-        """Have a full chunk stay when its session closes."""
+        """Add an owner to a full chunk, so that the chunk is kept when its session closes."""
         self._holders[number] += 1
 
     def unpin_chunk(self, number: int) -> None:
-        """Hold a chunk no longer."""
+        """Remove an owner of a chunk; a chunk without owners becomes free."""
         self._holders[number] -= 1
         if not self._holders[number]:
             self._free.append(number)
 
     def share_chunks(self, handle: int, chunks: Sequence[int]) -> None:
-        """The next positions of a session are those of chunks that are full and held; its last one
-        must be full, too, and there must be room for them."""
+        """Append full chunks of other owners to a session's features, without a copy. The session's
+        last chunk must be full, too, and the budget must have room for the chunks."""
         self.run_deferred()
         assert self.is_complete(handle) and self.has_room(len(chunks) * self.chunk)
         assert not self._next[handle] % self.chunk
@@ -146,8 +152,9 @@ class FeatureStore:
         self._used_bytes += len(chunks) * self.chunk * self._row_bytes
 
     def append(self, handle: int, rows: NDArray[np.generic]) -> None:
-        """Add features [m, H] of the next positions, which are copied; no-op for a session without
-        any."""
+        """Copy `rows` [number of positions, width] as the features of a session's next positions.
+        Does nothing for a session that keeps no features. If the budget would be exceeded, the
+        session loses all its features."""
         if not self.is_complete(handle):
             return
         count = len(rows)
@@ -167,9 +174,9 @@ class FeatureStore:
         self._next[handle] = place
 
     def append_each(self, sessions: Sequence[int], rows: NDArray[np.generic]) -> None:
-        """Append the feature of the next position to each of n sessions. `sessions`: distinct
-        handles; `rows` [n, H] are copied. Sessions whose features are not kept are skipped; -1 is
-        never a valid handle."""
+        """Copy one row to each of several sessions, as the feature of the session's next position.
+        `sessions` holds distinct handles, and `rows` is [number of sessions, width]. Sessions that
+        keep no features and the handle -1 are skipped."""
         self.run_deferred()
         if len(sessions) < MAX_SINGLE_ROWS:
             for number, handle in enumerate(sessions):
@@ -194,8 +201,9 @@ class FeatureStore:
         self._write(places, elements)
 
     def read(self, handle: int, start: int, stop: int) -> list[NDArray[np.generic]]:
-        """Positions start .. stop, at least one, as pieces [m, H]; they must be held. Views: what
-        is still needed when the session may have ended has to be copied."""
+        """Return the features of positions `start` to `stop` - 1 (at least one) as a list of arrays
+        [rows, width]. The features must be stored. The arrays are views: copy what is needed after
+        the session may have ended."""
         self.run_deferred()
         used = self._used(handle)
         assert start < stop <= used, (start, stop, used)
@@ -206,7 +214,7 @@ class FeatureStore:
         return chunks
 
     def close(self, handle: int) -> None:
-        """Free a session's features; idempotent."""
+        """Free a session's features. Does nothing if it has none."""
         if not self.is_complete(handle):
             return
         self._used_bytes -= self._used(handle) * self._row_bytes
@@ -216,12 +224,12 @@ class FeatureStore:
         self._chunks[handle] = []
 
     def _used(self, handle: int) -> int:
-        """Positions held."""
+        """Return the number of stored positions of a session."""
         chunks = self._chunks[handle]
         return len(chunks) * self.chunk - int(-self._next[handle] % self.chunk)
 
     def _write(self, places: NDArray[np.int64], elements: NDArray[np.void]) -> None:
-        """Rows, each as one element [n], to these rows of all slabs."""
+        """Write rows, each one element of `elements` [n], to the rows `places` [n] of all slabs."""
         if len(self._slabs) == 1:
             self._elements(self._slabs[0])[places] = elements
             return
@@ -235,11 +243,11 @@ class FeatureStore:
             self._elements(self._slabs[slab])[within[mine]] = elements[mine]
 
     def _elements(self, rows: NDArray[np.generic]) -> NDArray[np.void]:
-        """Rows [n, H], each as one element [n]."""
+        """Return rows [n, width] as an array [n] with one element per row."""
         return rows.view(self._row)[:, 0]
 
     def _begin_chunk(self, handle: int) -> int:
-        """Where it begins."""
+        """Start a new chunk for a session, and return the chunk's first row in all slabs."""
         if not self._free:
             self._add_slab()
         number = self._free.pop()
@@ -248,7 +256,7 @@ class FeatureStore:
         return number * self.chunk
 
     def _add_slab(self) -> NDArray[np.generic]:
-        """Take memory for more chunks, none of which is free now."""
+        """Allocate a slab with more chunks. No chunk may be free before."""
         each = self._slab_rows // self.chunk
         first = len(self._slabs) * each
         slab = np.empty((self._slab_rows, self._width), self._dtype)

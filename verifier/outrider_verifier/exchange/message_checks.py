@@ -36,13 +36,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierIdentity:
-    """Properties of the verifier that a drafter must match, and bounds of its messages."""
+    """Properties of the verifier that a drafter must match, and limits of the drafter's
+    messages."""
 
     welcome: Welcome
     vocab_size: int
     tokenizer_hash: str
     feature_fingerprint: str
-    """Empty if no projection is loaded."""
+    """Fingerprint of the draft head whose feature projection this process computes; empty if there
+    is none."""
     max_tree_nodes: int
 
 
@@ -85,12 +87,13 @@ def _fit(ok: bool, message: str, reason: str) -> None:
 
 
 class DrafterMessageChecker:
-    """Turns messages of drafters into commands. Each receiving thread has its own checker."""
+    """Converts messages of drafters to commands for the engine. Each receiving thread has its own
+    checker."""
 
     def __init__(self, identity: VerifierIdentity) -> None:
         self._identity = identity
         self.counters: Counter[str] = Counter()
-        """Monotonic counts for metrics."""
+        """Counters for metrics, which only increase."""
 
     def to_command(self, link_id: int, message: DrafterMessage) -> Command | None:
         """Return the command for the engine, or None if the message needs none. Never raises."""

@@ -1,9 +1,10 @@
 """ProposalInbox: bounded store of proposals by session and prefix digest. Pure.
 
-A session holds one proposal for its current prefix, and up to M for prefixes that may come next. A
-message has tens of entries and a round mostly one session or a few, so everything is done entry by
-entry in plain integers: one numpy call takes as long as three entries. `MessagePool` keeps the
-received messages, for their single entries, within a memory budget.
+For each session the inbox holds at most one proposal for the current prefix, and up to
+`per_session` proposals for prefixes that may follow. A message has tens of entries and a round
+mostly few sessions, so the code handles single entries with plain integers: one numpy call takes as
+long as three entries. `MessagePool` keeps the received messages, whose entries are taken one by
+one, within a memory budget.
 """
 
 from __future__ import annotations
@@ -20,48 +21,50 @@ from outrider.wire.messages import Proposal, Proposals
 
 
 class PooledEntry:
-    """A draft that is held, or was."""
+    """A proposal of a message that is, or was, stored in the inbox."""
 
     __slots__ = ("digest", "entry", "handle", "length", "message", "nodes", "place")
 
     def __init__(
         self, message: PooledMessage, entry: int, handle: int, digest: int, length: int, nodes: int
     ) -> None:
-        """An entry of a message, for a prefix of so many tokens."""
+        """Describe entry number `entry` of a message, for a prefix of `length` tokens."""
         self.message, self.entry, self.nodes = message, entry, nodes
         self.handle, self.digest, self.length = handle, digest, length
         self.place = -1
-        """Which of its session's places for later it has; -1: none, it is for the current prefix.
-        """
+        """Index in the session's ring of proposals for later prefixes; -1 if the proposal is for
+        the current prefix."""
 
     @property
     def expected_tokens(self) -> float:
-        """Tokens that its round is expected to emit; see `expected_accepted_tokens`."""
+        """Number of draft tokens that are expected to be accepted; see
+        `expected_accepted_tokens`."""
         return self.message.expected_tokens(self.entry)
 
 
 class PooledMessage:
-    """Proposals with those of their entries that are held."""
+    """A message of proposals, and its entries that are stored in the inbox."""
 
     __slots__ = ("_promises", "held", "nbytes", "proposals")
 
     def __init__(self, proposals: Proposals) -> None:
         self.proposals = proposals
         self.held: dict[int, PooledEntry] = {}
-        """By entry."""
+        """Stored entries, by their index in the message."""
         self.nbytes = 0
-        """What keeping it takes; 0 until it is kept."""
+        """Memory of the stored message in bytes; 0 until the message is stored."""
         self._promises: NDArray[np.float64] | None = None
 
     def expected_tokens(self, entry: int) -> float:
-        """See `expected_accepted_tokens`; computed once for all entries."""
+        """Return the expected number of accepted draft tokens of an entry. The numbers of all
+        entries are computed on the first call; see `expected_accepted_tokens`."""
         known = self._promises
         if known is None:
             known = self._promises = expected_accepted_tokens(self.proposals)
         return float(known[entry])
 
     def compact(self) -> None:
-        """Be of nothing but the entries that are held."""
+        """Remove all entries that are not stored in the inbox from the message."""
         held = list(self.held.values())
         self.proposals = self.proposals.select(np.array([kept.entry for kept in held]))
         self._promises = None
@@ -71,18 +74,19 @@ class PooledMessage:
 
 
 class MessagePool:
-    """Held messages; each is freed with its last entry, the oldest one when all take too much."""
+    """Stored messages. A message is freed with its last entry; if all messages exceed the memory
+    budget, the oldest is freed."""
 
     def __init__(self, *, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
         self._by_age: dict[PooledMessage, None] = {}
-        """Oldest first."""
+        """Stored messages, oldest first."""
         self.nbytes = 0
-        """What all of them take."""
+        """Memory of all stored messages in bytes."""
 
     def add_message(self, message: PooledMessage) -> None:
-        """Keep a message for its entries that are held: whole, or, where less than half of it is,
-        as these."""
+        """Store a message if any of its entries is stored. If fewer than half of its entries are,
+        the other entries are removed first."""
         if not message.held:
             return
         if 2 * len(message.held) < len(message.proposals):
@@ -92,7 +96,7 @@ class MessagePool:
         self.nbytes += message.nbytes
 
     def drop_entries(self, gone: Sequence[PooledEntry]) -> None:
-        """These entries are held no more."""
+        """Remove entries that are no longer stored in the inbox."""
         for kept in gone:
             message = kept.message
             held = message.held
@@ -103,18 +107,21 @@ class MessagePool:
 
     @property
     def oldest_excess(self) -> PooledMessage | None:
-        """The message to forget next because all take too much; None: they do not. The newest one
-        stays, whatever it takes."""
+        """The message to remove next, because all messages exceed the budget; None if they do not.
+        The newest message is never removed."""
         if self.nbytes <= self._budget_bytes or len(self._by_age) < 2:
             return None
         return next(iter(self._by_age))
 
 
 def expected_accepted_tokens(message: Proposals) -> NDArray[np.float64]:
-    """[S]: draft tokens that the drafter expects to stand, the sum of the path probabilities; NaN
-    for an entry with a draft distribution. A tree sampled from its distribution must not be chosen
-    by its tokens' probabilities, for the choice would change the distribution: NaN is neither more
-    nor less."""
+    """Return the number of draft tokens that the drafter expects to be accepted, for each entry of
+    the message: float64 [entries].
+
+    This is the sum of the path probabilities. It is NaN for an entry with a draft distribution: a
+    tree sampled from a distribution must not be chosen by its tokens' probabilities, since that
+    would change the distribution. NaN compares as neither more nor less.
+    """
     owners = np.arange(len(message)).repeat(message.node_counts)
     weights = np.exp(message.logprobs, dtype=np.float64)
     result = np.bincount(owners, weights, minlength=len(message)).astype(np.float64)
@@ -125,55 +132,59 @@ def expected_accepted_tokens(message: Proposals) -> NDArray[np.float64]:
 
 Handles = NDArray[np.int64]
 _Entry = tuple[int, int, int, int]
-"""Handle, digest, length of the prefix, nodes."""
+"""Handle, prefix digest, prefix length in tokens, and number of nodes."""
 _NONE: Final = -1
 _NEVER: Final = 1 << 62
-"""Length of a prefix that no draft continues."""
+"""Prefix length that no proposal has."""
 
 
 class OfferResult(StrEnum):
-    """What became of an offered proposal."""
+    """Result of an offered proposal."""
 
     STORED = "stored"
     REPLACED = "replaced"
-    """A less promising proposal for the same prefix made room."""
+    """The proposal replaced a less promising one for the same prefix."""
     DUPLICATE = "duplicate"
-    """One at least as promising is held for the same prefix, or came with it."""
+    """A proposal for the same prefix that is at least as promising is stored or came in the same
+    message."""
     STALE = "stale"
-    """Its prefix is not the session's, and cannot become it with the next round."""
+    """The proposal's prefix is not the session's, and cannot become it with the next round."""
     FULL = "full"
-    """Its message has more for the session than is kept of one."""
+    """The message contains more proposals for the session than may be stored of one message."""
 
 
 class HeldProposal(NamedTuple):
-    """A proposal where it lies."""
+    """A proposal as an entry of a message."""
 
     proposals: Proposals
     entry: int
     nodes: int
     is_hit: bool = False
-    """Whether it was there before its prefix became the session's: a hit."""
+    """Whether the proposal was stored before its prefix became the session's current prefix (a
+    hit)."""
 
     @property
     def proposal(self) -> Proposal:
-        """The proposal alone."""
+        """The proposal without the other entries of the message."""
         return self.proposals.get_proposal(self.entry)
 
 
 class OfferResults(NamedTuple):
-    """What became of the entries of a message, by their places in it."""
+    """Results of the entries of a message; the lists contain indices of entries."""
 
     current: list[int]
-    """Entries for their session's current prefix."""
+    """Entries for the current prefix of their session."""
     stale: list[int]
-    """Entries that are of no use any more."""
+    """Entries that can no longer be used."""
     late: list[int]
-    """Those of `stale` for the prefix that their session last did without."""
+    """Entries of `stale` that are for the prefix of their session's last miss; see
+    `record_miss`."""
     results: Counter[OfferResult]
+    """Number of entries by result."""
 
 
 class _SessionEntries:
-    """What is held of a session."""
+    """The proposals of a session."""
 
     __slots__ = (
         "ahead",
@@ -189,31 +200,35 @@ class _SessionEntries:
 
     def __init__(self, per_session: int) -> None:
         self.digest, self.length = 0, _NEVER
-        """The current prefix."""
+        """Digest and length of the current prefix."""
         self.usable: PooledEntry | None = None
-        """The draft for it."""
+        """The proposal for the current prefix."""
         self.ahead = False
-        """Whether that was there before its prefix was."""
+        """Whether `usable` was stored before its prefix became the current one."""
         self.stepped = False
-        """Whether what is stale is still to be dropped."""
+        """Whether stale proposals are still to be removed, because `advance_session` was called."""
         self.later: dict[int, PooledEntry] = {}
-        """By the digests of prefixes that may be next."""
+        """Proposals for later prefixes, by prefix digest."""
         self.ring: list[PooledEntry | None] = [None] * per_session
-        """The same by place."""
+        """Proposals for later prefixes, as a ring buffer."""
         self.next = 0
-        """Which place was written longest ago."""
+        """Index in `ring` that was written longest ago."""
         self.missed: tuple[int, int] = (0, 0)
-        """Digest and length of the prefix that it last did without a draft for; 0: none."""
+        """Digest and length of the prefix for which a proposal was last missing; zeros if there is
+        none."""
 
 
 class ProposalInbox:
-    """At most one proposal for each session's current prefix, and the newest M for later ones."""
+    """Bounded store of proposals: at most one for each session's current prefix, and the newest
+    `per_session` for later prefixes."""
 
     def __init__(
         self, *, max_sessions: int, per_session: int, reach: int, budget_bytes: int
     ) -> None:
-        """`per_session`: M. `reach`: tokens that one round may commit of a session. `budget_bytes`:
-        memory of the messages that are kept, but that the newest is kept in any case."""
+        """`per_session` is the maximum number of proposals for later prefixes of a session. `reach`
+        is the maximum number of tokens that one round commits for a session. `budget_bytes` is the
+        maximum memory of the stored messages; the newest message is stored even if it exceeds this
+        alone."""
         self._per_session = per_session
         self._reach = reach
         self._device_slots = [_SessionEntries(per_session) for _ in range(max_sessions)]
@@ -225,35 +240,37 @@ class ProposalInbox:
 
     @property
     def nbytes(self) -> int:
-        """About the memory of the messages that are kept."""
+        """Approximate memory of the stored messages in bytes."""
         return self._messages.nbytes
 
     # ---- sessions ------------------------------------------------------------------------------
 
     def open_session(self, handle: int) -> None:
-        """A session begins; no draft continues an unfinished prompt."""
+        """Start a new session. No proposal is accepted before its prompt is complete."""
         self.drop_session(handle)
         self._device_slots[handle].length = _NEVER
 
     def advance_sessions(
         self, handles: Handles, digests: NDArray[np.uint64], lengths: Handles
     ) -> int:
-        """Sessions [n], all different, have these prefixes now; returns how many proposals that
-        made stale."""
+        """Set the current prefixes of sessions, and return the number of proposals that became
+        stale. `handles`, `digests` and `lengths` have shape [number of sessions]; the handles are
+        distinct."""
         before = self._count
         columns = handles.tolist(), digests.tolist(), lengths.tolist()
         for handle, digest, length in zip(*columns, strict=True):
             device_slot = self._device_slots[handle]
             if device_slot.usable is None and not device_slot.later:
-                # Nothing is held of most: without a call.
+                # Most sessions have no proposals: set the prefix without a call.
                 device_slot.digest, device_slot.length, device_slot.stepped = digest, length, False
             else:
                 self._move(handle, digest, length)
         return before - self._count
 
     def advance_session(self, handle: int, digest: int, length: int) -> bool:
-        """A session has this prefix now; whether a draft for it was there before, which can be
-        taken. `move` is to follow, with the same prefix, and drops what is stale."""
+        """Set the current prefix of a session. Return whether a proposal for this prefix was stored
+        before; it can then be taken. Stale proposals remain until `advance_sessions` is called with
+        the same prefix."""
         device_slot = self._device_slots[handle]
         if device_slot.usable is not None:
             self._forget(device_slot.usable)
@@ -272,7 +289,7 @@ class ProposalInbox:
         return True
 
     def drop_session(self, handle: int) -> None:
-        """Forget everything of a session."""
+        """Remove all proposals of a session."""
         device_slot = self._device_slots[handle]
         for kept in (device_slot.usable, *device_slot.later.values()):
             if kept is not None:
@@ -282,14 +299,15 @@ class ProposalInbox:
         device_slot.stepped = False
 
     def record_miss(self, handle: int) -> None:
-        """The session's round did without a draft that was waited for."""
+        """Record that the session's round waited for a proposal that did not arrive."""
         device_slot = self._device_slots[handle]
         device_slot.missed = (device_slot.digest, device_slot.length)
 
     # ---- proposals -----------------------------------------------------------------------------
 
     def store_proposals(self, proposals: Proposals, places: Sequence[int]) -> OfferResults:
-        """Store the entries at `places`, whose handles are known and may repeat."""
+        """Store the entries with the indices `places`. The handles of these entries must be valid
+        and may repeat."""
         offers = OfferResults([], [], [], Counter())
         message = PooledMessage(proposals)
         columns = proposals.handles, proposals.digests, proposals.prefix_lens, proposals.node_counts
@@ -326,8 +344,9 @@ class ProposalInbox:
     def _took_all(
         self, message: PooledMessage, entries: Sequence[_Entry], places: Sequence[int]
     ) -> bool:
-        """Store the entries at `places` if each is for the current prefix of another session, of
-        which no draft is held for it, as in lock-step: nothing is to be weighed."""
+        """Store the entries with the indices `places` if each is for the current prefix of another
+        session that has no proposal yet, as in lock-step. Otherwise do nothing. Return whether the
+        entries were stored."""
         device_slots = self._device_slots
         found: list[tuple[_SessionEntries, PooledEntry]] = []
         for place in places:
@@ -349,26 +368,28 @@ class ProposalInbox:
         return True
 
     def _keep(self, message: PooledMessage) -> None:
-        """Keep a message for its entries that are held, and forget the oldest where all take too
-        much."""
+        """Store a message if any of its entries is stored, and remove the oldest messages if all
+        exceed the memory budget."""
         self._messages.add_message(message)
         while (oldest := self._messages.oldest_excess) is not None:
             for kept in list(oldest.held.values()):
                 self._forget(kept)
 
     def num_nodes(self, handles: Sequence[int]) -> list[int]:
-        """Nodes of the drafts that `take` would return; -1 where there is none."""
+        """Return the number of nodes of each proposal that `take_proposals` would return; -1 if
+        there is none."""
         usable = [self._device_slots[handle].usable for handle in handles]
         return [_NONE if kept is None else kept.nodes for kept in usable]
 
     def take_proposals(self, handles: Sequence[int]) -> list[HeldProposal]:
-        """Remove and return the proposals for these sessions' current prefixes; all must have one.
-        Proposals without draft distributions are returned as entries of one common message."""
+        """Remove and return the proposals for the current prefixes of these sessions; each session
+        must have one. Proposals without draft distributions are returned as entries of one common
+        message."""
         device_slots = [self._device_slots[handle] for handle in handles]
         taken = [
             device_slot.usable for device_slot in device_slots if device_slot.usable is not None
         ]
-        # Before anything is changed: who plans with what is not there loses nothing.
+        # Check before anything is changed, so that a wrong call loses no proposals.
         assert len(set(taken)) == len(handles), handles
         result: list[HeldProposal] = []
         for device_slot, kept in zip(device_slots, taken, strict=True):
@@ -387,9 +408,9 @@ class ProposalInbox:
         places: Sequence[int],
         offers: OfferResults,
     ) -> list[PooledEntry]:
-        """Of the entries at `places` that are of use the best for each prefix of each session, in
-        order. Where the first one has a draft distribution it stands, and one with a distribution
-        never takes another's place; notes in `offers` what becomes of the others."""
+        """Return the best usable entry for each prefix of each session, in the order of the
+        message. An entry with a draft distribution is neither replaced by a later entry nor
+        replaces an earlier one. The results of the other entries are recorded in `offers`."""
         reach, device_slots = self._reach, self._device_slots
         chosen: dict[tuple[int, int], PooledEntry] = {}
         later: dict[int, int] = {}
@@ -416,13 +437,14 @@ class ProposalInbox:
                 offers.results[OfferResult.DUPLICATE] += 1
                 if not kept.expected_tokens > rival.expected_tokens:
                     continue
-                # It comes where it stands in the message, not where the worse one stood.
+                # The better entry keeps its own position in the order.
                 del chosen[handle, digest]
             chosen[handle, digest] = kept
         return list(chosen.values())
 
     def _slot_of(self, kept: PooledEntry) -> int:
-        """The place for a new draft: of those for later the one that was written longest ago."""
+        """Return the ring index for a new proposal: the one that was written longest ago, or -1 if
+        the proposal is for the current prefix."""
         device_slot = self._device_slots[kept.handle]
         if kept.digest == device_slot.digest:
             return _NONE
@@ -431,7 +453,8 @@ class ProposalInbox:
         return place
 
     def _put(self, kept: PooledEntry, place: int) -> None:
-        """A draft goes to a place; what is there goes."""
+        """Store a proposal at a ring index (-1 for the current prefix) and remove the proposal
+        stored there."""
         device_slot = self._device_slots[kept.handle]
         old = device_slot.usable if place < 0 else device_slot.ring[place]
         if old is not None:
@@ -445,7 +468,8 @@ class ProposalInbox:
             device_slot.ring[place] = device_slot.later[kept.digest] = kept
 
     def _move(self, handle: int, digest: int, length: int) -> None:
-        """Another prefix, unless `step` was there before: sorts out what was kept for later."""
+        """Set the current prefix, unless `advance_session` has done so, and remove stale
+        proposals."""
         device_slot = self._device_slots[handle]
         if not device_slot.stepped or (digest, length) != (device_slot.digest, device_slot.length):
             self.advance_session(handle, digest, length)
@@ -460,7 +484,7 @@ class ProposalInbox:
         self._messages.drop_entries(gone)
 
     def _forget(self, kept: PooledEntry) -> None:
-        """A draft is held no more."""
+        """Remove a proposal."""
         device_slot = self._device_slots[kept.handle]
         if kept.place < 0:
             device_slot.usable = None
@@ -472,8 +496,8 @@ class ProposalInbox:
 
 
 def _collected(found: list[HeldProposal]) -> list[HeldProposal]:
-    """Entries [n] of one message each as entries of one message for all, unless one has
-    distributions."""
+    """Return the proposals as entries of one common message, unless one of them has a draft
+    distribution."""
     distinct = {id(held.proposals): held.proposals for held in found}
     if len(distinct) < 2 or any(message.distributions is not None for message in distinct.values()):
         return found

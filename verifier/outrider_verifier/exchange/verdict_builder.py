@@ -1,8 +1,9 @@
 """Builds session starts and verdicts for drafters from committed tokens, live or replayed.
 
-A verdict says which tokens became committed and carries the features of the positions whose KV was
-written: w features for w written positions, and w + 1 tokens once the session decodes. A round is
-one message for each drafter. X session handles; H width of a feature.
+A verdict contains newly committed tokens and the features of the positions whose KV was written. In
+total a drafter gets w features for w written positions, and w + 1 tokens once the session decodes.
+The verdicts of a round for one drafter are one message. In shapes, n is the number of sessions of a
+round; feature rows have shape [rows, feature width].
 """
 
 from __future__ import annotations
@@ -32,36 +33,38 @@ from outrider_verifier.state.commands import ExchangeLink
 from outrider_verifier.state.session import Session
 
 NO_LINK = 0
-"""Numbers of links begin at 1."""
+"""Value for "not announced on any link"; link ids begin at 1."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class VerdictBatch:
-    """Sessions that a round moved on, for their drafters; int64 columns [n] unless noted."""
+    """Results of a round for the drafters of its sessions; int64 arrays [n] unless noted."""
 
     sessions: Sequence[Session]
-    """[n]: read for what their drafters missed of the prefix before the round."""
+    """The n sessions. Tokens that a drafter has not received before the round are read from
+    here."""
     handles: NDArray[np.int64]
     prefix_lens: NDArray[np.int64]
-    """Tokens of the prefix without those that follow here."""
+    """Length of each prefix in tokens, without the tokens of this round."""
     counts: NDArray[np.int64]
-    """Tokens that follow here."""
+    """Number of tokens of this round."""
     tokens: NDArray[np.int32]
-    """[T] of all in turn."""
+    """Tokens of this round of all sessions, one session after the other."""
     written_positions: NDArray[np.int64]
-    """Positions whose KV is written now."""
+    """Number of positions whose KV is written now."""
     is_prompt_done: NDArray[np.bool_]
-    """Whether the prompt is done."""
+    """Whether the prompt is completely prefilled, bool [n]."""
     draft_wanted: NDArray[np.bool_]
-    """Whether a draft is."""
+    """Whether a draft is wanted for the new prefix, bool [n]."""
     features: Sequence[NDArray[np.generic] | None] | ShmFeatures
-    """[n]: rows [m, H] of the positions that the round wrote."""
+    """Features [rows, feature width] of the positions that the round wrote, for each session; None
+    if there are none."""
 
     @classmethod
     def of_current(
         cls, sessions: Sequence[Session], features: Sequence[NDArray[np.generic] | None]
     ) -> VerdictBatch:
-        """Sessions as they are; all that is new of them is committed."""
+        """Return a batch of the present state of sessions whose tokens are all committed."""
         whole = np.array([session.is_prefilled for session in sessions], dtype=np.bool_)
         return cls(
             sessions=sessions,
@@ -81,7 +84,7 @@ class VerdictBatch:
         return len(self.handles)
 
     def select(self, chosen: NDArray[np.bool_]) -> VerdictBatch:
-        """Some of the sessions; chosen [n]."""
+        """Return a batch of the sessions for which the mask `chosen` [n] is true."""
         kept, features = np.flatnonzero(chosen).tolist(), self.features
         return VerdictBatch(
             sessions=[self.sessions[place] for place in kept],
@@ -100,7 +103,8 @@ class VerdictBatch:
     def tokens_between(
         self, starts: NDArray[np.int64], stops: NDArray[np.int64]
     ) -> NDArray[np.int32]:
-        """Tokens starts[i] .. stops[i] of each session in turn; starts may lie before `lengths`."""
+        """Return the tokens from position `starts[i]` to `stops[i]` - 1 of each session i, one
+        session after the other. Starts may be less than `prefix_lens`."""
         if bool((starts == self.prefix_lens).all()) and bool((stops - starts == self.counts).all()):
             return self.tokens
         ends = np.cumsum(self.counts).tolist()
@@ -121,34 +125,38 @@ class VerdictBatch:
 
 
 class AdvancedBatch(NamedTuple):
-    """What a round committed, as prefixes were moved on by it; int64 columns [n] unless noted."""
+    """A `VerdictBatch` after the tracked prefixes were advanced; int64 arrays [n] unless noted."""
 
     batch: VerdictBatch
     starts: NDArray[np.int64]
-    """Where what is told begins: what its drafter had not heard before comes with it."""
+    """Position of the first token to send. Tokens that the drafter has not received before the
+    round are included."""
     counts: NDArray[np.int64]
-    """Tokens from there on."""
+    """Number of tokens to send."""
     tokens: NDArray[np.int32]
-    """All of these in turn."""
+    """Tokens to send of all sessions, one session after the other."""
     digests: NDArray[np.uint64]
-    """Of the prefixes."""
+    """Digests of the new prefixes."""
     feature_starts: NDArray[np.int64]
+    """Position of the first feature to send."""
 
 
 class _VerdictFeatures(NamedTuple):
-    """What verdicts say of n sessions' features."""
+    """Features of n sessions as parts of a `Verdicts` message."""
 
     counts: NDArray[np.int64]
-    """[n]: rows of each."""
+    """Number of feature rows of each session, [n]."""
     rows: FeatureRows | None
     offsets: NDArray[np.int64] | None = None
-    """[n]; see `Verdicts.feature_offsets`."""
+    """See `Verdicts.feature_offsets`; None if the rows follow each other."""
     chunks: Sequence[NDArray[np.generic] | None] = ()
-    """[n]: each one's, where they are in pieces."""
+    """Feature rows of each of the n sessions, or None; empty if the features lie in shared
+    memory."""
 
 
 class VerdictBuilder:
-    """Tracks the prefixes of sessions that name a drafter, announced or not, in columns."""
+    """Tracks the prefixes of sessions that have a drafter, announced or not, and builds their
+    messages."""
 
     def __init__(
         self,
@@ -159,29 +167,30 @@ class VerdictBuilder:
         chunk_tokens: int,
         max_sessions: int,
     ) -> None:
-        """`inbox` is told of every prefix that a draft may continue."""
+        """`inbox` gets every prefix for which a proposal may arrive."""
         self._inbox = inbox
         self._store = store
         self._dtype = dtype
         self._chunk_tokens = chunk_tokens
         self._links = np.full(max_sessions, NO_LINK, dtype=np.int64)
-        """[X]: where a session is announced."""
+        """Link on which a session is announced, by handle."""
         self._with_features = np.zeros(max_sessions, dtype=np.bool_)
         self._tokens = np.zeros(max_sessions, dtype=np.int64)
-        """[X]: tokens that `_digests` covers; an announced session's drafter was told as many."""
+        """Number of tokens that `_digests` covers, by handle. The drafter of an announced session
+        has received these tokens."""
         self._features = np.zeros(max_sessions, dtype=np.int64)
-        """[X]: positions whose KV was written when the session was last looked at."""
+        """Number of positions whose KV was written at the last update of the session, by handle."""
         self._digests = np.zeros(max_sessions, dtype=np.uint64)
 
     def announced_mask(self, link_id: int, handles: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[n]: which of these handles are announced on a link; they may be any numbers >= 0, and
-        repeat."""
+        """Return a mask [n] of the handles that are announced on a link. `handles` [n] may contain
+        any numbers >= 0, also repeatedly."""
         known = handles < len(self._links)
         announced: NDArray[np.bool_] = self._links[np.where(known, handles, 0)] == link_id
         return known & announced
 
     def follow_session(self, session: Session) -> None:
-        """Follow a session from its beginning on."""
+        """Start to track a session from its beginning."""
         handle = session.handle
         self._links[handle] = NO_LINK
         self._tokens[handle] = self._features[handle] = 0
@@ -189,7 +198,8 @@ class VerdictBuilder:
         self._inbox.open_session(handle)
 
     def can_announce(self, session: Session, link: ExchangeLink) -> bool:
-        """Whether this drafter can serve the session from its present prefix on."""
+        """Return whether the drafter of this link can draft for the session from the present prefix
+        on."""
         if not session.plan.is_speculative or session.plan.method not in link.methods:
             return False
         if not _with_features(session, link):
@@ -198,7 +208,8 @@ class VerdictBuilder:
         return session.keeps_features and held
 
     def start_session(self, session: Session, link: ExchangeLink) -> Iterator[VerifierMessage]:
-        """Start a session on a link: SessionStart, then everything committed, in chunks."""
+        """Announce a session on a link. Yield a `SessionStart` and then all committed tokens and
+        features in chunks."""
         handle = session.handle
         with_features = _with_features(session, link)
         self._links[handle] = link.link_id
@@ -221,13 +232,14 @@ class VerdictBuilder:
         yield from self._replay(session)
 
     def can_catch_up(self, session: Session) -> bool:
-        """Whether what the drafter was not told meanwhile is still held."""
+        """Return whether all features that the drafter has not received are still stored."""
         if not self._with_features[session.handle]:
             return True
         return self._store is not None and self._store.is_complete(session.handle)
 
     def build_catch_up(self, session: Session) -> Iterator[VerifierMessage]:
-        """All that an announced session committed since its drafter was last told, in chunks."""
+        """Yield all tokens and features that an announced session committed since its drafter's
+        last message, in chunks."""
         return self._replay(session)
 
     def _replay(self, session: Session) -> Iterator[VerifierMessage]:
@@ -252,7 +264,7 @@ class VerdictBuilder:
                 feature_starts=_column([start]),
                 feature_counts=_column([stop - start if chunks else 0]),
                 draft_wanted=np.array([whole and session.draft_wanted]),
-                # Of hundreds of tokens these are megabytes: they are copied where they are written.
+                # These features may be megabytes, so they are copied only where they are written.
                 features=FeatureRows(dtype=self._dtype, segments=tuple(chunks)) if chunks else None,
             )
             told = upto
@@ -265,20 +277,22 @@ class VerdictBuilder:
     def prefix_digests(
         self, handles: NDArray[np.int64], lengths: NDArray[np.int64], told: NDArray[np.bool_]
     ) -> list[int] | None:
-        """[n] of prefixes of so many tokens, of sessions that drafters are told of; None if what
-        is known of any has another length."""
+        """Return the digests of the prefixes of n sessions, or None if the tracked prefix of any
+        session has another length than `lengths`. Only sessions in the mask `told` [n], which have
+        a drafter, are checked."""
         if not ((self._tokens[handles] == lengths) | ~told).all():
             return None
         digests: list[int] = self._digests[handles].tolist()
         return digests
 
     def advance_and_build(self, told: VerdictBatch) -> list[tuple[int, Verdicts]]:
-        """`follow`, and the verdicts at once."""
+        """Call `advance_prefixes` and return the result of `build_verdicts`."""
         return self.build_verdicts(self.advance_prefixes(told)) if len(told) else []
 
     def advance_prefixes(self, told: VerdictBatch) -> AdvancedBatch:
-        """Take in what a round committed, sessions of which their drafters are to hear nothing yet
-        left out; whom that concerns can be said later, with `verdicts`."""
+        """Advance the tracked prefixes by the tokens of a round, and pass the new prefixes to the
+        inbox. `told` must not contain sessions whose drafters should receive nothing yet. The
+        result is the input of `build_verdicts`, which may be called later."""
         handles, whole = told.handles, told.is_prompt_done
         starts, feature_starts = self._tokens[handles], self._features[handles]
         every = bool(whole.all())
@@ -297,7 +311,7 @@ class VerdictBuilder:
         return AdvancedBatch(told, starts, counts, tokens, digests, feature_starts)
 
     def build_verdicts(self, followed: AdvancedBatch) -> list[tuple[int, Verdicts]]:
-        """(link, verdicts) for each drafter that is concerned."""
+        """Return a pair (link id, verdicts) for each drafter of these sessions."""
         told, starts, counts, tokens, digests, feature_starts = followed
         if not len(told):
             return []
@@ -330,7 +344,8 @@ class VerdictBuilder:
         ]
 
     def _in_place(self, placed: ShmFeatures, fed: NDArray[np.bool_]) -> _VerdictFeatures:
-        """What is told of features that lie where their drafter reads them; fed [n]."""
+        """Return the features that lie in shared memory from which the drafter reads. `fed` [n] is
+        whether the session's drafter receives features."""
         counts = np.where(fed, placed.counts, 0)
         offsets = np.where(counts > 0, placed.offsets, 0)
         used = int((offsets + counts).max())
@@ -342,7 +357,8 @@ class VerdictBuilder:
     def _scattered_features(
         self, features: Sequence[NDArray[np.generic] | None] | ShmFeatures, fed: NDArray[np.bool_]
     ) -> _VerdictFeatures:
-        """What is told of features that lie anywhere; fed [n]."""
+        """Return the features that lie in separate arrays. `fed` [n] is whether the session's
+        drafter receives features."""
         found = features.row_slices() if isinstance(features, ShmFeatures) else features
         rows = [
             piece if wanted else None for piece, wanted in zip(found, fed.tolist(), strict=True)
@@ -355,16 +371,16 @@ class VerdictBuilder:
         )
 
     def forget_session(self, session: Session) -> None:
-        """The session is no longer announced."""
+        """Mark the session as not announced."""
         if session.handle >= 0:
             self._links[session.handle] = NO_LINK
 
 
 def may_need_features(spec: SessionSpec, in_process_draft: int) -> bool:
-    """Whether the session's features may have to be told to a drafter some day: to its own one (of
-    a plan without drafts, which may become another), or, where it should have one and none was
-    there, to one that comes later. `in_process_draft`: length of drafts that are made in this
-    process or between devices; 0: its drafts come by messages."""
+    """Return whether a drafter may ever need the session's features. This is the session's drafter,
+    or one that is assigned later if the session should have a drafter and none was available. A
+    plan without drafts counts, because it may change. `in_process_draft` is the length of drafts
+    that are made in this process or exchanged between devices; 0 if drafts come by messages."""
     if in_process_draft:
         return False
     if spec.drafter_id is not None:
@@ -375,7 +391,8 @@ def may_need_features(spec: SessionSpec, in_process_draft: int) -> bool:
 def _part(
     verdicts: Verdicts, chosen: NDArray[np.bool_], rows: Sequence[NDArray[np.generic] | None]
 ) -> Verdicts:
-    """Some of the entries; `rows` [S] are their features."""
+    """Return a message with the entries for which the mask `chosen` is true. `rows` holds the
+    feature rows of each entry."""
     mine = [rows[place] for place in np.flatnonzero(chosen).tolist()]
     held = tuple([piece for piece in mine if piece is not None])
     features = verdicts.features

@@ -301,7 +301,7 @@ class BlockManager:
                 continue
             session = self.waiting[action.session_id]
             if self.running and not self._runner.prefetch_session(session):
-                # # The session's KV is copied while rounds run, which do not wait for the copy; one
+                # The session's KV is copied while rounds run, which do not wait for the copy; one
                 # session is copied at a time.
                 self._seen = -1
                 return

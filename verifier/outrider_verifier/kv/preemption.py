@@ -206,7 +206,7 @@ class _PoolLedger:
     def preempt_for_growth(self) -> None:
         """Preempt sessions until all others find the blocks for their next rounds."""
         while self._spare < 0:
-            # # Sessions that reached the preemption limit hold all the blocks that they need, so
+            # Sessions that reached the preemption limit hold all the blocks that they need, so
             # another session lacks blocks and can be preempted.
             victim = min(self._open_to_preemption(), key=self._cost)
             self._preempt(victim)

@@ -84,7 +84,7 @@ class PrefixCache:
         all. Return the number of tokens that need no prefill; if it is 0, the session holds no
         blocks. The session must hold no blocks before."""
         if self._store is not None:
-            # # Storing the prompts of the round before may have been deferred together with its
+            # Storing the prompts of the round before may have been deferred together with its
             # features.
             self._store.run_deferred()
         self._counters["prefix_cache_query_tokens"] += session.kv_len
@@ -102,7 +102,7 @@ class PrefixCache:
         size, told = self._pool.block_tokens, session.written_positions
         most = (session.length - 1) // size
         if session.keeps_features and not self._may_append(session):
-            # # The session's drafter needs features of these positions, which would not be
+            # The session's drafter needs features of these positions, which would not be
             # computed.
             most = min(most, told // size)
         found: list[_CachedBlock] = []
@@ -143,7 +143,7 @@ class PrefixCache:
 
     def store_prefix(self, session: Session) -> None:
         """Store the full KV blocks of a session in the cache."""
-        # # KV beyond the session's last token belongs to tokens that were not emitted.
+        # KV beyond the session's last token belongs to tokens that were not emitted.
         count = min(session.kv.len, session.length - 1) // self._pool.block_tokens
         if not count:
             return
@@ -167,7 +167,7 @@ class PrefixCache:
             kept = self._kept[key] = _CachedBlock(next(self._numbers), key, block, drafted)
             self._hold(kept)
         elif drafted and not kept.has_draft_kv:
-            # # A block that also holds draft KV serves more sessions.
+            # A block that also holds draft KV serves more sessions.
             if kept.block != block:
                 del self._of_block[kept.block]
                 self._pool.ledger.release_block(kept.block)
@@ -179,7 +179,7 @@ class PrefixCache:
     def _hold(self, kept: _CachedBlock) -> None:
         other = self._of_block.get(kept.block)
         if other is not None:
-            # # The old entry is unreachable, since its predecessor was evicted.
+            # The old entry is unreachable, since its predecessor was evicted.
             self._forget(other)
         self._pool.ledger.retain_block(kept.block)
         self._of_block[kept.block] = kept

@@ -1,6 +1,7 @@
 """Packs the rows of a round into one batch: token ids, positions, masks, acceptance inputs. Pure.
 
-N nodes of a proposal's tree; row 0 is the root, row 1 + i is node i.
+In shapes, N is the number of nodes of a row's draft tree. Batch row 0 of a session is the root, and
+row 1 + i is node i.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ class VerifyDraft:
 
     @property
     def depths(self) -> NDArray[np.int32]:
-        """int32 [N], 1 for the first level."""
+        """Depth of each node, int32 [N]; 1 for the first level."""
         return depths(self.tree.parents)
 
 
 def trim_draft(
     tree: DraftTree, distribution: DraftDistribution | None, max_depth: int
 ) -> VerifyDraft:
-    """Drop nodes deeper than `max_depth`.
+    """Return the draft without nodes deeper than `max_depth`.
 
-    The cut looks at depths alone, never at tokens: so what remains of a sampled tree still
-    follows its draft distribution.
+    The cut depends only on depths, never on tokens, so the rest of a sampled tree still follows its
+    draft distribution.
     """
-    # No node is deeper than there are nodes.
+    # The depth of a node is at most the number of nodes.
     if len(tree.tokens) <= max_depth:
         return VerifyDraft(tree=tree, distribution=distribution)
     node_depths = depths(tree.parents)
@@ -68,7 +69,8 @@ def trim_draft(
 
 
 def tree_mask(tree: DraftTree) -> NDArray[np.bool_] | None:
-    """bool [1 + N, 1 + N] over root and nodes; None for a chain, whose mask is causal."""
+    """Return the attention mask of root and nodes, bool [1 + N, 1 + N]; None for a chain, whose
+    mask is causal."""
     if is_chain(tree.parents):
         return None
     count = len(tree)
@@ -81,7 +83,8 @@ def tree_mask(tree: DraftTree) -> NDArray[np.bool_] | None:
 def truncate_emission(
     tokens: Sequence[int], *, stop_ids: frozenset[int], remaining: int
 ) -> tuple[tuple[int, ...], FinishReason | None]:
-    """Cut a round's tokens at a stop token (which is emitted) and at the token budget."""
+    """Return a round's tokens, cut after a stop token and at the token budget `remaining`, and the
+    finish reason, if any."""
     taken = tuple(tokens[:remaining])
     for index, token in enumerate(taken):
         if token in stop_ids:
@@ -94,19 +97,20 @@ _NO_IDS: Final = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PrefillRow:
-    """The next tokens of a session to be prefilled: of its prompt, or of all that it had."""
+    """Tokens that a round prefills for one session: of its prompt, or of its prefix after a
+    preemption."""
 
     session: Session
     start: int
-    """Position of the first one."""
+    """Position of the first token."""
     num_tokens: int
     last: bool
-    """Whether the prompt ends in this round, so that its first token is sampled. Never of what is
-    prefilled again: the root behind it is known."""
+    """Whether the prompt ends in this round, so that the first output token is sampled. It is False
+    if the prefix is computed again, because the token after it is known."""
 
     @classmethod
     def from_next_tokens(cls, session: Session, num_tokens: int) -> PrefillRow:
-        """The first `num_tokens` of those that were not submitted yet."""
+        """Return a row with the next `num_tokens` tokens that were not submitted yet."""
         return cls(
             session=session,
             start=session.prefill.sent,
@@ -116,12 +120,12 @@ class PrefillRow:
 
     @property
     def end(self) -> int:
-        """Position behind the last one."""
+        """Position after the last token."""
         return self.start + self.num_tokens
 
 
 class VerifyRow:
-    """A session's root with the draft to verify, if any."""
+    """A session's root and the draft to verify, if there is one."""
 
     __slots__ = (
         "_draft",
@@ -141,16 +145,18 @@ class VerifyRow:
         draft: VerifyDraft | None = None,
         in_process_depth: int = 0,
     ) -> None:
-        """`draft`: what to verify, where that is not all of `held`. `in_process_depth`: how deep
-        the draft that this process's in-process drafter made may stand, 0 verifies none of it."""
+        """`draft` is the draft to verify if it is only a part of the proposal `held`.
+        `in_process_depth` is the maximum depth of the in-process draft that may be accepted; 0
+        verifies no in-process draft."""
         self.session, self.held, self.in_process_depth = session, held, in_process_depth
         self._draft = draft
         self.cut = draft is not None
-        """Whether the draft is not what `held` has."""
+        """Whether the draft is only a part of the proposal."""
         self.drafted = draft is not None or held is not None
-        """Whether there is a draft that no in-process drafter made, if one without nodes."""
+        """Whether the row has a draft that does not come from the in-process drafter; it may have
+        no nodes."""
         self.nodes = 0
-        """Of that draft."""
+        """Number of nodes of this draft."""
         if draft is not None:
             self.nodes = len(draft.tree.tokens)
         elif held is not None:
@@ -158,7 +164,8 @@ class VerifyRow:
 
     @property
     def draft(self) -> VerifyDraft | None:
-        """That draft; made when it is first asked for."""
+        """The draft that does not come from the in-process drafter, or None. It is built on first
+        access."""
         if self._draft is None and self.held is not None:
             proposal = self.held.proposal
             self._draft = VerifyDraft(tree=proposal.tree, distribution=proposal.distribution)
@@ -167,7 +174,7 @@ class VerifyRow:
 
 @dataclass(slots=True, eq=False)
 class PackedRow:
-    """One session's rows in the batch."""
+    """Rows of one session in the batch."""
 
     session: Session
     token_ids: NDArray[np.int64]
@@ -176,13 +183,13 @@ class PackedRow:
     start: int
     accept_row: AcceptRow | None
     committed_rows: list[int]
-    """Rows to commit."""
+    """Indices of the session's rows whose KV is committed."""
 
 
 def pack_batch(
     prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
 ) -> tuple[list[PackedRow], list[int]]:
-    """Rows in batch order, and the batch rows whose logits are needed."""
+    """Return the rows in batch order, and the indices of the batch rows whose logits are needed."""
     packed: list[PackedRow] = []
     logit_rows: list[int] = []
     start = 0
@@ -236,7 +243,8 @@ def _pack_verify(row: VerifyRow, start: int, logits_start: int) -> PackedRow:
 
 
 def make_accept_row(session: Session, logits_start: int, draft: VerifyDraft | None) -> AcceptRow:
-    """What acceptance must know of a session whose root's logits are at `logits_start`."""
+    """Return the inputs of acceptance for a session. `logits_start` is the index of the root's
+    logits."""
     spec = session.spec
     prompt_len = spec.prompt_len
     return AcceptRow(
@@ -256,8 +264,8 @@ def make_accept_row(session: Session, logits_start: int, draft: VerifyDraft | No
 def allowed_token_masks(
     rows: Sequence[tuple[Session, VerifyDraft | None]],
 ) -> list[NDArray[np.uint32] | None]:
-    """uint32 [1 + N, W] of each row: what its session's grammar allows after its root and after the
-    N nodes of its draft; None if it has none."""
+    """Return the allowed-token masks of each row, uint32 [1 + N, words per mask], after the root
+    and after each of the N nodes; None for a row whose session has no constraint."""
     bound = [n for n, (session, _) in enumerate(rows) if session.constraint is not None]
     found: list[NDArray[np.uint32] | None] = [None] * len(rows)
     if bound:
@@ -274,7 +282,8 @@ def _tree(session: Session, draft: VerifyDraft | None) -> ConstrainedTree:
 
 
 def advance_grammar(session: Session) -> Constraint:
-    """The grammar of a session that is in one, moved on to what it has emitted."""
+    """Return the session's constraint, advanced to the emitted tokens. The session must have
+    one."""
     constraint = session.constraint
     assert constraint is not None
     constraint.advance_to(session.tokens[session.spec.prompt_len : session.length])

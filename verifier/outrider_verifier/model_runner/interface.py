@@ -1,6 +1,7 @@
-"""ModelRunner protocol: submits rounds to whatever computes them; with its output classes.
+"""ModelRunner protocol: submits rounds to the CPU or GPU that computes them; with its output
+classes.
 
-H feature width.
+In shapes, n is the number of decode rows; features have shape [rows, feature width].
 """
 
 from __future__ import annotations
@@ -22,53 +23,58 @@ from outrider_verifier.state.session import Session
 
 
 class RowOutput(NamedTuple):
-    """What a round did for one row; its KV is committed."""
+    """Result of a round for one row. The KV of the row is already committed."""
 
     tokens: tuple[int, ...]
-    """What it emitted; none while a prompt is incomplete."""
+    """Emitted tokens; empty while a prompt is incomplete."""
     features: NDArray[np.generic] | None
-    """[m, H] in the wire's element type, of the positions written; None if not kept. They may lie
-    in memory that a later round writes to: to be used before the next one is settled."""
+    """Features of the written positions [rows, feature width], in the element type of the wire
+    format; None if not kept. A later round may overwrite their memory, so they must be used before
+    the next round is collected."""
     draft_nodes: int = 0
-    """Nodes of this process's in-process draft that were verified; proposals are not counted
-    here."""
+    """Number of nodes of the in-process draft that were verified; proposals are not counted."""
     logprobs: PathLogprobs | None = None
-    """Of the tokens, where the session asks for them."""
+    """Logprobs of the tokens if the session asks for them."""
     is_target_only: bool = False
-    """Whether the rejection rule was judged target-only because the distribution was missing."""
+    """Whether the rejection rule used target-only acceptance because the draft distribution was
+    missing."""
     invalid_output: bool = False
-    """Whether the model gave no finite logit for the last token: that is a placeholder, and the
-    session fails."""
+    """Whether the model computed no finite logit for the last token. That token is a placeholder,
+    and the session fails."""
 
 
 @dataclass(slots=True, eq=False)
 class DecodeOutput:
-    """What n rows that decode emitted, in columns; what else is to be told of a row, apart."""
+    """Results of n decode rows as arrays; `row_outputs` returns the remaining results of single
+    rows."""
 
     counts: NDArray[np.int64]
-    """[n]: tokens of each row."""
+    """Number of tokens of each row, [n]."""
     tokens: NDArray[np.int32]
-    """Of all rows in turn."""
+    """Tokens of all rows, one row after the other."""
     features: Callable[[], Sequence[NDArray[np.generic] | None]]
-    """[n]: as `RowOutput.features`; asked for if anybody is told."""
+    """Returns the features of each of the n rows, see `RowOutput.features`. It is called only if a
+    drafter needs them."""
     row_outputs: Callable[[Sequence[int]], Sequence[RowOutput]]
-    """Of the rows with these numbers, one by one."""
+    """Returns the full results of the rows with the given indices."""
     draft_nodes: Callable[[], Sequence[int]]
-    """[n]: as `RowOutput.draft_nodes`."""
+    """Returns `RowOutput.draft_nodes` of each of the n rows."""
     special_rows: Callable[[], Container[int]]
-    """The rows of which more is to be said than the columns do, features aside."""
+    """Returns the indices of the rows that have results, apart from features, that the arrays here
+    do not contain."""
     shm_features: ShmFeatures | None = None
-    """The same features where their drafter reads them, if it is one for all rows."""
+    """The same features in shared memory that the drafter reads, if all rows have the same
+    drafter."""
     invalid: NDArray[np.bool_] | None = None
-    """[n]: as `RowOutput.invalid_output`; None if no row is. Those rows are in `special_rows`,
-    too."""
+    """`RowOutput.invalid_output` of each row, [n]; None if it is False for all. Rows with True are
+    also in `special_rows`."""
     block: NDArray[np.generic] | None = None
-    """[n, H]: their features, if any keeps them and all emitted one token each; then `outcomes`
-    have none."""
+    """Features of all rows [n, feature width], if some row keeps features and all rows emitted one
+    token each; the results of `row_outputs` then have no features."""
 
     @classmethod
     def of_rows(cls, rows: Sequence[RowOutput]) -> DecodeOutput:
-        """Of rows that were judged one by one."""
+        """Return the output of rows whose results were computed one by one."""
         invalid = np.array([row.invalid_output for row in rows], dtype=np.bool_)
         return cls(
             counts=np.array([len(row.tokens) for row in rows], dtype=np.int64),
@@ -85,13 +91,14 @@ class DecodeOutput:
         )
 
     def all_rows(self) -> Sequence[RowOutput]:
-        """All rows one by one."""
+        """Return the full results of all rows."""
         return self.row_outputs(range(len(self.counts)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunnerOutput:
-    """Outcomes in the order of the rows given, and the split of the time in seconds."""
+    """Results of a round in the order of the submitted rows, and the parts of its time in
+    seconds."""
 
     prefill: list[RowOutput]
     decoded: DecodeOutput
@@ -99,39 +106,41 @@ class RunnerOutput:
     forward_s: float
     accept_s: float
     project_s: float
-    """In the draft head's `fc`, the part of its forward that runs here."""
+    """Time in the draft head's `fc` (feature projection), the only part of a separate drafter's
+    head that runs in this process."""
     draft_s: float = 0.0
-    """In this process's in-process drafter, as far as that can be told from the target's
-    forward."""
+    """Time in the in-process drafter, as far as it can be separated from the target's forward
+    pass."""
 
 
 class DraftShapeTimes(NamedTuple):
-    """A shape that in-process drafts may have, and what a round of it takes."""
+    """A possible shape of in-process drafts, and the time of a round with it."""
 
     num_nodes: int
-    """Nodes of a row, the root included; it names the shape."""
+    """Number of nodes of a row, including the root; it identifies the shape."""
     is_tree: bool
     seconds: float
-    """Of the device, for the number of sessions that was asked about; nan: not measured."""
+    """The device's time in seconds for the number of sessions that was passed to `draft_shapes`;
+    nan if it was not measured."""
 
 
 class RoundHandle(Protocol):
-    """A round that was submitted; means something to the runner that made it only."""
+    """A submitted round. Only the runner that created the handle can use it."""
 
     @property
     def launched_at(self) -> float:
-        """When what computes it had it, on the clock of `time.perf_counter`."""
+        """Time at which the round was launched, on the clock of `time.perf_counter`."""
         ...
 
 
 class ModelRunner(Protocol):
-    """Runs rounds in order: they are collected in the order of their submission.
+    """Runs rounds of the target model. Rounds are collected in the order of their submission.
 
     Between `submit_round` and `collect_round` the host's view of the round's sessions (`kv.len`,
-    `length`) stays as it was; `collect_round` advances `kv` of sessions that have not ended
-    meanwhile, and the caller appends the tokens. A session may be closed while a round with it is
-    in flight: its results of that round are dropped, and whatever takes over its KV blocks or its
-    slot is submitted later.
+    `length`) does not change. `collect_round` advances `kv` of the sessions that have not ended,
+    and the caller appends the tokens. A session may be closed while a round with it is in flight.
+    Its results of this round are then dropped, and rounds with the next owner of its KV blocks or
+    device slot are submitted later.
     """
 
     @property
@@ -146,50 +155,53 @@ class ModelRunner(Protocol):
 
     @property
     def slot_headroom(self) -> KVHeadroom:
-        """How far rounds may write past what is committed."""
+        """Number of KV slots that rounds may write past the committed ones."""
         ...
 
     @property
     def chunk_tokens(self) -> int:
-        """Prompt tokens of which a round takes whole numbers; 1: any number."""
+        """Unit of prefill: a round takes a multiple of this number of prompt tokens, or the rest of
+        a prompt. 1 allows any number."""
         ...
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """Most prompt tokens of a round, pieces that are not full counted as full; None: no
-        bound."""
+        """Maximum number of prompt tokens of a round, where partial chunks count as full ones; None
+        if there is no limit."""
         ...
 
     def plain_round_s(self, rows: int, *, own: bool, chunks: int = 0) -> float | None:
-        """Seconds of the device for a round in which so many sessions decode, with or without
-        drafts of the in-process drafter, beside so many prefill chunks; None: not measured."""
+        """Return the device's time, in seconds, of a round with `rows` decoding sessions and
+        `chunks` prefill chunks; None if it was not measured. `own` is whether the sessions have
+        in-process drafts."""
         ...
 
     def draft_shapes(self, rows: int) -> Sequence[DraftShapeTimes]:
-        """The shapes that drafts on the device may have in a round of so many sessions, and the
-        seconds of such a round, the usual shape first. Seconds are nan where they were not
-        measured, as with a drafter on another device. Empty without any such drafter."""
+        """Return the possible shapes of in-process drafts for a round of `rows` sessions, and the
+        times of such rounds; the default shape comes first. Times are nan if they were not
+        measured, as with a drafter on another device. Empty if there is no such drafter."""
         ...
 
     def set_draft_shape(self, num_nodes: int) -> None:
-        """Have rounds from now on verify in-process drafts of this shape, one of `draft_shapes`, by
-        its nodes, the root included. The first of them has no drafts. Rounds of more sessions than
-        it is for have the usual one, as have all rounds while any session is in a grammar."""
+        """Set the shape of in-process drafts for the next rounds. `num_nodes`, including the root,
+        identifies one of `draft_shapes`. The first of these rounds has no drafts. The default shape
+        is still used for rounds of more sessions than the shape supports, and for all rounds while
+        any session has a grammar."""
         ...
 
     def verify_round_s(self, rows: int, nodes: int) -> float | None:
-        """Seconds of the device for a round of so many sessions with drafts from outside, `nodes`
-        each, the root included; None: not measured."""
+        """Return the device's time, in seconds, of a round of `rows` sessions with proposals of
+        `nodes` nodes each, including the root; None if it was not measured."""
         ...
 
     @property
     def is_usable(self) -> bool:
-        """Whether the device still works; asked after a failure only. False is final: nothing
-        can be run in this process any more. Must not raise."""
+        """Whether the device still works. It is read only after a failure. False is final: this
+        process can run no more rounds. Must not raise."""
         ...
 
     def enter_thread(self) -> None:
-        """To be called once by the thread that will run the rounds."""
+        """Prepare the thread that runs the rounds. This thread calls it once."""
         ...
 
     def pin_memory(self, memory: NDArray[np.uint8]) -> bool:
@@ -198,65 +210,66 @@ class ModelRunner(Protocol):
         ...
 
     def set_feature_allocator(self, reserve: ShmAllocator) -> None:
-        """From here on `reserve` says where to put the features of rows with one drafter."""
+        """Set the function that reserves shared memory for the features of rows with one
+        drafter."""
         ...
 
     def make_swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
-        """Room in host memory for the KV of suspended sessions; `pool`: the target's."""
+        """Return host memory of `budget_bytes` bytes for the KV of suspended sessions. `pool` is
+        the target's KV pool."""
         ...
 
     def open_session(self, session: Session) -> None:
-        """A session begins, without KV: it waits like one that was suspended. Raises
+        """Add a new session. It has no KV and waits like a suspended session. Raises
         InvalidRequestError if it can never be served."""
         ...
 
     def close_session(self, session: Session) -> None:
-        """A session that was opened is over, suspended or not; must not fail."""
+        """Remove a session, suspended or not. Must not raise."""
         ...
 
     def record_new_blocks(self, session: Session) -> None:
-        """A session that is not suspended holds more KV blocks than before; to be called before
-        the submit that needs them. A round may be in flight."""
+        """Record that a session that is not suspended has more KV blocks than before. It must be
+        called before the `submit_round` that needs the blocks; a round may be in flight."""
         ...
 
     def upload_new_blocks(self) -> None:
-        """Tell the device of what has grown and who has begun, behind the round in flight; else the
-        next submit does so."""
+        """Send new blocks and new sessions to the device now, after the round in flight. Otherwise
+        the next `submit_round` does so."""
         ...
 
     def suspend_session(self, session: Session, swap: SwapSpace | None) -> bool:
-        """Release a session's KV blocks and its slot on the device. The session must take part in
-        rounds and have none in flight. With `swap`, its committed KV is copied to that host memory
-        if it has room. Returns whether it was copied; if not, the prefix must be computed again."""
+        """Release a session's KV blocks and its device slot. The session must be running and have
+        no round in flight. With `swap`, the session's committed KV is copied to this host memory if
+        it has room. Return whether it was copied; otherwise the prefix must be computed again."""
         ...
 
     def prefetch_session(self, session: Session) -> bool:
-        """Begin to bring a suspended session's copy back beside the rounds; whether
-        `resume_session` would make none wait for it. To be called again until it is so, or not at
-        all."""
+        """Start to copy a suspended session's KV back while rounds run. Return whether
+        `resume_session` would not delay any round. If False, call it again or not at all."""
         ...
 
     def resume_session(self, session: Session) -> bool:
-        """Let a suspended session, which has reserved the blocks that it needs next, take part in
-        rounds again. Whether its KV is there, as it was; else the prefix, of which the last token
-        is the root, is run like a prompt's, from 0: `tokens[:length - 1]`, or the whole prompt if
-        nothing was emitted. Raises ResourceExhaustedError, and changes nothing, if there is no
-        place for it."""
+        """Resume a suspended session, which has reserved the blocks that it needs next. Return
+        whether its KV is intact. Otherwise the caller prefills the prefix again from position 0:
+        `tokens[:length - 1]`, since the last token is the root, or the whole prompt if nothing was
+        emitted. Raises ResourceExhaustedError, and changes nothing, if there is no free device
+        slot."""
         ...
 
     def has_draft_kv(self, session: Session) -> bool:
-        """Whether the in-process drafter has its KV of all that a session, which is not
-        suspended, has written."""
+        """Return whether the in-process drafter has the draft KV of all written positions of a
+        session that is not suspended."""
         ...
 
     def submit_round(
         self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
     ) -> RoundHandle:
-        """Start a round. On an exception no row of it was started."""
+        """Start a round. If it raises, no row of the round was started."""
         ...
 
     def is_finished(self, flight: RoundHandle) -> bool:
-        """Whether `collect_round` need not wait."""
+        """Return whether `collect_round` would return without waiting."""
         ...
 
     def collect_round(self, flight: RoundHandle) -> RunnerOutput:

@@ -117,7 +117,7 @@ class InProcessPlanner:
         shape = self._controller().shape(self._loads.load, device_s)
         has_drafts = self._shape is not None and self._shape != OFF
         if shape == OFF and has_drafts and not self._loads.is_steady:
-            # # Dropping drafts is final, and drafts may be faster at the next load.
+            # Dropping drafts is final, and drafts may be faster at the next load.
             return False
         before, self._shape = self._shape, shape
         return self.is_plain and before != shape

@@ -105,14 +105,14 @@ class ProposalWait:
         """Record the arrival of a proposal for a prefix of `prefix_len` tokens. `usable` is whether
         this is the session's present prefix."""
         if usable:
-            # # The first proposal after a pause or a timeout measures only how long catching up
+            # The first proposal after a pause or a timeout measures only how long catching up
             # takes.
             if not self.is_catching_up:
                 arrival.observe_arrival(now - session.root_known_at)
             self.record_healthy()
         elif prefix_len == self.missed_prefix_len:
             arrival.observe_arrival(now - self._missed_at)
-            # # The proposal was late. Wait for the next one, or the drafter never catches up with
+            # The proposal was late. Wait for the next one, or the drafter never catches up with
             # rounds that do not wait.
             self.is_catching_up = True
 
@@ -131,7 +131,7 @@ class ProposalWait:
             return
         self.rounds_without_proposal += 1
         if self.rounds_without_proposal >= self._stalled_rounds and not self.is_silent:
-            # # The drafter received every verdict, so a healthy drafter needs no longer than usual.
+            # The drafter received every verdict, so a healthy drafter needs no longer than usual.
             session.has_stalled_drafter = self.is_catching_up = False
             self.rounds_without_proposal = 0
             self._stalled_rounds = min(2 * self._stalled_rounds, MAX_STALLED_ROUNDS)

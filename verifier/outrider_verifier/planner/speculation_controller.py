@@ -1,20 +1,22 @@
-"""Speculation controller: the draft shape with the most expected tokens per second. Pure.
+"""Speculation controller: chooses the draft shape with the most expected tokens per second. Pure.
 
-One controller serves one workload class. At each load (power of two of running sessions) it
-compares the shapes that are available: `OFF` (plain decoding), chains, trees, and chains that are
+One controller serves one workload class. At each load (power of two of running sessions) the
+controller compares the available shapes: `OFF` (plain decoding), chains, trees, and chains that are
 drafted ahead of their verdicts. The rate of a shape is the mean number of tokens that a row emits
-in a round, over the time from one round of a session to its next.
+in a round, divided by the time from one round of a session to the session's next round.
 
-*Tokens* depend on the text and hardly on the load, so all loads share them. *Times* are measured in
-service at each load, as ratios to the device's times from the warm-up where there are any. A shape
-that has not run at a load is estimated: the device's times of both shapes and what the host adds to
-the shape in force, or else the ratio of both at the nearest load where both ran.
+The number of *tokens* depends on the text and hardly on the load, so all loads share it. *Times*
+are measured in service at each load. They are stored as ratios to the device's times from the
+warm-up, if the warm-up measured these. The time of a shape that has not run at a load is estimated.
+The estimate uses the device's times of both shapes plus the host's share of the time of the shape
+in force; without device times, it uses the ratio of both shapes at the nearest load where both ran.
 
-Another shape is taken only after a *probe*: it runs for some rounds, and stays if it is faster by
-`MIN_GAIN`. A probe starts at once when the estimates say that the other shape is faster and
-statistical noise does not explain it, or when nothing is known about it. All other probes have one
-budget: they may lose `PROBE_BUDGET` of the time served. In-process drafts cannot be resumed once a
-session has decoded plainly. There, `OFF` is never probed: it is taken when the estimates are clear.
+Another shape replaces the shape in force only after a *probe*: the other shape runs for some
+rounds, and stays if it is faster by `MIN_GAIN`. A probe starts at once if the other shape is
+estimated to be faster by more than statistical noise, or if nothing is known about the other shape.
+All other probes share one budget: they may lose `PROBE_BUDGET` of the time served. In-process
+drafts cannot be resumed once a session has decoded plainly. For these drafts `OFF` is never probed:
+it is taken when the estimates are clear.
 """
 
 from __future__ import annotations
@@ -28,49 +30,58 @@ from outrider.spec.decoding_mode import DecodingModeReason
 from outrider_verifier.planner.statistics import RoundMean, TokenCounts
 
 MIN_GAIN: Final = 1.03
-"""Speed that another shape must reach, relative to the shape in force, to replace it."""
+"""Minimum speed of another shape, relative to the shape in force, to replace the shape in force."""
 MIN_ROUNDS: Final = 4.0
-"""Rounds of the shape in force before another one is considered."""
+"""Number of rounds of the shape in force before other shapes are considered."""
 FIRST_ROUNDS: Final = 8.0
-"""The same if nothing is known about the other shape."""
+"""Number of rounds of the shape in force before a shape is probed about which nothing is known."""
 STD_ERRORS: Final = 2.0
-"""Standard errors that make a difference clear: another shape is probed at once if it seems faster
-by as much, and drafts that cannot be resumed are dropped."""
+"""Number of standard errors by which a difference is clear. A shape that is faster by a clear
+difference is probed at once, and drafts that cannot be resumed are dropped only for a clear
+difference."""
 PROBE_BUDGET: Final = 0.01
-"""Share of the time served that probes may lose."""
+"""Maximum share of the time served that probes may lose."""
 EARLY_PROBE_BUDGET: Final = 0.05
-"""The same for probes of shapes that seem faster: a probe that failed is not repeated at once."""
+"""Maximum share of the time served that probes may lose if the probed shape seems faster or nothing
+is known about it. It keeps a probe that failed from being repeated at once."""
 TURNOVER_ROUNDS: Final = 100.0
-"""Rounds of a probe of in-process drafts after plain decoding: only sessions that begin have some,
-and rounds of both kinds are the slowest."""
+"""Expected number of rounds of a probe of in-process drafts after plain decoding. It is large
+because only new sessions have drafts then, and rounds that mix both kinds of sessions are the
+slowest."""
 PROBE_ROUNDS: Final = 6.0
+"""Usual number of rounds of a probe."""
 LONG_PROBE_ROUNDS: Final = 24.0
-"""Rounds of a probe, and those of one that has neither decided nor lost anything by then."""
+"""Number of rounds after which a probe ends even if no difference is clear."""
 MAX_PROBE_LOSS_ROUNDS: Final = 6.0
-"""Rounds of the shape in force whose time a probe may lose before it is broken off."""
+"""Maximum loss of a probe, in rounds of the shape in force; a probe that loses more is ended."""
 MIN_PROBE_COST_ROUNDS: Final = 0.5
-"""Rounds that a probe costs the budget at least."""
+"""Minimum cost of a probe that is charged to the budget, in rounds of the shape in force."""
 HALF_LIFE_ROWS: Final = 256.0
+"""Number of rows after which the weight of older token counts is halved, if that takes longer than
+`HALF_LIFE_ROUNDS`."""
 HALF_LIFE_ROUNDS: Final = 24.0
-"""Rows, and rounds, after which emitted tokens count half; whichever is more."""
+"""Number of rounds after which the weight of older token counts is halved, if that takes longer
+than `HALF_LIFE_ROWS`."""
 TREE_TOKENS_RATIO: Final = 1.3
-"""Tokens per row of a tree of 16 nodes over those of a chain of 4, where not both ran:
-SmolLM2-135M with its head, 40 chat prompts, temperature 0."""
+"""Assumed tokens per row of a tree, relative to a chain, while not both have run. Measured with
+trees of 16 nodes and chains of 4 (SmolLM2-135M with its draft head, 40 chat prompts, temperature
+0)."""
 AHEAD_TOKENS_RATIO: Final = 0.95
-"""The same of drafts made ahead of their verdicts, from features of a round before."""
+"""Assumed tokens per row of drafts that are made ahead of their verdicts, relative to drafts in
+lock-step. These drafts use features that are one round older."""
 PRIOR_ROWS: Final = 48.0
-"""Rows of a shape that weigh as much as these ratios."""
+"""Number of measured rows of a shape that weigh as much as the assumed ratios."""
 MODEL_ERROR: Final = 0.1
+"""Standard error of an estimated time or ratio, as a share of it."""
 TABLE_ERROR: Final = 0.02
-"""Standard error of an estimated time or ratio, as a share of it, and of one that the device's
-times of both shapes tell."""
+"""Standard error of an estimate from the device's times of both shapes, as a share of it."""
 
 
 class CandidateShape(NamedTuple):
-    """How the sessions of a class draft."""
+    """The shape of the drafts of a session, or plain decoding."""
 
     nodes: int
-    """Draft nodes of a row, without the root; 0: plain decoding."""
+    """Number of draft nodes of a row, without the root; 0 is plain decoding."""
     is_tree: bool = False
     is_ahead: bool = False
     """Whether drafts are made ahead of their verdicts."""
@@ -83,7 +94,7 @@ class CandidateShape(NamedTuple):
 
     @property
     def tokens_ratio(self) -> float:
-        """Usual tokens per row over those of a chain in lock-step."""
+        """Assumed tokens per row, relative to a chain in lock-step."""
         tree = TREE_TOKENS_RATIO if self.is_tree else 1.0
         return tree * (AHEAD_TOKENS_RATIO if self.is_ahead else 1.0)
 
@@ -91,31 +102,32 @@ class CandidateShape(NamedTuple):
 OFF: Final = CandidateShape(0)
 
 DeviceTimes = Mapping[CandidateShape, float]
-"""Seconds that the device takes for a round of each available shape, nan where that was not
-measured; the shape to begin with comes first."""
+"""The device's time for a round of each available shape, in seconds; nan if it was not measured.
+The shape to start with comes first."""
 
 
 class RoundObservation(NamedTuple):
-    """Rows of one class and shape in one round."""
+    """Sums over the rows of one workload class and one draft shape in one round."""
 
     rows: int
     tokens: int
     squares: int
-    """Sum of the squares of each row's tokens."""
+    """Sum over the rows of the squared number of tokens."""
     seconds: float
-    """Sum over the rows of the time since the session's round before, without what prompts added
-    to it."""
+    """Sum over the rows of the time since the session's previous round, without the time that
+    prompts added."""
     sessions: int
-    """Sessions of the class that decode, in this round or not."""
+    """Number of decoding sessions of the class, including those without a row in this round."""
     is_settled: bool = True
-    """False for rounds that follow a change of the shape, or that share rows with other shapes:
-    they count as costs and tell nothing about the shape."""
+    """Whether the times are typical of the shape. False for rounds right after a change of the
+    shape, and for rows that share their round with rows of other shapes; these count only as a
+    cost."""
     weight: float = 1.0
-    """What the seconds count; below 1 where prompts took part."""
+    """Weight of the measured time; less than 1 if the round contained prompts."""
 
     @property
     def rounds(self) -> float:
-        """Rounds of all sessions that these rows make."""
+        """Number of rows divided by the number of sessions."""
         return self.rows / max(1, self.sessions)
 
 
@@ -124,46 +136,49 @@ class _Probe:
     shape: CandidateShape
     rounds: float = 0.0
     missing_rounds: float = 0.0
-    """Rounds of the shape in force since the probe began."""
+    """Number of rounds of the shape in force since the probe began."""
     lost_s: float = 0.0
-    """All that it has lost, the change of the shape included."""
+    """Time that the probe has lost, in seconds, including the change of the shape."""
     settled_lost_s: float = 0.0
+    """Time that the settled rounds of the probe have lost, in seconds."""
 
 
 @dataclass(slots=True)
 class _LoadState:
-    """What is known at one load."""
+    """Measurements and decisions at one load."""
 
     shape: CandidateShape
-    """In force, a probe aside."""
+    """The shape in force; a running probe does not change it."""
     ratios: dict[CandidateShape, RoundMean] = field(default_factory=dict)
-    """Times of rounds over the device's times, or seconds where these are not known."""
+    """Measured times of rounds by shape, divided by `units_s`."""
     units_s: dict[CandidateShape, float] = field(default_factory=dict)
-    """The device's time for the newest of these rounds; 1 where it is not known."""
+    """The device's time for the newest round of each shape, in seconds; 1 if it is not known."""
     rounds: float = 0.0
-    """Of the shape in force, since it is in force."""
+    """Number of rounds of the shape in force since it was chosen."""
     served_s: float = 0.0
-    """Time served at this load."""
+    """Time served at this load, in seconds."""
     probed_at_s: dict[CandidateShape, float] = field(default_factory=dict)
-    """`served_s` when a shape was last probed, or replaced."""
+    """Value of `served_s` when a shape was last probed or replaced."""
     costs_s: dict[CandidateShape, float] = field(default_factory=dict)
-    """What the last probe of each shape lost."""
+    """Time that the last probe of each shape lost, in seconds."""
     probe: _Probe | None = None
     is_compared: bool = False
-    """Whether any other shape was compared with the one in force."""
+    """Whether another shape was compared with the shape in force."""
 
     def served_since_probe_s(self, shape: CandidateShape) -> float:
-        """Time served since a shape was last probed: its budget grows with it."""
+        """Return the time served since a shape was last probed, in seconds. The shape's probe
+        budget grows with this time."""
         return self.served_s - self.probed_at_s.get(shape, 0.0)
 
     def ratio(self, shape: CandidateShape) -> RoundMean | None:
-        """Measured times of a shape, if there are enough of them."""
+        """Return the measured times of a shape, or None if there are too few."""
         ratio = self.ratios.get(shape)
         return ratio if ratio is not None and ratio.rounds > 1.0 else None
 
     def seconds(self, shape: CandidateShape, device_s: DeviceTimes | None = None) -> float:
-        """Seconds from one of a session's rounds to its next, as measured; nan without enough
-        rounds. `device_s`: for these sessions; None: for those of the newest round."""
+        """Return the measured time from one round of a session to the session's next round, in
+        seconds; nan if too few rounds were measured. `device_s` holds the device's times for these
+        sessions; None uses those of the newest round."""
         ratio = self.ratio(shape)
         if ratio is None:
             return math.nan
@@ -175,7 +190,7 @@ class SpeculationController:
     """Chooses the draft shape of one workload class at each load."""
 
     def __init__(self, *, can_resume: bool = True) -> None:
-        """`can_resume`: whether sessions that decoded plainly can get drafts again."""
+        """`can_resume` is whether sessions can get drafts again after they decoded plainly."""
         self._can_resume = can_resume
         self._tokens: dict[CandidateShape, TokenCounts] = {}
         self._loads: dict[int, _LoadState] = {}
@@ -183,14 +198,14 @@ class SpeculationController:
     # ---- decisions -----------------------------------------------------------------------------
 
     def shape(self, load: int, device_s: DeviceTimes) -> CandidateShape:
-        """The shape that sessions should have now; one of `device_s`."""
+        """Return the shape that sessions should have now; it is one of `device_s`."""
         state = self._state(load, device_s)
         shape = state.shape if state.probe is None else state.probe.shape
-        # The runner may not have it for so many sessions.
+        # The runner may not support the shape for the present number of sessions.
         return shape if shape in device_s else next(iter(device_s))
 
     def reason(self, load: int) -> DecodingModeReason:
-        """Why."""
+        """Return why the present shape is in use."""
         state = self._loads.get(load)
         if state is not None and state.probe is not None:
             return DecodingModeReason.PROBE
@@ -199,8 +214,9 @@ class SpeculationController:
         return DecodingModeReason.FASTER
 
     def gain(self, load: int, device_s: DeviceTimes) -> float:
-        """Tokens per second of the shape in force, or of the usual one where that is `OFF`, over
-        those of plain decoding; nan while not known."""
+        """Return the tokens per second of the shape in force, divided by those of plain decoding;
+        nan if unknown. If the shape in force is `OFF`, the shape with the most measured rows is
+        used instead."""
         state = self._loads.get(load)
         if state is None:
             return math.nan
@@ -212,7 +228,8 @@ class SpeculationController:
     def observe_round(
         self, load: int, shape: CandidateShape, seen: RoundObservation, device_s: DeviceTimes
     ) -> None:
-        """Rows of a round had drafts of `shape`. `device_s`: as of `shape`, for these rows."""
+        """Record the rows of a round that had drafts of `shape`. `device_s` holds the device's
+        times for these rows."""
         if not (seen.rows > 0 and seen.seconds > 0.0 and shape in device_s):
             return
         state = self._state(load, device_s)
@@ -223,7 +240,8 @@ class SpeculationController:
         elif state.probe is None and shape == state.shape:
             self._consider(load, state, seen, device_s)
         elif state.probe is not None and shape == state.shape and shape.nodes:
-            # Something else keeps sessions from the shape: other shapes are not to wait for it.
+            # Another cause keeps the sessions from the probed shape. End the probe, so that other
+            # shapes need not wait for it.
             state.probe.missing_rounds += seen.rounds
             if state.probe.missing_rounds > LONG_PROBE_ROUNDS:
                 state.probed_at_s[state.probe.shape], state.probe = state.served_s, None
@@ -231,7 +249,7 @@ class SpeculationController:
     def _consider(
         self, load: int, state: _LoadState, seen: RoundObservation, device_s: DeviceTimes
     ) -> None:
-        """A round of the shape in force ended: start a probe, if one is due."""
+        """Record a round of the shape in force, and start a probe if one is due."""
         usual_s = state.seconds(state.shape, device_s)
         if math.isnan(usual_s):
             return
@@ -278,7 +296,7 @@ class SpeculationController:
         seen: RoundObservation,
         device_s: DeviceTimes,
     ) -> None:
-        """A round of the probed shape ended: end the probe, if it has told enough."""
+        """Record a round of the probed shape, and end the probe if its result is clear."""
         if state.shape not in device_s:
             return
         usual_s = state.seconds(state.shape, device_s)
@@ -320,7 +338,8 @@ class SpeculationController:
 
     @staticmethod
     def _take(state: _LoadState, shape: CandidateShape, cost_s: float) -> None:
-        """Let a shape be in force; `cost_s`: booked as the cost of the shape that it replaces."""
+        """Put a shape in force. `cost_s`, in seconds, is recorded as the probe cost of the shape
+        that it replaces."""
         state.costs_s[state.shape] = cost_s
         state.probed_at_s[state.shape] = state.served_s
         state.shape, state.probe, state.rounds = shape, None, 0.0
@@ -353,8 +372,8 @@ class SpeculationController:
     def _log_gain(
         self, load: int, shape: CandidateShape, other: CandidateShape, device_s: DeviceTimes
     ) -> tuple[float, float]:
-        """Logarithm of the speed of `shape` relative to `other`, and its standard error; nan while
-        one of them is not known."""
+        """Return the logarithm of the speed of `shape` relative to `other`, and its standard error;
+        (nan, infinity) if the speed of one of them is not known."""
         if shape not in device_s or other not in device_s:
             return math.nan, math.inf
         in_force = self._loads[load].shape
@@ -370,7 +389,8 @@ class SpeculationController:
     def _tokens_per_row(
         self, shape: CandidateShape, in_force: CandidateShape
     ) -> tuple[float, float]:
-        """Tokens per row of a shape on the present text, and the relative variance of that."""
+        """Return the tokens per row of a shape on the present text, and the relative variance of
+        this number."""
         if not shape.nodes:
             return 1.0, 0.0
         counts = self._tokens.get(shape)
@@ -393,8 +413,8 @@ class SpeculationController:
     def _relative_time(
         self, load: int, shape: CandidateShape, device_s: DeviceTimes
     ) -> tuple[float, float]:
-        """Time of a round of a shape over that of the shape in force, and the relative variance of
-        that; nan while it is not known."""
+        """Return the time of a round of `shape` divided by that of the shape in force, and the
+        relative variance of this ratio; (nan, infinity) if the ratio is not known."""
         state = self._loads[load]
         current = state.ratio(state.shape)
         if shape == state.shape or current is None or state.shape not in device_s:
@@ -404,7 +424,7 @@ class SpeculationController:
             variance = ratio.relative_variance + current.relative_variance
             return state.seconds(shape, device_s) / current_s, variance
         if device_s[shape] > 0.0 and device_s[state.shape] > 0.0:
-            # What the host adds is the same for both.
+            # The host adds the same time to both shapes.
             host_s = max(0.0, current_s - device_s[state.shape])
             return (device_s[shape] + host_s) / (device_s[state.shape] + host_s), TABLE_ERROR**2
         if (near := self._ratio_elsewhere(load, shape, state.shape)) is not None:
@@ -413,20 +433,20 @@ class SpeculationController:
         if shape == OFF and device_s[OFF] > 0.0:
             return min(1.0, device_s[OFF] / current_s), MODEL_ERROR**2
         if shape == OFF and self._is_bad(state.shape):
-            # Verification makes no round shorter.
+            # Verification never shortens a round, so a plain round is at most as long.
             return 1.0, MODEL_ERROR**2
         return math.nan, math.inf
 
     def _is_bad(self, shape: CandidateShape) -> bool:
-        """Whether drafts of a shape are hardly ever accepted."""
+        """Return whether drafts of a shape are hardly ever accepted."""
         tokens, variance = self._tokens_per_row(shape, shape)
         return tokens * (1.0 + STD_ERRORS * math.sqrt(variance)) < MIN_GAIN
 
     def _ratio_elsewhere(
         self, load: int, shape: CandidateShape, other: CandidateShape
     ) -> tuple[float, int] | None:
-        """Time of `shape` over that of `other` at the nearest load where both ran, and how many
-        doublings that is away."""
+        """Return the time of `shape` divided by that of `other` at the nearest load where both ran,
+        and the distance to this load in doublings; None if both never ran at one load."""
         near = None
         for there, state in list(self._loads.items()):
             ratio, distance = state.seconds(shape) / state.seconds(other), abs(there - load)
@@ -435,13 +455,14 @@ class SpeculationController:
         return near
 
     def _best_measured(self) -> CandidateShape | None:
-        """The drafted shape with the most rows of late; None before any. Any thread may ask."""
+        """Return the drafted shape with the most recent rows; None if there is none.
+        Thread-safe."""
         return max(list(self._tokens), key=lambda each: self._tokens[each].rows, default=None)
 
     def _best_by_tables(self, near: CandidateShape, device_s: DeviceTimes) -> CandidateShape | None:
-        """The best shape by the device's times alone; None where they are not known. `near`: the
-        shape at the nearest load. Where the change between drafts and plain decoding is final, it
-        takes a clear difference."""
+        """Return the best shape according to the device's times alone; None if these are not known.
+        `near` is the shape in force at the nearest load. If plain decoding cannot be left again,
+        only a clear difference changes between drafts and plain decoding."""
         base = self._best_measured()
         if base is None or not all([seconds > 0.0 for seconds in device_s.values()]):
             return None
@@ -458,8 +479,8 @@ class SpeculationController:
         return drafted if (log_gain > 0.0 if is_clear else near.nodes) else OFF
 
     def _state(self, load: int, device_s: DeviceTimes) -> _LoadState:
-        """The state of a load. While nothing has run there, the shape is the best one by the
-        device's times, or that of the nearest load."""
+        """Return the state of a load. If nothing has run at this load, its shape is the best one by
+        the device's times, or else that of the nearest load."""
         state = self._loads.get(load)
         if state is None or not (state.ratios or state.probe):
             measured = [other for other, known in self._loads.items() if known.ratios]
@@ -476,6 +497,6 @@ class SpeculationController:
 
 
 def _unit_s(shape: CandidateShape, device_s: DeviceTimes) -> float:
-    """The unit in which times of a shape are kept."""
+    """Return the unit in which times of a shape are stored, in seconds."""
     seconds = device_s[shape]
     return seconds if seconds > 0.0 else 1.0

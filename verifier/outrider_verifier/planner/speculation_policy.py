@@ -1,10 +1,10 @@
 """Decides for each session whether and how it speculates, from its measured rounds. Pure.
 
-Sessions of one workload class share a `SpeculationController`. Where plain decoding is faster,
-*speculation is off* for the sessions of the class: they wait for nothing, and their drafter
-receives nothing and catches up when speculation goes on again. All sessions with in-process drafts
-share one decision (`in_process_planner`). The time that prompts add to rounds is left out, since it
-meets all shapes alike on average. Times are seconds of one clock.
+Sessions of one workload class share a `SpeculationController`. If plain decoding is faster,
+*speculation is off* for the sessions of the class: they wait for no proposals, their drafter
+receives nothing, and the drafter catches up when speculation is on again. All sessions with
+in-process drafts share one decision (`in_process_planner`). The time that prompts add to rounds is
+left out, because on average it is the same for all shapes. All times are seconds of one clock.
 """
 
 from __future__ import annotations
@@ -44,15 +44,17 @@ from outrider_verifier.planner.workload import (
 from outrider_verifier.state.session import NO_LIMIT, Session
 
 IDLE_S: Final = 0.25
+"""Minimum time without a round, in seconds, after which the load is set anew."""
 IDLE_ROUNDS: Final = 16
-"""Time, and plain rounds' time, without any round after which the load of before is over."""
+"""Minimum time without a round, in plain rounds, after which the load is set anew."""
 PREFILL_ROUND_WEIGHT: Final = 0.25
-"""What the time of a round with prompts counts: what they added is known no better than that."""
+"""Weight of the time of a round with prompts. It is less than 1 because the time that prompts add
+is known only roughly."""
 MAX_MISS_ROUNDS: Final = 4.0
-"""Plain rounds that a timeout counts as at most: one drafter that stops is no reason to leave
-speculation, timeouts that go on are."""
+"""Maximum time that a round with a proposal timeout counts as, in plain rounds. So one drafter that
+stops does not turn speculation off, but repeated timeouts do."""
 MIN_TOKENS_LEFT: Final = 32
-"""Tokens that a session may yet emit without which its speculation does not go on again: its
+"""Minimum number of remaining output tokens with which a session resumes speculation, because its
 drafter would have to catch up first."""
 
 
@@ -72,11 +74,12 @@ class SpeculationPolicy:
         chunk_tokens: int = 1,
         shares_cores: bool = False,
     ) -> None:
-        """`automatic`: False carries plans out as they are. `ceiling_s`: see `proposal_timeout_s`.
-        `times`: the device's times of rounds. `draft_shapes`: the shapes that in-process drafts may
-        have in a round of so many sessions. `chunk_tokens`: prompt tokens of a prefill chunk, as
-        `times` counts them. `shares_cores`: whether the target computes on cores that a drafter of
-        this host needs, so that look-ahead is likely to cost more than it hides."""
+        """`automatic` is whether the policy decides; False uses the plans unchanged. `ceiling_s` is
+        described at `proposal_timeout_s`. `times` returns the device's times of rounds.
+        `draft_shapes` returns the shapes of in-process drafts that are available for a number of
+        sessions. `chunk_tokens` is the number of prompt tokens of a prefill chunk as `times` counts
+        chunks. `shares_cores` is whether the target computes on CPU cores that a drafter of this
+        host needs, so that look-ahead probably costs more time than it saves."""
         self._automatic, self._ceiling_s = automatic, ceiling_s
         self._times, self._chunk_tokens = times, chunk_tokens
         self._begins_ahead = not shares_cores
@@ -84,23 +87,23 @@ class SpeculationPolicy:
         self._in_process = InProcessPlanner(self._loads, times, draft_shapes)
         self._workloads: dict[WorkloadClass, WorkloadStats] = {}
         self._touched: list[WorkloadStats] = []
-        """Workloads with rows in the round that is being observed."""
+        """Workload statistics that have rows in the round that is being observed."""
         self._now = 0.0
         self._ended_at = math.inf
-        """Clock time of the end of the last round; infinite before there was one."""
+        """Time at which the last round ended; infinite before the first round."""
         self.changed = False
-        """Whether `should_pause`, `draft_limit` or `should_look_ahead` may answer differently than
-        before; for the caller to reset."""
+        """Whether the results of `should_pause`, `draft_limit` or `should_look_ahead` may have
+        changed. The caller resets it."""
 
     @property
     def workloads(self) -> Sequence[WorkloadStats]:
-        """Statistics of the classes whose drafts come by messages."""
+        """Statistics of the workload classes that are drafted for by messages."""
         return list(self._workloads.values())
 
     # ---- sessions ------------------------------------------------------------------------------
 
     def add_session(self, session: Session) -> None:
-        """A session begins. The shape in force for its class holds for it at once."""
+        """Add a new session. The shape in force for its class applies to it at once."""
         self._now = max(self._now, session.root_known_at)
         self._reset_after_idle(1)
         self._join(session)
@@ -111,13 +114,14 @@ class SpeculationPolicy:
             self.record_pause(session, paused=True)
 
     def update_session(self, session: Session) -> None:
-        """The plan of a session, or its drafter, has changed."""
+        """Update a session whose plan or drafter has changed."""
         self._join(session)
         if session.speculation_state is not None:
             self.changed = self._automatic
 
     def _join(self, session: Session) -> None:
-        """Count a session to its class; its plan may leave no choice."""
+        """Add a session to the statistics of its workload class, unless its plan leaves no
+        choice."""
         self.remove_session(session)
         session.draft_limit, session.is_look_ahead_on = NO_LIMIT, False
         if not session.plan.is_speculative:
@@ -139,7 +143,8 @@ class SpeculationPolicy:
             session.is_look_ahead_on = self.should_look_ahead(session)
 
     def remove_session(self, session: Session) -> None:
-        """A session ends, or its plan is about to change; idempotent."""
+        """Remove a session that ends or whose plan is about to change. Does nothing if it was
+        removed before."""
         state, session.speculation_state = session.speculation_state, None
         if state is None:
             return
@@ -152,7 +157,8 @@ class SpeculationPolicy:
             )
 
     def _workload(self, workload_class: WorkloadClass) -> WorkloadStats:
-        """What is known of a class; the oldest class without sessions gives way to a new one."""
+        """Return the statistics of a class. If there are too many classes, the oldest one without
+        sessions is deleted."""
         workload = self._workloads.get(workload_class)
         if workload is not None:
             return workload
@@ -162,7 +168,7 @@ class SpeculationPolicy:
         shape, ahead = workload_class.shape, workload_class.shape_ahead
         shapes: tuple[CandidateShape, ...] = (shape, OFF)
         if workload_class.look_ahead:
-            # Where nothing is decided, plans say how drafts are made.
+            # Without automatic decisions, the plan says how drafts are made.
             is_ahead_first = self._begins_ahead or not self._automatic
             shapes = (ahead, shape, OFF) if is_ahead_first else (shape, ahead, OFF)
         workload = self._workloads[workload_class] = WorkloadStats(
@@ -176,7 +182,7 @@ class SpeculationPolicy:
     # ---- decisions -----------------------------------------------------------------------------
 
     def begin_round(self, sessions: int, now: float) -> None:
-        """A round is about to be planned while so many sessions are running."""
+        """Prepare the decisions for a round. `sessions` is the number of running sessions."""
         self._now = now
         self._reset_after_idle(sessions)
         if not self._automatic:
@@ -190,7 +196,7 @@ class SpeculationPolicy:
             self.changed = True
 
     def _reset_after_idle(self, sessions: int) -> None:
-        """Begin anew with so many sessions if no round ran for a while."""
+        """Set the load from the number of sessions if no round ran for a while."""
         if self._now - self._ended_at > max(IDLE_S, IDLE_ROUNDS * self._loads.round_s):
             self._ended_at = self._now
             self._loads.reset_after_idle(sessions)
@@ -199,7 +205,7 @@ class SpeculationPolicy:
                 self._look_up(workload)
 
     def _look_up(self, workload: WorkloadStats) -> None:
-        """Look up the shape in force for a class."""
+        """Set the shape of a workload class to the controller's choice."""
         before = workload.shape
         if self._automatic:
             device_s = self._device_s(workload)
@@ -210,8 +216,8 @@ class SpeculationPolicy:
             self.changed = self._automatic
 
     def _device_s(self, workload: WorkloadStats) -> DeviceTimes:
-        """The device's times by shape; how long an exchange by messages takes is not known before
-        it is seen."""
+        """Return the device's times by shape. The times of drafted shapes are nan, because how long
+        an exchange by messages takes is not known before it was measured."""
         plain_s = self._times(self._loads.sessions, own=False)
         return {
             shape: plain_s if plain_s is not None and not shape.nodes else math.nan
@@ -220,12 +226,12 @@ class SpeculationPolicy:
 
     @property
     def num_draft_nodes(self) -> int:
-        """Nodes of a row with in-process drafts in the next round, the root included: the draft
-        shape; 0: as the runner has it."""
+        """Number of nodes of a row with in-process drafts in the next round, including the root; 0
+        leaves the choice to the model runner."""
         return self._in_process.num_nodes
 
     def should_pause(self, session: Session) -> bool:
-        """Whether the session should decode plainly now, whatever its plan wishes for."""
+        """Return whether the session should decode plainly now, even if its plan speculates."""
         state = session.speculation_state
         if not self._automatic or state is None:
             return False
@@ -238,15 +244,15 @@ class SpeculationPolicy:
         return state.workload.is_plain
 
     def should_look_ahead(self, session: Session) -> bool:
-        """Whether the session is to be drafted for ahead of its verdicts."""
+        """Return whether the session's drafter should make drafts ahead of their verdicts."""
         state = session.speculation_state
         return state is not None and state.workload is not None and state.workload.shape.is_ahead
 
     def draft_limit(self, session: Session) -> int:
-        """Draft levels of the session that are worth verifying.
+        """Return the number of draft levels of the session that are worth verifying.
 
-        A draft that was made ahead is for the outcomes of whole drafts: an outcome that ends where
-        a draft was cut is none of them.
+        Drafts that are made ahead of their verdicts are not limited: the drafter assumes outcomes
+        of whole drafts, so an outcome at the end of a shortened draft would have no proposal.
         """
         state = session.speculation_state
         if state is None or state.workload is None or state.workload.shape.is_ahead:
@@ -254,26 +260,28 @@ class SpeculationPolicy:
         return state.workload.draft_limit(self._loads.load)
 
     def record_pause(self, session: Session, *, paused: bool) -> None:
-        """The session's speculation goes off or on with its next round."""
+        """Turn the session's speculation off (`paused`) or on from its next round."""
         session.is_speculation_off = paused
         state = session.speculation_state
         if state is None:
             return
         state.record_mode_change(paused=paused)
         if paused and state.is_in_process and not session.drafter_record.has_dropped_drafts:
-            # The head's KV ends here: its drafts cannot be had again.
+            # The draft head's KV is not extended any more, so the drafts cannot be resumed.
             session.drafter_record.record_dropped_drafts()
             session.set_in_process_drafts(0)
             self._in_process.record_dropped_drafts()
 
     def record_look_ahead(self, session: Session, *, ahead: bool) -> None:
-        """The session's drafter is about to be told to look ahead, or not to."""
+        """Record that the session's drafter will be told to start (`ahead`) or to stop
+        look-ahead."""
         session.is_look_ahead_on = ahead
         if session.speculation_state is not None:
             session.speculation_state.record_look_ahead_change()
 
     def reset_drafter(self, drafter_id: DrafterId) -> None:
-        """A drafter has connected: what was measured of its predecessor is void."""
+        """Discard the measurements of a drafter that has connected again, since they describe its
+        predecessor."""
         for workload_class, workload in self._workloads.items():
             if workload_class.drafter_id == drafter_id:
                 workload.reset_drafter()
@@ -283,7 +291,8 @@ class SpeculationPolicy:
     # ---- waiting -------------------------------------------------------------------------------
 
     def proposal_timeout_s(self, session: Session) -> float:
-        """How long the session's next round waits for a proposal; the plan's bound holds."""
+        """Return how long the session's next round waits for a proposal, in seconds; at most the
+        plan's proposal timeout."""
         bound_s, state = session.plan.proposal_timeout_ms / 1000.0, session.speculation_state
         if not self._automatic or state is None or state.workload is None:
             return bound_s
@@ -297,7 +306,8 @@ class SpeculationPolicy:
     def record_arrival(
         self, session: Session, *, prefix_len: int, usable: bool, now: float
     ) -> None:
-        """A proposal arrived; `usable`: it is for the session's present prefix."""
+        """Record the arrival of a proposal. `usable` is whether it is for the session's present
+        prefix."""
         session.has_stalled_drafter = False
         state = session.speculation_state
         if state is None or state.workload is None or session.is_speculation_off:
@@ -306,20 +316,22 @@ class SpeculationPolicy:
         state.wait.record_arrival(session, arrival, prefix_len=prefix_len, usable=usable, now=now)
 
     def record_timeout(self, session: Session) -> None:
-        """A proposal timeout ran out: the session's rounds do not wait until a proposal arrives, or
-        for a number of rounds."""
+        """Record that a proposal timeout expired. The session's rounds then do not wait for
+        proposals until one arrives or for a number of rounds."""
         session.has_stalled_drafter = True
         if session.speculation_state is not None:
             session.speculation_state.wait.record_timeout(session)
 
     def slowest_response_s(self) -> float:
-        """Time from a round's end to its proposals, of the slowest drafter in use; what was drafted
-        ahead does not count. 0 while unknown."""
+        """Return the mean time from the end of a round to the arrival of its proposals, in seconds,
+        for the slowest drafter in use; 0 if unknown. Proposals that were made ahead do not
+        count."""
         used = (each.arrival.mean_s for each in self._workloads.values() if each.sessions)
         return max(used, default=0.0)
 
     def drafter_response_s(self, drafter_id: DrafterId) -> float:
-        """The same of one drafter, as it was last if it is not in use."""
+        """Return the mean time from the end of a round to the arrival of its proposals, in seconds,
+        for one drafter; 0 if unknown. A drafter that is not in use keeps its last value."""
         workloads = list(self._workloads.values())
         mine = [each for each in workloads if each.workload_class.drafter_id == drafter_id]
         used = [each for each in mine if each.sessions]
@@ -337,9 +349,13 @@ class SpeculationPolicy:
         prompts: Sequence[int],
         now: float,
     ) -> None:
-        """A round ended that took `seconds` without waiting, `forward_s` of them for the target's
-        forward: `rows`, and those that were `alike`. `prompts`: prompt tokens of each session with
-        some in it."""
+        """Record a finished round.
+
+        `rows` are the results of its rows, and `alike` those of its plain rows. The round took
+        `seconds` seconds without waiting, of which the target's forward pass took `forward_s`.
+        `prompts` holds the number of prompt tokens of each session that prefilled in the round;
+        `now` is the time at which the round ended.
+        """
         self._ended_at = now
         decoded = [row for row in rows if row.verify_row is not None]
         count = len(decoded) + len(alike)
@@ -365,17 +381,17 @@ class SpeculationPolicy:
             self._observe_row(row, clock)
         self._evaluate(weight)
         if len(served) == 1 and count and not (chunks or counts):
-            # Of rounds of several classes nobody knows which length took how long.
+            # With sessions of several classes, the time of a draft length cannot be told apart.
             served[0].observe_forward(self._loads.load, round(nodes / count), forward_s)
 
     def _observe_session(self, session: Session, clock: float) -> None:
-        """A session emitted one token without a draft, as it was to."""
+        """Record that a session emitted one token in a round without a draft, as planned."""
         state = session.speculation_state
         if state is None or state.workload is None:
             return
         spent_s = state.record_round_end(clock)
         if not session.is_speculation_off or math.isnan(spent_s):
-            # Nobody drafts for it, so there was no choice.
+            # The session has no drafter, so there was no choice.
             return
         is_settled = state.unsettled_rounds <= 0.0
         state.unsettled_rounds -= 1.0
@@ -388,10 +404,11 @@ class SpeculationPolicy:
         workload, nodes = state.workload, row.nodes
         spent_s = state.record_round_end(clock)
         if session.link_id is None and not session.is_speculation_off:
-            # Nobody drafts for it, so there was no choice.
+            # The session has no drafter, so there was no choice.
             return
         if row.is_hit:
-            # It did not arrive after the root, and yet the drafter follows.
+            # The proposal was there before the root was known, which shows that the drafter
+            # follows.
             session.has_stalled_drafter = False
             state.wait.record_healthy()
         if nodes:
@@ -402,7 +419,7 @@ class SpeculationPolicy:
                 spent_s = min(spent_s, MAX_MISS_ROUNDS * self._loads.round_s)
             state.wait.record_skipped_round(session)
             if row.missed_proposal and not has_waited:
-                # It did not wait, so it tells nothing about drafts.
+                # The round did not wait for the proposal, so it tells nothing about drafts.
                 return
         is_settled = state.unsettled_rounds <= 0.0
         state.record_round(
@@ -413,14 +430,15 @@ class SpeculationPolicy:
             self._tally(workload, shape, is_settled).add_row(len(row.tokens), spent_s)
 
     def _tally(self, workload: WorkloadStats, shape: CandidateShape, is_settled: bool) -> RowTally:
-        # A session that has not followed a change yet shares its rounds with others that have.
+        # A session that has not followed a change of the shape yet shares its rounds with sessions
+        # that have.
         tally = workload.tally(shape, is_settled and shape == workload.shape)
         if not tally.rows and workload not in self._touched:
             self._touched.append(workload)
         return tally
 
     def _evaluate(self, weight: float) -> None:
-        """Let the controllers see what the sessions of their classes got in this round."""
+        """Pass the results of the round to the controllers of the workload classes."""
         load, touched = self._loads.load, self._touched
         self._touched = []
         for workload in touched:
@@ -443,7 +461,8 @@ class SpeculationPolicy:
     # ---- reports -------------------------------------------------------------------------------
 
     def decision_flags(self, session: Session) -> int:
-        """Flags of the mode in force for the session and why; 0 without a choice."""
+        """Return the flags for the session's present mode and the reason for it; 0 if there was no
+        choice."""
         state = session.speculation_state
         if state is None or not self._automatic or state.lacks_features:
             return 0
@@ -455,7 +474,8 @@ class SpeculationPolicy:
         return flags | PAUSED if session.is_speculation_off else flags
 
     def describe(self) -> str:
-        """For each class that is being served: its shape, why, and what drafts gain; ASCII."""
+        """Return a summary in ASCII: the shape of each class with sessions, the reason for it, and
+        the gain of drafts."""
         return "; ".join(chain(self._in_process.summaries(), self._summaries()))
 
     def _summaries(self) -> Iterator[str]:
@@ -469,10 +489,11 @@ class SpeculationPolicy:
 
     @property
     def is_automatic(self) -> bool:
-        """Whether anything is decided here."""
+        """Whether the policy decides; otherwise the plans are used unchanged."""
         return self._automatic
 
 
 def can_never_draft(session: Session) -> bool:
-    """Whether the session's plan needs features that are kept no more."""
+    """Return whether no drafter can draft for the session, because its plan needs features that are
+    no longer kept."""
     return session.has_dropped_features and session.plan.method in FEATURE_METHODS

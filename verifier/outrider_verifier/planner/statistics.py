@@ -213,7 +213,7 @@ class LoadStats:
     def _added_s(self, sample: RoundSample) -> float:
         if not sample.chunks:
             return 0.0
-        # # A round with prompts only is compared with a round in which all sessions decode, since
+        # A round with prompts only is compared with a round in which all sessions decode, since
         # sessions may have waited for the round for lack of drafts.
         rows, own = sample.rows or self.sessions, sample.has_in_process_drafts
         with_s = self._times(rows, own=own, chunks=sample.chunks)

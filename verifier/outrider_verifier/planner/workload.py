@@ -1,4 +1,5 @@
-"""Workload classes: sessions whose speculation goes alike, and what is measured about them."""
+"""Workload classes (sessions that are expected to speculate alike) and their measured
+statistics."""
 
 from __future__ import annotations
 
@@ -24,18 +25,19 @@ from outrider_verifier.planner.speculation_controller import (
 from outrider_verifier.state.session import NO_LIMIT, Session
 
 MAX_WORKLOAD_CLASSES: Final = 256
-"""Classes that are remembered; the oldest one without sessions is forgotten first."""
+"""Maximum number of classes with statistics; the oldest class without sessions is deleted first."""
 REVIEW_ROUNDS: Final = 48
-"""Drafted rounds after which a class's draft length is chosen anew."""
+"""Number of drafted rounds of a class after which its draft length is chosen again."""
 RESUME_ROUNDS: Final = 3.0
-"""Drafted rounds of a session that resumes which tell nothing about drafts: its drafter, and the
-other sessions that resume, are out of step."""
+"""Number of drafted rounds of a session after its speculation resumed that are not counted as
+typical, because its drafter and the other resuming sessions are not in step yet."""
 CATCH_UP_WEIGHT: Final = 0.2
-"""What a round without a draft counts of these."""
+"""Weight of a round without a draft, as a part of `RESUME_ROUNDS`."""
 
 
 class WorkloadClass(NamedTuple):
-    """Sessions with equal values here are expected to speculate alike, so they share statistics."""
+    """Properties of a session by which sessions share statistics: sessions with equal values are
+    expected to speculate alike."""
 
     drafter_id: DrafterId | None
     method: DraftMethod
@@ -43,16 +45,17 @@ class WorkloadClass(NamedTuple):
     top_k: int
     rule: Rule
     temperature: float
-    """Rounded to tenths."""
+    """Sampling temperature, rounded to tenths."""
     look_ahead: bool = False
     """Whether drafts may be made ahead of their verdicts."""
     fan_out: int = 0
     has_grammar: bool = False
-    """Rounds of sessions with a grammar wait for the host, and other drafts are accepted."""
+    """Whether the sessions have a grammar. Their rounds wait for the host, and their acceptance
+    differs."""
 
     @classmethod
     def of_session(cls, session: Session) -> WorkloadClass:
-        """The class of a session with a speculative plan."""
+        """Return the workload class of a session with a speculative plan."""
         plan, sampling = session.plan, session.spec.sampling
         return cls(
             drafter_id=session.spec.drafter_id,
@@ -68,12 +71,12 @@ class WorkloadClass(NamedTuple):
 
     @property
     def shape(self) -> CandidateShape:
-        """The shape of its drafts, made in lock-step."""
+        """Draft shape of the class if drafts are made in lock-step."""
         return CandidateShape(self.draft_tokens, is_tree=self.top_k > 1)
 
     @property
     def shape_ahead(self) -> CandidateShape:
-        """The same, made ahead of verdicts."""
+        """Draft shape of the class if drafts are made ahead of their verdicts."""
         return self.shape._replace(is_ahead=True)
 
     def __str__(self) -> str:
@@ -93,14 +96,15 @@ class RowTally:
     seconds: float = 0.0
 
     def add_row(self, tokens: int, seconds: float) -> None:
-        """Count a row."""
+        """Add a row that emitted `tokens` tokens, `seconds` after the session's previous round."""
         self.rows += 1
         self.tokens += tokens
         self.squares += tokens * tokens
         self.seconds += seconds
 
     def take(self, sessions: int, *, is_settled: bool, weight: float) -> RoundObservation:
-        """The sums, which begin anew."""
+        """Return the sums and reset them. `sessions` is the number of decoding sessions of the
+        class."""
         seen = RoundObservation(
             self.rows, self.tokens, self.squares, self.seconds, sessions, is_settled, weight
         )
@@ -111,60 +115,63 @@ class RowTally:
 
 @dataclass(slots=True, eq=False)
 class WorkloadStats:
-    """What was measured about a class whose drafts come by messages."""
+    """Measured statistics of a workload class that is drafted for by messages."""
 
     workload_class: WorkloadClass
     controller: SpeculationController
     shapes: tuple[CandidateShape, ...]
-    """Draft shapes that its sessions may have, `OFF` included, the first one first."""
+    """Draft shapes that the sessions may have, including `OFF`; the shape to start with comes
+    first."""
     acceptance: AcceptanceByDepth
     arrivals: tuple[ArrivalEstimate, ArrivalEstimate] = field(
         default_factory=lambda: (ArrivalEstimate(), ArrivalEstimate())
     )
-    """Of proposals that were waited for, in lock-step and with look-ahead, where the drafter may be
-    busy with drafting ahead."""
+    """Delays of proposals in lock-step and with look-ahead. They are separate because with
+    look-ahead the drafter may be busy with other drafts."""
     sessions: int = 0
-    """Sessions that this class has now."""
+    """Number of sessions in this class."""
     decoding: int = 0
-    """Of these, sessions that have been in a round; those that wait or prefill are not."""
+    """Number of these sessions that decode, i.e. have been in a round; waiting and prefilling
+    sessions are left out."""
     shape: CandidateShape = OFF
-    """What its sessions should have in the next round."""
+    """Draft shape for the sessions in the next round."""
     limits: dict[int, int] = field(default_factory=dict)
-    """Draft tokens that are worth verifying, by load; absent: all."""
+    """Number of draft tokens that are worth verifying, by load; without an entry there is no
+    limit."""
     forwards: dict[int, ForwardTimes] = field(default_factory=dict)
-    """By load."""
+    """Times of the target's forward pass, by load."""
     tallies: dict[tuple[CandidateShape, bool], RowTally] = field(default_factory=dict)
-    """Of the round that is being observed, by shape and whether its rows are settled."""
+    """Sums of the round that is being observed, by draft shape and whether the rows are settled."""
     _rounds_since_review: int = 0
     _step_s: float = 0.0
-    """Mean time from one drafted round of a session to the next."""
+    """Mean time from one drafted round of a session to the next, in seconds."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether its sessions should decode plainly."""
+        """Whether the sessions should decode plainly."""
         return not self.shape.nodes
 
     @property
     def arrival(self) -> ArrivalEstimate:
-        """When proposals arrive with the shape in force."""
+        """Delays of proposals with the shape in force."""
         return self.arrivals[self.shape.is_ahead]
 
     def tally(self, shape: CandidateShape, is_settled: bool) -> RowTally:
-        """Where a row with drafts of a shape counts."""
+        """Return the sums to which a row with drafts of `shape` is added."""
         tally = self.tallies.get((shape, is_settled))
         if tally is None:
             tally = self.tallies[shape, is_settled] = RowTally()
         return tally
 
     def shape_of(self, session: Session) -> CandidateShape:
-        """The shape that a session has now."""
+        """Return the shape that a session has now."""
         if session.is_speculation_off:
             return OFF
         mine = self.workload_class
         return mine.shape_ahead if session.is_look_ahead_on else mine.shape
 
     def reset_drafter(self) -> None:
-        """Another drafter drafts: what was measured of its predecessor is void."""
+        """Discard the measurements of a drafter that was replaced."""
         self.controller = SpeculationController()
         self.arrivals = ArrivalEstimate(), ArrivalEstimate()
         self.acceptance = AcceptanceByDepth(self.workload_class.draft_tokens)
@@ -172,16 +179,18 @@ class WorkloadStats:
         self._rounds_since_review, self._step_s = 0, 0.0
 
     def draft_limit(self, load: int) -> int:
-        """Draft tokens that are worth verifying at a load."""
+        """Return the number of draft tokens that are worth verifying at a load."""
         return self.limits.get(load, NO_LIMIT)
 
     def observe_forward(self, load: int, nodes: int, seconds: float) -> None:
-        """A forward took `seconds`, whose rows had so many draft nodes in the mean."""
+        """Record the time of a forward pass, in seconds. `nodes` is the mean number of draft nodes
+        of its rows."""
         self.forwards.setdefault(load, ForwardTimes()).observe_forward(nodes, seconds)
 
     def review_draft_length(self, load: int, step_s: float) -> bool:
-        """A drafted round ended; choose the length of chains, if that is due. `step_s`: time from
-        one of a session's rounds to the next. Returns whether the length has changed."""
+        """Record a drafted round, and choose the length of chains again if that is due. Return
+        whether the length has changed. `step_s` is the time from one round of a session to the
+        next, in seconds."""
         self._step_s += (step_s - self._step_s) / 8.0 if self._step_s else step_s
         self._rounds_since_review += 1
         if self._rounds_since_review < REVIEW_ROUNDS or self.workload_class.top_k != 1:
@@ -204,55 +213,59 @@ class WorkloadStats:
 
 @dataclass(slots=True, eq=False)
 class SpeculationState:
-    """What the policy keeps of one session whose plan speculates."""
+    """The speculation policy's state of one session whose plan speculates."""
 
     workload: WorkloadStats | None
-    """None: its drafts are made in this process or on another device, or nobody can draft for
-    it."""
+    """Statistics of the session's class; None if the drafts do not come by messages or no drafter
+    can draft for the session."""
     in_process_class: WorkloadClass | None = None
-    """The class of a session with in-process drafts; None: it has none."""
+    """Class of a session with in-process drafts; None for all other sessions."""
     wait: ProposalWait = field(default_factory=ProposalWait)
     last_round_s: float = math.nan
-    """End of its last round, on a clock that what prompts add to rounds does not move; nan before
-    the first one."""
+    """Time at which the session's last round ended, on a clock that leaves out the time that
+    prompts add to rounds; nan before the first round."""
     unsettled_rounds: float = 1.0
-    """Rounds to come that tell of a change and not of the shape."""
+    """Number of next rounds that are not typical of the shape, because the shape or the mode has
+    changed."""
 
     @property
     def is_in_process(self) -> bool:
-        """Whether its drafts are in-process drafts, or were until they were dropped."""
+        """Whether the session has, or had until they were dropped, in-process drafts."""
         return self.in_process_class is not None
 
     @property
     def lacks_features(self) -> bool:
-        """Whether nobody can draft for it: its plan needs features that are kept no more."""
+        """Whether no drafter can draft for the session, because its plan needs features that are no
+        longer kept."""
         return self.workload is None and self.in_process_class is None
 
     def record_mode_change(self, *, paused: bool) -> None:
-        """Speculation of the session goes off or on."""
+        """Record that the session's speculation was turned off (`paused`) or on."""
         self.unsettled_rounds = max(self.unsettled_rounds, 1.0 if paused else RESUME_ROUNDS)
         self.wait.is_catching_up = not paused
 
     def record_look_ahead_change(self) -> None:
-        """The session goes over to look-ahead or to lock-step: the drafts of two rounds may be of
-        the old kind."""
+        """Record that the session changes to look-ahead or to lock-step. The drafts of its next two
+        rounds may still be made in the old way."""
         self.unsettled_rounds = max(self.unsettled_rounds, 2.0)
 
     def record_resume(self) -> None:
-        """Its KV was computed once more: the time since its last round tells nothing."""
+        """Record that the session's KV was computed again, so that the time since its last round is
+        not counted."""
         if self.workload is not None and not math.isnan(self.last_round_s):
             self.workload.decoding -= 1
         self.last_round_s = math.nan
 
     def record_round_end(self, clock_s: float) -> float:
-        """A round of it ended at this time; returns the time since the one before, nan if it is the
-        first."""
+        """Record that a round of the session ended. Return the time since its previous round, in
+        seconds; nan for the first round."""
         last_s, self.last_round_s = self.last_round_s, clock_s
         if self.workload is not None and last_s != last_s:
             self.workload.decoding += 1
         return max(0.0, clock_s - last_s) if last_s == last_s else math.nan
 
     def record_round(self, *, is_drafted: bool, is_off: bool, missed: bool) -> None:
-        """A round of it went by. `missed`: it had waited for a draft in vain."""
+        """Record a round of the session. `missed` is whether the round waited for a draft that did
+        not arrive."""
         counts = is_drafted or is_off or missed
         self.unsettled_rounds -= 1.0 if counts else CATCH_UP_WEIGHT

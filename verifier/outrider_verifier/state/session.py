@@ -1,7 +1,7 @@
-"""Session: tokens, KV, plan and phase of one served request; owned by the engine thread.
+"""Session: tokens, KV, plan and phase of one served request. Engine thread only.
 
-`SessionHandles` gives sessions small integers, which index the per-session columns and name a
-session to its drafter.
+`SessionHandles` assigns small integers to sessions. These handles index the per-session arrays of
+this process and identify a session to its drafter.
 """
 
 from __future__ import annotations
@@ -42,76 +42,85 @@ if TYPE_CHECKING:
 from heapq import heappop, heappush
 
 NO_LIMIT: Final = 1 << 20
-"""A draft limit that no draft reaches."""
+"""Draft limit that no draft reaches."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """A request being served.
+    """A request that is being served.
 
-    `tokens[:length]` is the committed prefix. While prefilling, KV is written for fewer than
-    `prefill.target` of them; afterwards for length - 1: the last token is the root. A waiting
-    session has no KV. All its other state stays: a committed token is sent once, and so is a
-    position's feature.
+    `tokens[:length]` is the committed prefix. While the session prefills, KV is written for fewer
+    than `prefill.target` of these tokens. Afterwards KV is written for `length` - 1 tokens: the
+    last token is the root. A waiting session has no KV, but keeps all other state, so that no
+    committed token and no feature is sent twice.
     """
 
     spec: SessionSpec
     plan: SpeculationPlan
     ticket: int
-    """Number of the `open` call; tells two incarnations of one session id apart."""
+    """Number of the `open` call; it distinguishes two incarnations with the same session id."""
     kv: KVSequence
     tokens: NDArray[np.int32]
-    """[prompt + max_new_tokens], filled up to `length`."""
+    """Token ids of prompt and output, int32 [prompt length + max_new_tokens]; filled up to
+    `length`."""
     length: int
     root_known_at: float
-    """When the current root became known (while prefilling: when the session was opened)."""
+    """Time at which the current root became known; while prefilling, the time at which the session
+    was opened."""
     stop_ids: frozenset[int]
     keeps_features: bool
-    """Whether features are kept: from the opening on or not at all, because they cannot be had
-    later."""
+    """Whether features are kept. This holds from the opening on or not at all, because features
+    cannot be computed later."""
     opened_at: float
     prefill: PrefillProgress
     preemption: PreemptionRecord
     max_blocks: int
-    """KV blocks that it may ever have to hold."""
+    """Maximum number of KV blocks that the session can ever hold."""
     in_process_draft_length: int
-    """Draft length of the in-process drafter, which drafts for the session; 0: it does not."""
+    """Draft length of the in-process drafter; 0 if the in-process drafter does not draft for this
+    session."""
     constraint: Constraint | None
-    """What it may emit, by its grammar and the limits of its ids; None: anything. It follows the
-    accepted tokens, so whatever was lost or preempted, it is where they are."""
+    """Constraint on the emitted tokens from the session's grammar and token limits; None if all
+    tokens are allowed. The constraint follows the accepted tokens, so it stays valid through
+    preemptions."""
     phase: SessionPhase = WAITING
-    """Where in its life the session is; written by `change_phase` alone, which every method calls
-    that marks a step of that life."""
+    """Phase of the session. Only `change_phase` sets it."""
     written_positions: int = 0
-    """Positions whose KV was written, also if it was lost since: drafters know their features."""
+    """Number of positions whose KV was written, even if that KV was lost since. Drafters have the
+    features of these positions."""
     handle: int = -1
-    """Its place in the columns of this process, and its name to a drafter; -1 before it has one."""
+    """Index of the session in the per-session arrays of this process, and its identifier at its
+    drafter; -1 if none is assigned."""
     round_id: int = 0
     emitted: int = 0
-    """Tokens emitted by this incarnation."""
+    """Number of tokens emitted by this incarnation."""
     link_id: int | None = None
-    """The exchange link on which the session is announced; None: it decodes plainly."""
+    """Exchange link on which the session is announced to its drafter; None if it is not
+    announced."""
     has_stalled_drafter: bool = False
-    """Its drafter let a proposal timeout run out; no waiting until a proposal shows that it is
-    back."""
+    """Whether the session's drafter caused a proposal timeout. Rounds then do not wait for
+    proposals until one arrives."""
     drafter_record: DrafterRecord = field(default_factory=DrafterRecord)
     proposal_at: float = 0.0
-    """When the newest usable proposal arrived."""
+    """Time at which the newest usable proposal arrived."""
     speculation_state: SpeculationState | None = None
-    """What the policy keeps of it; None: its plan does not speculate."""
+    """State of the speculation policy for the session; None if the session's plan does not
+    speculate."""
     is_speculation_off: bool = False
-    """Whether the speculation policy has it decode plainly; its drafter is told nothing
-    meanwhile."""
+    """Whether the speculation policy lets the session decode plainly. The session's drafter then
+    receives nothing."""
     has_dropped_features: bool = False
-    """Whether its features are kept no more: because the policy says so, or because they pass
-    between devices. Whoever needs them never drafts for it by messages again."""
+    """Whether the session's features are no longer kept, because of the speculation policy or
+    because they are exchanged between devices. A drafter that needs features can then never again
+    draft for the session by messages."""
     is_look_ahead_on: bool = False
-    """Whether the speculation policy has it drafted for ahead of its verdicts; its drafter is told
-    so."""
+    """Whether the speculation policy lets the session's drafter make drafts ahead of their
+    verdicts. The drafter is told this."""
     draft_limit: int = NO_LIMIT
-    """Draft levels that the policy finds worth verifying."""
+    """Number of draft levels that are worth verifying, according to the speculation policy."""
     covered_len: int = 0
-    """Length up to which its blocks suffice for its next rounds."""
+    """Session length, in tokens, up to which the session's KV blocks suffice for its next
+    rounds."""
 
     @classmethod
     def create(
@@ -126,8 +135,8 @@ class Session:
         in_process_draft_length: int = 0,
         constraint: Constraint | None = None,
     ) -> Session:
-        """State of a session that waits to be prefilled. `max_blocks`: 0 where its blocks are not
-        managed; the other arguments are described at the attributes."""
+        """Return a new session that waits to be prefilled. `max_blocks` is 0 if the session's
+        blocks are not managed; the other arguments are described at the attributes."""
         prompt = np.asarray(spec.token_ids, dtype=np.int32)
         tokens = np.empty(len(prompt) + spec.max_new_tokens, dtype=np.int32)
         tokens[: len(prompt)] = prompt
@@ -156,35 +165,36 @@ class Session:
 
     @property
     def drafter_plan(self) -> SpeculationPlan:
-        """Its plan as its drafter is to carry it out."""
+        """The session's plan as its drafter has to carry it out."""
         if self.is_look_ahead_on == (self.plan.look_ahead > 0):
             return self.plan
         return replace(self.plan, look_ahead=int(self.is_look_ahead_on))
 
     @property
     def max_len(self) -> int:
-        """Upper bound of the prefix in tokens."""
+        """Maximum length of the prefix in tokens."""
         return len(self.tokens)
 
     @property
     def prefill_left(self) -> int:
-        """Tokens to prefill that no round was submitted with; 0 once the session can decode."""
+        """Number of tokens to prefill that were not yet submitted in a round; 0 once the session
+        can decode."""
         return 0 if self.phase is DECODING else self.prefill.left
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether the KV of the whole prompt was written, as far as the host has seen."""
+        """Whether the KV of the whole prompt was written, as far as the host knows."""
         return self.written_positions >= len(self.spec.token_ids)
 
     @property
     def kv_len(self) -> int:
-        """Positions whose KV is written, or is to be before it decodes (again): all but the
-        root's."""
+        """Number of positions whose KV is written or must be before the session decodes: all
+        positions except that of the root."""
         return self.length - 1 if self.emitted else self.length
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has no KV, waits for blocks and is no row of any round."""
+        """Whether the session has no KV and waits for blocks; such a session is in no round."""
         return self.phase is WAITING or self.phase is SWAPPED
 
     @property
@@ -194,19 +204,19 @@ class Session:
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be emitted."""
+        """Number of tokens that may still be emitted."""
         return self.spec.max_new_tokens - self.emitted
 
     @property
     def stops_from(self) -> int:
-        """The first position at which a stop token may be emitted."""
+        """First position at which a stop token may be emitted."""
         return self.spec.prompt_len + self.spec.min_new_tokens
 
     @property
     def max_draft_depth(self) -> int:
-        """How deep a draft may reach in the next round; 0: none is wanted.
+        """Maximum depth of a draft in the next round; 0 if the round needs no draft.
 
-        A round emits one token beyond its draft.
+        A round emits one token in addition to the accepted draft tokens.
         """
         return min(self.remaining - 1, self.draft_limit)
 
@@ -226,7 +236,7 @@ class Session:
 
     @property
     def lacks_drafter(self) -> bool:
-        """Whether it decodes plainly only because nobody drafts for it."""
+        """Whether the session decodes plainly only because it has no drafter."""
         return self.plan.is_speculative and not (
             self.link_id is not None
             or self.has_stalled_drafter
@@ -248,12 +258,12 @@ class Session:
 
     @property
     def has_drafter(self) -> bool:
-        """Whether a drafter outside follows it and makes its drafts."""
+        """Whether a drafter in another process follows the session and drafts for it."""
         return self.link_id is not None and not self.is_speculation_off
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether its drafter is to draft for outcomes before they happen."""
+        """Whether the session's drafter should draft for outcomes before they are known."""
         return self.is_look_ahead_on and self.has_drafter
 
     @property
@@ -262,15 +272,15 @@ class Session:
         return self.link_id is not None and not self.has_stalled_drafter and self.draft_wanted
 
     def waited_s(self, now: float) -> float:
-        """How long it has waited for KV blocks, in seconds."""
+        """Return how long the session has waited for KV blocks, in seconds."""
         before = self.preemption.total_wait_s
         return before + (now - self.preemption.waiting_since if self.is_waiting else 0.0)
 
     # ---- its tokens, plan and drafter ----------------------------------------------------------
 
     def commit_tokens(self, tokens: Sequence[int], now: float, rounds: int = 0) -> None:
-        """Commit emitted tokens; the last one becomes the root. `rounds`: decode rounds that they
-        took; 0 of a prompt's first token."""
+        """Commit emitted tokens; the last one becomes the root. `rounds` is the number of decode
+        rounds that produced them; 0 for the first token after the prompt."""
         count = len(tokens)
         end = self.length + count
         if count == 1:  # as in every plain round; a slice takes four times as long
@@ -284,26 +294,26 @@ class Session:
         self.root_known_at = now
 
     def change_plan(self, plan: SpeculationPlan, in_process_draft_length: int) -> None:
-        """Speculate by another plan from the next round on."""
+        """Replace the plan from the next round on."""
         self.plan = plan
         self.set_in_process_drafts(in_process_draft_length)
 
     def set_in_process_drafts(self, length: int) -> None:
-        """Verify in-process drafts of this length from the next round on; 0: none."""
+        """Set the length of in-process drafts from the next round on; 0 disables them."""
         self.in_process_draft_length = length
         self.recheck_blocks()
 
     def assign_drafter(self, drafter_id: DrafterId | None) -> None:
-        """Have another drafter, or none, draft for it."""
+        """Assign another drafter to the session, or none."""
         self.spec = replace(self.spec, drafter_id=drafter_id)
         self.drafter_record.reset_losses()
 
     def mark_announced(self, link_id: int) -> None:
-        """It was announced to its drafter on this link, and the drafter follows it."""
+        """Record that the session was announced to its drafter on this link."""
         self.link_id = link_id
 
     def mark_withdrawn(self) -> None:
-        """No drafter follows it any more."""
+        """Record that no drafter follows the session any more."""
         self.link_id = None
 
     # ---- its KV blocks ------------------------------------------------------------------------
@@ -314,13 +324,15 @@ class Session:
         self.covered_len = self.kv.capacity - headroom + 1
 
     def recheck_blocks(self) -> None:
-        """Have its blocks looked at before the next round, which may write further than before."""
+        """Have the session's blocks checked before the next round, which may write to more
+        positions than before."""
         self.covered_len = 0
 
     # ---- its phase -----------------------------------------------------------------------------
 
     def change_phase(self, phase: SessionPhase) -> None:
-        """Enter another phase. Raises InternalError if that may not follow the present one."""
+        """Enter another phase. Raises InternalError if this phase may not follow the present
+        one."""
         if phase not in ALLOWED_TRANSITIONS[self.phase]:
             raise InternalError(
                 f"session {self.session_id} is {self.phase.value} and cannot become {phase.value}",
@@ -329,20 +341,22 @@ class Session:
         self.phase = phase
 
     def mark_preempted(self, now: float, *, swapped: bool) -> None:
-        """It has lost its KV: it waits. `swapped`: there is a copy."""
+        """Record that the session has lost its KV and waits. `swapped` is whether the KV was copied
+        to host memory."""
         self.change_phase(SWAPPED if swapped else WAITING)
         self.preemption.waiting_since = now
         self.preemption.count += 1
 
     def mark_recomputing(self, now: float) -> None:
-        """It has given its KV back in order to prefill again at once, which is no preemption."""
+        """Record that the session released its KV in order to prefill again at once. This does not
+        count as a preemption."""
         self.change_phase(WAITING)
         self.preemption.waiting_since = now
 
     def mark_admitted(self, now: float, *, kept: bool, found: int = 0) -> None:
-        """It has blocks, and runs. `kept`: its KV is there as it was; else it is to be computed
-        (again), but for the first `found` tokens, behind which the root, if there is one, stays as
-        it is."""
+        """Record that the session has KV blocks and runs. `kept` is whether its KV is still intact.
+        Otherwise the KV is computed again, except for the first `found` tokens, which are in the
+        prefix cache; the root does not change."""
         assert self.is_waiting, (self.session_id, self.phase)
         if not kept:
             self.prefill = PrefillProgress(target=self.kv_len, sent=found)
@@ -354,19 +368,21 @@ class Session:
         self.preemption.record_resume(now, self.length)
         if self.speculation_state is not None:
             self.speculation_state.record_resume()
-        # Nobody waited for a draft meanwhile; its turn among prompts is that of its opening.
+        # The session did not wait for a draft in this time. Prompts are ordered by the time of
+        # their opening.
         self.root_known_at = self.opened_at if self.prefill.left else now
 
     def mark_submitted(self, end: int) -> None:
-        """A round was submitted with its tokens to prefill before position `end`."""
+        """Record that a round was submitted with the session's tokens to prefill before position
+        `end`."""
         assert self.phase is PREFILLING, (self.session_id, self.phase)
         self.prefill.sent = end
         if not self.prefill.left:
             self.change_phase(DECODING)
 
     def mark_prefilled(self, end: int, now: float) -> int:
-        """KV of positions before `end` is written, by prefilling; how many of these positions
-        were never written before."""
+        """Record that prefilling has written the KV of the positions before `end`. Return the
+        number of these positions that were never written before."""
         fresh = max(0, end - self.written_positions)
         self.written_positions += fresh
         if self.emitted and end == self.prefill.target:
@@ -374,21 +390,23 @@ class Session:
         return fresh
 
     def mark_ended(self) -> None:
-        """All that it held is being given back; it is in no later round."""
+        """Record that the session ended. All its resources are released, and it is in no later
+        round."""
         self.change_phase(ENDED)
 
 
 def any_keeps_features(sessions: Sequence[Session]) -> bool:
-    """Whether any of them does, so that a round with them makes some."""
+    """Return whether any of these sessions keeps features, so that a round with them computes
+    features."""
     return any([session.keeps_features for session in sessions])
 
 
 def check_spec(
     spec: SessionSpec, *, vocab_size: int, max_context_len: int, max_tree_nodes: int
 ) -> None:
-    """Refuse a session that can never be served. Raises InvalidRequestError."""
+    """Raise InvalidRequestError if the session can never be served."""
     count = len(spec.token_ids)
-    # Words are made for what is refused alone: they took most of the time.
+    # Messages are formatted only for refused sessions, because formatting took most of the time.
     if not count:
         _refuse("the prompt is empty", "EMPTY_PROMPT")
     stops = spec.stop_token_ids
@@ -419,7 +437,7 @@ def check_spec(
 
 
 def check_plan(plan: SpeculationPlan, *, max_tree_nodes: int) -> None:
-    """Refuse a plan whose proposals would all be invalid here. Raises InvalidRequestError."""
+    """Raise InvalidRequestError if all proposals of the plan would be invalid at this verifier."""
     if plan.is_speculative and plan.draft_tokens > max_tree_nodes:
         _refuse(
             f"draft_tokens must be at most {max_tree_nodes} on this verifier, got "
@@ -438,7 +456,8 @@ def _refuse(message: str, reason: str) -> NoReturn:
 
 
 class SessionHandles:
-    """Assigns handles 0 .. count - 1; the lowest free one is next, so that columns stay dense.
+    """Assigns handles 0 .. `count` - 1 to sessions. The lowest free handle is assigned first, so
+    that the per-session arrays stay dense.
 
     Engine thread only.
     """
@@ -447,27 +466,27 @@ class SessionHandles:
         self.count = count
         self._owners: list[Session | None] = [None] * count
         self._free = list(range(count))
-        """A heap."""
+        """Heap of the free handles."""
 
     def assign(self, session: Session) -> None:
-        """A handle for a session that has none; one must be free."""
+        """Assign a handle to a session that has none. At least one handle must be free."""
         session.handle = heappop(self._free)
         self._owners[session.handle] = session
 
     def release(self, session: Session) -> None:
-        """The session needs its handle no more."""
+        """Release the session's handle."""
         self._owners[session.handle] = None
         heappush(self._free, session.handle)
         session.handle = -1
 
     def get_owner(self, handle: int) -> Session:
-        """The session that has a handle; there must be one."""
+        """Return the session that has this handle; there must be one."""
         session = self._owners[handle]
         assert session is not None, handle
         return session
 
     def clear(self) -> None:
-        """Take all handles back from whoever has them."""
+        """Release the handles of all sessions."""
         for session in self._owners:
             if session is not None:
                 session.handle = -1

@@ -1,6 +1,6 @@
 """Alternative candidate ids for each drafted token, ranked from draft logits.
 
-R rows, B sessions, c ids a row, Vd draft vocabulary.
+Shapes: R rows, B sessions, c candidate ids per row, Vd draft vocabulary size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.engine.kernels.drafts.topk import log_softmax_topk
 from outrider.engine.kernels.session_tensors import SamplingState
 
 NUM_ALTERNATIVES: Final = 4
-"""Ids told beside each drafted one, where they are asked for; each costs a pass over the logits."""
+"""Number of alternative ids per drafted token, if alternatives are requested."""
 
 
 def ranked_alternatives(
@@ -28,14 +28,14 @@ def ranked_alternatives(
     ids: Tensor,
     temperatures: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The best target ids int32 [R, c] by the distribution of softmax(logits / T), those of coupled
-    sessions by shared noise, best first, -1 where there are no more; and their log-probs float32
-    [R, c].
+    """Return the `count` most probable target ids of each row, int32 [R, c], and their
+    log-probabilities, float32 [R, c]. Ids are sorted best first and padded with -1.
 
-    logits: float32 or bfloat16 [R, Vd], processed by the logits processor, as many rows of each
-    session as of the others; owners: int32 [B], their slots; following: int32 [R], the position
-    that each row drafts for; ids: integer [Vd], the target id of each column; temperatures: float32
-    [R]; None: 1.
+    Ids are ranked by softmax(logits / T); for coupled sessions they are ranked after adding the
+    noise shared with the target. logits: float32 or bfloat16 [R, Vd], already processed by the
+    logits processor, with the same number of consecutive rows for each session. owners: int32 [B],
+    the sessions' slots. following: int32 [R], the position that each row drafts for. ids: integer
+    [Vd], the target id of each column. temperatures: float32 [R], or None for 1.
     """
     logprobs, columns = log_softmax_topk(logits, count, temperatures=temperatures)
     put_coupled_topk(logprobs, columns, logits, state, owners, following, ids=ids)
@@ -46,6 +46,5 @@ def ranked_alternatives(
 def best_alternatives(
     logits: Tensor, state: SamplingState, owners: Tensor, following: Tensor, *, ids: Tensor
 ) -> Tensor:
-    """int32 [R, NUM_ALTERNATIVES]: see `ranked_alternatives`; draws of the rejection rule have no
-    such."""
+    """Return alternative target ids, int32 [R, NUM_ALTERNATIVES]; see `ranked_alternatives`."""
     return ranked_alternatives(logits, NUM_ALTERNATIVES, state, owners, following, ids=ids)[0]

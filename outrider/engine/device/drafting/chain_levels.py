@@ -1,9 +1,10 @@
 """Level-by-level drafting of in-process chains, so that the host can mask each level by grammar.
 
-The head's logits of a level do not depend on the mask, so they are computed while the host finds
+The head's logits of a level do not depend on the mask, so they are computed while the host computes
 the mask.
 
-X session slots, B sessions of a pass, n in-process drafts, H hidden size, Vd draft vocabulary.
+Shapes: X session slots, B sessions of a pass, n in-process drafts per session, H hidden size, Vd
+draft vocabulary size.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from outrider.engine.kernels.sampling import choose_tokens
 
 
 class ChainLevelDrafter:
-    """Drafts chains level by level: run the head, then choose tokens; never synchronises."""
+    """Drafts chains level by level; each level runs the head and then chooses tokens. Never
+    synchronises with the host."""
 
     def __init__(
         self,
@@ -39,8 +41,8 @@ class ChainLevelDrafter:
         distribution: DenseChainDistribution,
         warp: LogitsSlots,
     ) -> None:
-        """weights: of the head that `program` drafts by; tokens int32 [X, n]: the chains;
-        distribution: what they are drawn from; both are written."""
+        """weights: the weights of the head that `program` runs. tokens: int32 [X, n], the chains to
+        write. distribution: receives the probabilities that the tokens are drawn from."""
         self._program, self._slots, self._kept = program, slots, kept
         self._tokens, self._distribution, self._warp = tokens, distribution, warp
         dtype, device = weights.lm_head.dtype, weights.lm_head.device
@@ -61,8 +63,8 @@ class ChainLevelDrafter:
         self._logits.index_copy_(0, places, self._program.forward.logits(x))
 
     def run_level(self, slots: Tensor, levels: Tensor) -> None:
-        """Run it over the tokens at the levels before these; slots, levels: int32 [B], levels from
-        1."""
+        """Run the head over the tokens of the previous level, to compute the logits of these
+        levels. slots, levels: int32 [B], levels from 1."""
         places = slots.long()
         tokens = self._tokens[places].gather(1, (levels - 1).long()[:, None])
         self.run_rows(
@@ -79,8 +81,12 @@ class ChainLevelDrafter:
     def choose_tokens_at(
         self, slots: Tensor, levels: Tensor, allowed_tokens: DraftTokenMasks
     ) -> Tensor:
-        """Draft the tokens at these levels, int32 [B], under their masks; they end the chains. By
-        each session's rule, as `DraftProgram.draft_chain` does; slots, levels: int32 [B]."""
+        """Draft one token per session at its level under its mask, and return the tokens, int32
+        [B].
+
+        The token is chosen by the session's acceptance rule, as in `DraftProgram.draft_chain`.
+        Older tokens of the chain after this level are cleared. slots, levels: int32 [B].
+        """
         places, state, vocabulary = (
             slots.long(),
             self._slots.sampling,
@@ -90,7 +96,8 @@ class ChainLevelDrafter:
         earlier = torch.arange(self._tokens.shape[1], device=slots.device) < levels[:, None]
         known = torch.where(earlier, self._tokens[places], -1)
         path = OutputPath(vocabulary.columns_of(known), num_visible=known.shape[1])
-        # The newest row pairs a feature with the token behind it, and thinks of the next one.
+        # # The newest row, at position p, pairs a feature with token p + 1 and predicts token p +
+        # 2.
         following = self._kept.newest_positions(slots) + 2 + levels
         logits = allowed_tokens.apply_masks(self._logits[places], 0, ids)
         logits = process_draft_logits(logits, self._warp.state, state, slots, following, path)

@@ -1,13 +1,13 @@
 """Interface of draft model forwards on a device, for feature heads and small models.
 
 Every function launches kernels without reading values on the host, so that a whole draft can be one
-CUDA graph; on a CPU the same code runs on the kernels' PyTorch references.
+CUDA graph. On a CPU the same code runs on the kernels' PyTorch references.
 
-B sessions, R new rows a session, N nodes of a given tree, P = 1 + N positions (the root's, then the
-nodes'), F width of a feature, H width of an output, V target vocabulary, Vd draft vocabulary, L
-layers, G key/value heads, S pool slots, d head dimension, X session slots, T blocks of a table. Row
-r of a session has KV slot and draft position r. The live row is the newest one, the only one whose
-prediction is used.
+Shapes: B sessions, R new rows a session, N nodes of a given tree, P = 1 + N positions (the root,
+then the nodes), M rows of one forward, F width of a feature, H width of an output, V target
+vocabulary size, Vd draft vocabulary size, L layers, G key/value heads, S pool slots, d head
+dimension, X session slots, T blocks of a block table. Row r of a session has KV slot and draft
+position r. The live row of a session is its newest row, the only row whose prediction is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NewRows(NamedTuple):
     """New draft rows of a batch of sessions: the first `counts` of each session's R rows."""
 
     slots: Tensor
-    """int32 [B]: rows of `tables`."""
+    """int32 [B]: session slots, which are row indices of `tables`."""
     tables: Tensor
     """int32 [X, T]: KV blocks of every session slot."""
     tokens: Tensor
@@ -41,26 +41,26 @@ class NewRows(NamedTuple):
 
 
 class ProposalNodes(NamedTuple):
-    """The nodes of proposals, parents before their children."""
+    """Nodes of the proposals of B sessions, parents before their children."""
 
     tokens: Tensor
     """int32 [B, N]: target ids; negative for padding nodes."""
     parents: Tensor
-    """int32 [B, N]: the node above, ROOT (-1) below the root. Nodes that are not there have one
-    too."""
+    """int32 [B, N]: index of each node's parent; ROOT (-1) for children of the root. Padding nodes
+    need a valid parent, too."""
     are_chains: bool = False
     """Whether every node is the parent of the next one."""
 
 
 class RowPositions(NamedTuple):
-    """Positions and slots of the rows of one forward."""
+    """Positions and pool slots of the rows of one forward."""
 
     positions: Tensor
-    """int32 [M]."""
+    """int32 [M]: draft position of each row."""
     table: Tensor
-    """[M, 2, d/2]: cos and sin."""
+    """[M, 2, d/2]: cosines and sines of the rotary embedding."""
     write_slots: Tensor
-    """int64 [M]."""
+    """int64 [M]: pool slot that each row's KV is written to; -1 to write none."""
 
     def select(self, rows: slice) -> RowPositions:
         """Return the positions and slots of a slice of the rows."""
@@ -68,7 +68,7 @@ class RowPositions(NamedTuple):
 
 
 class AttentionContext(NamedTuple):
-    """Inputs of attention other than the queries."""
+    """Block tables, session slots and context lengths for attention."""
 
     tables: Tensor
     slots: Tensor
@@ -97,17 +97,17 @@ class DraftVocabulary(NamedTuple):
 
 
 class DraftForward(ABC):
-    """Forward passes of a draft model over KV in a paged storage of the caller.
+    """Forward passes of a draft model over paged KV storage that the caller owns.
 
-    A session's table must hold all rows that are written: what is past its end is not kept. Rows of
-    a session with count 0 (padding) are written nowhere; what is computed for them is not defined.
+    A session's block table must cover all rows that are written; KV of rows past its end is
+    dropped. Rows of a session with count 0 (padding) write no KV, and their outputs are undefined.
     """
 
     feature_size: int
-    """Width F of a feature; 0 if rows consist of tokens alone."""
+    """Width F of a feature; 0 if draft rows consist of tokens alone."""
     keeps_proposal_kv: bool = False
-    """Whether KV of given chains is as if their tokens were new rows, so that what is drafted
-    below need not run them again."""
+    """Whether `run_proposal` writes the same KV for a chain as new rows with its tokens would, so
+    that drafts below the chain need not run its tokens again."""
 
     def __init__(
         self,
@@ -118,19 +118,20 @@ class DraftForward(ABC):
         block_tokens: int,
         max_len: int,
     ) -> None:
-        """inv_freq float32 [d/2]; storage [2, L, G, S, d]: keys and values, finite; max_len: most
-        rows of a session."""
+        """inv_freq: float32 [d/2], rotary frequencies. storage: [2, L, G, S, d], keys and values,
+        which must be finite. max_len: maximum number of rows of a session."""
         self.vocabulary = vocabulary
         self.block_tokens = block_tokens
         self._storage, self._inv_freq, self._max_len = storage, inv_freq, max_len
 
     @property
     def first_token(self) -> int:
-        """Index in its text of the token of row 0: a feature stands beside the token after it."""
+        """Index in the session's text of the token of draft row 0. It is 1 for a head with
+        features, because a feature is paired with the token after it, and 0 otherwise."""
         return 1 if self.feature_size else 0
 
     def layout(self, rows: NewRows, *, num_steps: int = 0, step_rows: int = 1) -> DraftLayout:
-        """Where new rows go, and the rows of the steps after them; see `draft_layout`."""
+        """Return the layout of new rows and of the draft steps after them; see `draft_layout`."""
         found = draft_layout(
             rows.counts,
             rows.starts,
@@ -144,16 +145,17 @@ class DraftForward(ABC):
         return found if self.first_token else found._replace(following=found.following - 1)
 
     def proposal_layout(self, given: ProposalNodes, live: Tensor) -> ProposalLayout:
-        """Where given nodes are accepted below live rows int32 [B]; see `layout_proposals`."""
+        """Return the layout of given nodes below live rows, int32 [B]; see `layout_proposals`."""
         found = layout_proposals(given.parents, live)
         return found if self.first_token else found._replace(following=found.following - 1)
 
     def row_positions(self, positions: Tensor, write_slots: Tensor) -> RowPositions:
-        """Of rows at draft positions int32 [M], with pool slots int64 [M]."""
+        """Return `RowPositions` of rows at draft positions int32 [M] with pool slots int64 [M]."""
         return RowPositions(positions, rotary_table(positions, self._inv_freq), write_slots)
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy KV blocks of all layers, sources and targets int32 [B]; no block is both."""
+        """Copy KV blocks of all layers. sources and targets are block ids, int32 [B]; no block may
+        be in both."""
         width = self._storage.shape[-1]
         blocks = self._storage.view(
             -1, self._storage.shape[3] // self.block_tokens, self.block_tokens, width
@@ -168,10 +170,10 @@ class DraftForward(ABC):
     def catch_up(
         self, rows: NewRows, layout: DraftLayout, places: RowPositions, *, prune: bool = True
     ) -> Tensor:
-        """Write the KV of new rows; x [B, H], the output of each session's live row.
+        """Write the KV of new rows and return the output [B, H] of each session's live row.
 
-        places: of the new rows at least, which come first. prune: rows that are not live need not
-        be run further than that.
+        places: positions of the new rows, possibly followed by positions of later rows. prune:
+        whether work on rows that are not live may end after their KV is written.
         """
 
     @abstractmethod
@@ -186,8 +188,12 @@ class DraftForward(ABC):
         mask: Tensor | None = None,
         parents: Tensor | None = None,
     ) -> Tensor:
-        """Run drafted tokens: draft ids [M], each below the row of x [B * any, H] that `parents`
-        int32 [M] names (None: its own); x [M, H]. mask: as in `tree_attention`."""
+        """Run M drafted tokens and return their outputs [M, H].
+
+        columns: the tokens' draft ids, [M]. x: outputs of earlier rows, [B * any, H]. parents:
+        int32 [M], the row of x that each token follows; None if token i follows row i. mask: as in
+        `tree_attention`.
+        """
 
     @abstractmethod
     def run_proposal(
@@ -198,8 +204,9 @@ class DraftForward(ABC):
         below: ProposalLayout,
         sweeps: int,
     ) -> Tensor:
-        """Catch up and run given nodes, laid out as one step; outputs [B, P, H] of all places.
-        sweeps: how often nodes are run whose outputs depend on those of their parents."""
+        """Catch up, run the given nodes as one step, and return the outputs [B, P, H] of all
+        positions. sweeps: number of passes over the nodes, for forwards whose nodes need the
+        outputs of their parents."""
 
     @abstractmethod
     def logits(self, x: Tensor) -> Tensor:

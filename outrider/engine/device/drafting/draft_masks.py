@@ -1,6 +1,7 @@
 """Allowed-token masks of in-process drafts, uploaded for sessions with a grammar.
 
-L levels that can be masked, B rows of a launch, C rows of bits, W words of 32 target ids.
+Shapes: L levels that can be masked, B rows of a launch, W words of 32 target ids each, Vd draft
+vocabulary size.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from outrider.engine.kernels.drafts.token_masks import mask_drafts
 from outrider.engine.kernels.session_tensors import AllowedTokenBits
 
 Masks = NDArray[np.uint32]
-"""[<= L, W]: what may be drafted at the first levels; at those beyond, anything."""
+"""[<= L, W]: bits of the target ids that may be drafted at the first levels. Later levels are not
+masked."""
 
 
 class DraftTokenMasks:
-    """Static mask tensors, filled before a launch in stream order. Launches without masked drafts
-    upload nothing."""
+    """Manages static mask tensors that are filled before a launch, in stream order. Launches
+    without masked drafts upload nothing."""
 
     def __init__(
         self,
@@ -37,28 +39,33 @@ class DraftTokenMasks:
         num_beside: int = 0,
         ring: int = 0,
     ) -> None:
-        """`target_ids`: int [Vd], those of the draft vocabulary; `num_beside`: words that go up
-        with the masks; `ring`: most uploads that are under way, 0: any number of them."""
+        """`target_ids`: int [Vd], the target ids of the draft vocabulary. `num_beside`: number of
+        extra int32 words that are uploaded with the masks. `ring`: maximum number of uploads in
+        progress; 0 for no limit."""
         self.levels = levels
         self.words = -(-vocab_size // 32)
         drafted = np.zeros(32 * self.words, dtype=np.bool_)
         drafted[target_ids.cpu().numpy()] = True
         self._drafted = np.packbits(drafted, bitorder="little").view("<u4").astype(np.uint32)
-        # The first row of bits belongs to rows that may have anything; places stand in the next.
+        # # Row 0 of the bits stands for "not masked". The indices into the bits are in the rows
+        # after it.
         self._first = 1 + -(-(levels * max_rows + num_beside) // self.words)
         size = (self._first + levels * max_rows) * self.words
         self._bits = int32_zeros(size, device).view(-1, self.words)
         self._told = self._bits[1:].view(-1)
         self._places = self._told[: levels * max_rows]
         self.beside = self._told[levels * max_rows : levels * max_rows + num_beside]
-        """int32 [num_beside]: what the last `fill` was given beside the masks."""
+        """int32 [num_beside]: the extra words of the last `set_masks` call that gave them."""
         self._uploads = Uploader(self._told.numel(), device, ring=ring) if ring else None
         self._masked = False
-        """Whether any place names bits."""
+        """Whether any row of the last `set_masks` call was masked."""
 
     def apply_masks(self, logits: Tensor, level: int, ids: Tensor) -> Tensor:
-        """Logits [B, Vd] of a level without what must not be drafted there; ids: int64 [Vd], the
-        target id of each column. Float32; the same tensor, changed, if it is that already."""
+        """Return the logits [B, Vd] of a level as float32, with tokens that its masks forbid set to
+        -inf.
+
+        ids: int64 [Vd], the target id of each column. Float32 logits are changed in place.
+        """
         if level >= self.levels:
             return logits
         rows, logits = len(logits), logits.to(torch.float32)
@@ -76,9 +83,11 @@ class DraftTokenMasks:
         rows: int,
         beside: NDArray[np.int32] | None = None,
     ) -> None:
-        """The rows of the next launch that are masked, with None in the place of others; what is
-        not given may have anything, as may a level whose mask leaves nothing of the draft
-        vocabulary. `beside`: int32 [<= num_beside]."""
+        """Set the masks of the rows of the next launch; None for rows without masks.
+
+        A level is not masked if no mask is given for it or if its mask allows no token of the draft
+        vocabulary. `beside`: int32 [<= num_beside], extra words to upload.
+        """
         given = [mask for each in masks if each is not None for mask in each[: self.levels]]
         known = np.bitwise_or.reduce(np.stack(given) & self._drafted, axis=1) if given else ()
         told, bits = iter(zip(given, known, strict=True)), list[NDArray[np.int32]]()

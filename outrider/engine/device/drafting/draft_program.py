@@ -2,8 +2,8 @@
 
 Every function launches kernels without reading values on the host, see `draft_forward`.
 
-B sessions, R new rows a session, K chain length, F frontier rows of a tree step, n tree nodes,
-k candidates a row, H width of an output, Vd draft vocabulary.
+Shapes: B sessions, R new rows a session, K chain length, F frontier rows of a tree step, n tree
+nodes, H width of an output, V target vocabulary size, Vd draft vocabulary size, X session slots.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from outrider.engine.kernels.session_tensors import LogitsProcessorState, Sampli
 
 
 class ChainLevels(NamedTuple):
-    """What the forward made of each row of chains, the live row first."""
+    """Features and logits of the K rows of each chain, the live row first."""
 
     features: tuple[Tensor, ...]
     """Output features of the K rows, each [B, H]."""
@@ -61,8 +61,8 @@ class ChainDraft(NamedTuple):
     columns: Tensor
     """int32 [B, K]: draft ids."""
     distributions: ChainDistributions | None = None
-    """The distributions that the tokens were drawn from in a form that can be shipped, if asked
-    for."""
+    """The distributions that the tokens were drawn from, in a form that can be sent to the
+    verifier. None unless `distribution_limits` are given."""
     alternatives: Tensor | None = None
     """int32 [B, K, NUM_ALTERNATIVES]: alternative target ids at each level, best first, padded with
     -1. None unless requested."""
@@ -71,10 +71,10 @@ class ChainDraft(NamedTuple):
 
 
 class DraftProgram:
-    """Drafts with one `DraftForward`, as functions of device tensors.
+    """Drafts chains and trees with one `DraftForward`, as functions of device tensors.
 
-    A session's table must hold the rows up to live + K - 1 (chains) or live + (depth - 1) * F
-    (trees).
+    A session's block table must cover the rows up to live + K - 1 (chains) or live + (depth - 1) *
+    F (trees), where `live` is the position of the session's live row.
     """
 
     def __init__(self, forward: DraftForward) -> None:
@@ -103,17 +103,22 @@ class DraftProgram:
         given: Tensor | None = None,
         prune: bool = True,
     ) -> ChainDraft:
-        """Catch up, then draft `length` tokens by each session's rule.
+        """Catch up, then draft a chain of `length` tokens by each session's acceptance rule.
 
-        Greedy and target-only sessions take the mode, coupled ones the target's noise, rejection
-        ones draw from softmax(logits / T). own_laws: float32 [X, >= K, Vd], by slot and level,
-        where these are kept for `accept_sampled`; None: nowhere. warp: what sessions do to draft
-        logits; None: nothing. law_limits: draw from distributions within these instead, and return
-        them; rejection sessions only, but with `mixed_rules`, by which the others choose as they
-        do without. drawing: whose rule, logits processor and noise; None: those
-        of the rows' slots. legal: what may be drafted at each level; None: anything. with_others:
-        asks for these. with_levels: asks for these. given: int32 [B, K]: draft ids that are taken
-        in the place of drafted ones; -1: none.
+        Greedy and target-only sessions take the most probable token, coupled sessions add the
+        target's noise, and rejection sessions draw from softmax(logits / T).
+
+        state: sampling state by session slot. warp: state of the logits processor; None to leave
+        the logits as they are. draft_distributions: float32 [X, >= K, Vd] by slot and level, to
+        which the distributions are written for `accept_sampled`; None to keep none.
+        distribution_limits: limits of the distributions to draw from and to return; all sessions
+        must then follow the rejection rule, unless `mixed_rules` is set. mixed_rules: sessions of
+        other rules choose their tokens as they do without limits. drawing: slots, noise keys and
+        uncounted tokens to sample with; None to use the slots of the rows. allowed_tokens: masks of
+        the tokens that may be drafted at each level; None to allow all. with_others: whether to
+        return alternatives. with_levels: whether to return the features and logits of each level.
+        given: int32 [B, K], draft ids that replace drafted tokens; -1 keeps the drafted token.
+        prune: see `DraftForward.catch_up`.
         """
         forward = self.forward
         layout = forward.layout(rows, num_steps=length - 1)
@@ -185,11 +190,13 @@ class DraftProgram:
         drawing: DraftSampling | None = None,
         allowed_tokens: DraftTokenMasks | None = None,
     ) -> TreeDraft:
-        """Catch up, then grow EAGLE's dynamic tree.
+        """Catch up, then draft a dynamic tree of `num_nodes` nodes as EAGLE-2 does.
 
-        Nodes are ranked by sums of log softmax(logits / T); those of coupled sessions by shared
-        noise, if `coupled` says that there may be any. warp, drawing, legal: as for `chain`, but
-        that only the first level is masked.
+        Nodes are ranked by the sum of log softmax(logits / T) along their path. If `coupled` is
+        set, nodes of coupled sessions are ranked after adding the noise shared with the target;
+        leave it False only if no session is coupled. top_k: children per node. depth: number of
+        levels. state, warp, drawing: as in `draft_chain`. allowed_tokens: masks of the first level;
+        other levels are not masked.
         """
         batch, width = rows.slots.shape[0], min(top_k, num_nodes)
         forward = self.forward

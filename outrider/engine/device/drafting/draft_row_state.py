@@ -1,6 +1,7 @@
 """Sampling state of draft rows that differs from the state of their KV slots.
 
-B sessions or branches, W tokens that the logits-processor state has not counted yet.
+Shapes: B sessions or branches, W tokens that the logits-processor state has not counted yet, F
+frontier nodes of a tree step, S tree steps so far.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ class DraftSampling(NamedTuple):
     """Sampling slots, noise keys and uncounted tokens of the rows of a draft batch."""
 
     owners: Tensor
-    """int32 [B]: slots of the sampling state and of the logits processor's."""
+    """int32 [B]: session slots that index the sampling state and the logits-processor state."""
     draft_keys: Tensor
-    """int64 [B]: keys of the DRAFT noise that distributions are drawn with."""
+    """int64 [B]: keys of the DRAFT noise stream, used to draw from distributions."""
     pending_tokens: Tensor | None = None
-    """int32 [B, W]: draft ids of tokens that count as output beside those that the logits
-    processor's state knows; -1: none. None: there are none."""
+    """int32 [B, W]: draft ids of tokens that count as output but are not yet in the
+    logits-processor state; -1 for no token. None if no row has such tokens."""
 
     def sampling_state(self, state: SamplingState) -> tuple[SamplingState, Tensor]:
-        """The sampling state by row of the batch, under the rows' own keys, and slots int32 [B]."""
+        """Return the sampling state by row of the batch, with the rows' own DRAFT keys, and the row
+        numbers int32 [B] to use as its slots."""
         owners = self.owners.long()
         keys = state.stream_keys[owners]
         keys[:, NoiseStream.DRAFT - 1] = self.draft_keys
@@ -37,7 +39,8 @@ class DraftSampling(NamedTuple):
 
 
 def chain_output_path(uncounted: Tensor | None, drafted: Sequence[Tensor]) -> OutputPath | None:
-    """What counts as output at the next row of chains: drafted int32 [B], one a level so far."""
+    """Return the tokens that count as output at the next row of each chain; None if there are none.
+    `uncounted`: int32 [B, W] draft ids. `drafted`: draft ids int32 [B] of each level so far."""
     parts = [] if uncounted is None else [uncounted]
     parts += [columns[:, None] for columns in drafted]
     if not parts:
@@ -49,8 +52,10 @@ def chain_output_path(uncounted: Tensor | None, drafted: Sequence[Tensor]) -> Ou
 def tree_output_path(
     uncounted: Tensor | None, drafted: Sequence[Tensor], mask: Tensor | None
 ) -> OutputPath | None:
-    """As `chain_output_path` of a tree's frontier: drafted int32 [B, F], one a step; mask uint8
-    [B, F, S * F] of all of them, None before the first step."""
+    """Return the tokens that count as output at each frontier node of a tree; None if there are
+    none. `uncounted`: int32 [B, W] draft ids. `drafted`: draft ids int32 [B, F] of each step so
+    far. `mask`: uint8 [B, F, S * F], 1 where a drafted node is on the path of a frontier node; None
+    before the first step."""
     if mask is None:
         return chain_output_path(uncounted, ())
     columns = torch.cat(tuple(drafted), dim=1)

@@ -1,7 +1,7 @@
-"""Forward of an EAGLE-3 head (Li et al. 2025): one layer over features of the target.
+"""Forward of an EAGLE-3 head (Li et al., 2025), one decoder layer over features of the target.
 
-B sessions, R new rows a session, H hidden size, M rows of a step. Row i pairs feature f_i with
-token t_{i+1}.
+Shapes: B sessions, R new rows a session, H hidden size, M rows of a step, N rows of a forward, Q
+query heads, d head dimension, Vd draft vocabulary size. Row i pairs feature f_i with token t_{i+1}.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from outrider.engine.kernels.norm import rms_norm
 
 
 class HeadForward(DraftForward):
-    """`DraftForward` of an EAGLE-3 head; x is its output feature, which replaces the target's."""
+    """`DraftForward` of an EAGLE-3 head. Its outputs are features that stand in for the
+    target's."""
 
     def __init__(
         self, weights: HeadWeights, *, storage: Tensor, block_tokens: int, max_len: int
     ) -> None:
-        """See `DraftForward`; of one layer."""
+        """storage: keys and values of one layer; the other arguments are those of
+        `DraftForward`."""
         super().__init__(
             DraftVocabulary(weights.target_ids, weights.draft_columns),
             weights.inv_freq,
@@ -69,7 +71,7 @@ class HeadForward(DraftForward):
         mask: Tensor | None = None,
         parents: Tensor | None = None,
     ) -> Tensor:
-        """Run drafted tokens, each with its parent's output as its feature."""
+        """Run drafted tokens, each with its parent's output as its feature; see `DraftForward`."""
         block = self._block_inputs(columns, x, ids=self.weights.target_ids, rows=parents)
         return self._step(block, places, session, num_nodes=num_nodes, mask=mask)
 
@@ -81,10 +83,12 @@ class HeadForward(DraftForward):
         below: ProposalLayout,
         sweeps: int,
     ) -> Tensor:
-        """All nodes of a proposal run together, `sweeps` times: at first each with the output of
-        the root in the place of its parent's, then with what its parent gave in the sweep before.
-        So after k sweeps what stands at the first k levels is exact, and what is below them
-        nearly."""
+        """Catch up and run all nodes of the proposals together, `sweeps` times; see `DraftForward`.
+
+        In the first sweep the feature of every node is the output of the root; in later sweeps it
+        is the parent's output of the sweep before. After k sweeps the outputs of the first k levels
+        are exact, and those of deeper levels are approximations.
+        """
         (batch, num_nodes), new = given.tokens.shape, rows.tokens.numel()
         positions = torch.cat((layout.positions[:new], below.positions))
         places = self.row_positions(positions, layout.write_slots)
@@ -102,7 +106,8 @@ class HeadForward(DraftForward):
     def catch_up(
         self, rows: NewRows, layout: DraftLayout, places: RowPositions, *, prune: bool = True
     ) -> Tensor:
-        """prune: dead rows stop after their KV write, else they run through the block."""
+        """Write the KV of new rows and return the output of each live row. prune: rows that are not
+        live skip all other work."""
         block = self._inputs(rows)
         session = AttentionContext(rows.tables, rows.slots, rows.starts)
         num_rows = rows.tokens.shape[1]
@@ -112,7 +117,8 @@ class HeadForward(DraftForward):
             return x if num_rows == 1 else x[layout.live_rows]
         session = session._replace(context=layout.live)
         if rows.tokens.numel() <= SKINNY_ROWS:
-            # So few rows cost one pass over the weights: queries of dead rows come free.
+            # # With so few rows the pass over the weights costs the most, so queries of rows that
+            # are not live are free.
             query = self._project(block.inputs, new)[layout.live_rows]
         else:
             self._write_kv(block.inputs, new)
@@ -153,13 +159,13 @@ class HeadForward(DraftForward):
         num_nodes: int,
         mask: Tensor | None,
     ) -> Tensor:
-        """The whole block for every row; x [N, H]."""
+        """Run the whole block for every row and return its outputs [N, H]."""
         query = self._project(block.inputs, places)
         attended = self._attend(query, session, num_nodes=num_nodes, mask=mask)
         return self._finish(block.residual, attended)
 
     def _project(self, inputs: Tensor, places: RowPositions) -> Tensor:
-        """Queries [N, Q, d] of all rows; their KV is written."""
+        """Return the queries [N, Q, d] of all rows and write their KV."""
         w = self.weights
         qkv = fused_linear(inputs, w.qkv, bias=w.qkv_bias)
         return self._rotate(qkv, places, num_heads=w.config.num_heads)

@@ -32,19 +32,19 @@ class HeadWeights:
     post_norm: Tensor
     """[H]: norm weight before the MLP."""
     final_norm: Tensor
-    """[H]: before lm_head (and of the next feature under `norm_output`)."""
+    """[H]: norm weight before lm_head, and for the next feature if `norm_output` is set."""
     qkv: Tensor
     """[(Q + 2G) * d, 2H]: query rows, then keys, then values."""
     qkv_bias: Tensor | None
-    """[(Q + 2G) * d]."""
+    """[(Q + 2G) * d]: bias of `qkv`; None if the head has no bias."""
     o_proj: Tensor
-    """[H, Q * d]."""
+    """[H, Q * d]: output projection of attention."""
     gate_up: Tensor
-    """[2I, H]: gate rows first."""
+    """[2I, H]: gate and up projections of the MLP, gate rows first."""
     down: Tensor
-    """[H, I]."""
+    """[H, I]: down projection of the MLP."""
     lm_head: Tensor
-    """[Vd, H]."""
+    """[Vd, H]: output projection."""
     target_ids: Tensor
     """int64 [Vd]: target id of every draft id."""
     draft_columns: Tensor
@@ -54,9 +54,11 @@ class HeadWeights:
 
     @classmethod
     def from_head(cls, head: DraftHead) -> HeadWeights:
-        """The tensors of a loaded head, shared with it (and with whoever asked before): it keeps
-        working, on views of the fused ones. Raises FailedPreconditionError for other kinds of
-        heads and for packed weights."""
+        """Return the weight tensors of a loaded head.
+
+        The tensors are shared with the head, whose query, key and value weights become views of the
+        fused `qkv`. Raises FailedPreconditionError for other kinds of heads and for packed weights.
+        """
         if not isinstance(head, Eagle3Head):
             raise FailedPreconditionError(
                 f"device drafting needs an eagle3 head, not {head.config.kind}"
@@ -87,18 +89,18 @@ class HeadWeights:
 
     @property
     def query_rows(self) -> int:
-        """Index Q * d of the first key row of `qkv`."""
+        """Number Q * d of query rows of `qkv`, which come first."""
         return self.config.num_heads * self.config.head_dim
 
     @property
     def query(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the query projection, views."""
+        """Weight and bias of the query projection, as views of `qkv` and `qkv_bias`."""
         rows = self.query_rows
         return self.qkv[:rows], None if self.qkv_bias is None else self.qkv_bias[:rows]
 
     @property
     def kv(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the key and value projections, views."""
+        """Weight and bias of the key and value projections, as views of `qkv` and `qkv_bias`."""
         rows = self.query_rows
         return self.qkv[rows:], None if self.qkv_bias is None else self.qkv_bias[rows:]
 
@@ -113,7 +115,7 @@ def can_extract(head: DraftHead) -> bool:
 
 
 def _fuse(query: PlainLinear, kv: PlainLinear) -> tuple[Tensor, Tensor | None]:
-    """One weight and bias for both projections, which read views of them from now on."""
+    """Return one weight and bias for both projections, and make theirs views of these tensors."""
     rows = query.weight.shape[0]
     weight = _joined(query.weight, kv.weight)
     query.weight, kv.weight = weight[:rows], weight[rows:]
@@ -129,7 +131,8 @@ def _fuse(query: PlainLinear, kv: PlainLinear) -> tuple[Tensor, Tensor | None]:
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:
-    """Both, one after the other; the memory that they share already if it holds them so."""
+    """Return both tensors concatenated, without a copy if they already lie next to each other in
+    memory."""
     shape = (first.shape[0] + second.shape[0], *first.shape[1:])
     adjacent = second.data_ptr() == first.data_ptr() + first.nbytes
     shared = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()

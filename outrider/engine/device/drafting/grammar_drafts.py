@@ -1,8 +1,8 @@
-"""In-process drafts under grammars: drafted with masks and read back by the host.
+"""In-process drafts of sessions with a grammar, drafted with masks and read back by the host.
 
-Chains are drafted level by level, trees at once.
+Chains are drafted level by level, trees in one pass.
 
-X session slots, B rows of a pass, n in-process drafts.
+Shapes: B rows of a pass, n in-process drafts per session, W words of a token mask.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from outrider.engine.device.transfer.uploads import upload_int32s
 
 
 class GrammarDraftBuffer:
-    """Host access to the drafts of sessions with a grammar. Reads wait for the device, so it is
-    only used for such sessions."""
+    """Host access to the in-process drafts of sessions with a grammar.
+
+    Reads wait for the device, so this class is used for such sessions only.
+    """
 
     def __init__(
         self,
@@ -45,12 +47,12 @@ class GrammarDraftBuffer:
         device = in_process_drafter.tokens.device
         self._downloads = Downloader(device)
         self._slots_drafted: Sequence[int] = ()
-        """Slots of the newest pass over chains, row by row."""
+        """Session slots of the newest pass over chains, in row order."""
         self._drafted: PendingDownload | None = None
-        """Tokens that this pass drafted, int32 [B]."""
+        """Tokens int32 [B] that the newest pass over chains drafted."""
         rows = buckets_up_to(ROW_BUCKETS, max_sessions)[-1]
         self._given = int32_zeros(rows * (1 + self.length), device)
-        """Slots [B], and the chains that their next round verifies [B, n]."""
+        """Slots [B], followed by the chains [B, n] that their next round verifies."""
         self._masks = DraftTokenMasks(
             levels=1,
             max_rows=rows,
@@ -58,20 +60,20 @@ class GrammarDraftBuffer:
             target_ids=in_process_drafter.program.forward.vocabulary.target_ids,
             device=device,
             num_beside=2 * rows,
-            # A round waits for all of its own.
+            # # A round waits for all uploads of the same round.
             ring=4 * (1 + self.length),
         )
-        """With slots [B], and the level that is drafted [B]."""
+        """Masks of the level to draft, uploaded with the slots [B] and the levels [B]."""
 
     def start_drafts(
         self, slots: Sequence[int], allowed_tokens: Sequence[Masks | None], *, seen: bool = False
     ) -> None:
-        """Draft anew from what stands, chains their first tokens, trees all; under these masks
-        [1, W] of the first level, None: anything. `seen`: chains have begun with the round. Does
+        """Draft again from the committed text: the first token of each chain, or whole trees. Does
         not wait.
 
-        The noise is that of a first time: where a mask has the token that was drawn under none, it
-        is drawn again.
+        `allowed_tokens`: masks [1, W] of the first level by slot; None to allow all tokens. `seen`:
+        whether the round has already run the head over its rows (chains only). The noise is the
+        same as that of an unmasked draft, so a token that the mask allows is drawn again.
         """
         if self._levels is not None and seen:
             self.choose_level(slots, 0, allowed_tokens)
@@ -84,8 +86,8 @@ class GrammarDraftBuffer:
     def choose_level(
         self, slots: Sequence[int], level: int, allowed_tokens: Sequence[Masks | None]
     ) -> None:
-        """Draft a level of chains under these masks, in the order of the slots, and let the head
-        think of the next one. Does not wait."""
+        """Draft one level of the slots' chains under these masks, and run the head for the next
+        level. Does not wait."""
         rows = self._tell(slots, level, allowed_tokens)
         drafted = self._graphs.run_graph(("choose", rows), lambda: self._choose(rows))
         self._slots_drafted, self._drafted = slots, self._downloads.start_download(drafted)
@@ -93,13 +95,13 @@ class GrammarDraftBuffer:
             self._graphs.run_graph(("step", rows), lambda: self._step(rows))
 
     def has_token(self, token: int) -> bool:
-        """Whether a target id is in the head's vocabulary, so that it is what is drafted under a
-        mask of nothing else."""
+        """Return whether a target id is in the head's vocabulary. If it is, a mask that allows only
+        this id makes the head draft it."""
         return self._masks.has_token(token)
 
     def replace_tokens(self, slots: Sequence[int], tokens: NDArray[np.int32], level: int) -> None:
-        """Replace what was drafted up to this level by tokens int32 [len(slots), n], and let the
-        head think of the next one again. Does not wait."""
+        """Replace the drafts up to this level by tokens int32 [len(slots), n], and run the head
+        again for the next level. Does not wait."""
         self.write_chains(slots, tokens)
         rows = self._tell(slots, level)
         self._graphs.run_graph(("step", rows), lambda: self._step(rows))
@@ -109,19 +111,20 @@ class GrammarDraftBuffer:
         return set(slots) <= set(self._slots_drafted)
 
     def read_chains(self) -> dict[int, int]:
-        """By slot: the tokens that the newest pass drafted. Waits for it."""
+        """Return the tokens that the newest pass drafted, by slot. Waits for that pass."""
         assert self._drafted is not None
         return dict(zip(self._slots_drafted, self._drafted.wait_array().tolist(), strict=False))
 
     def read_trees(self, slots: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Of the trees that the next round of these slots' sessions verifies: tokens and parents,
-        int32 [len(slots), n] each; -1 and PADDING_NODE where there is no node. Waits."""
+        """Return the tokens and parents, int32 [len(slots), n] each, of the trees that the next
+        round of these slots verifies. Absent nodes have token -1 and parent PADDING_NODE. Waits for
+        the device."""
         tokens, parents = self.drafter.read_trees(slots)
         return tokens.numpy(), parents.numpy()
 
     def write_chains(self, slots: Sequence[int], tokens: NDArray[np.int32]) -> None:
-        """Let the next round of these slots' sessions verify other chains: int32 [len(slots), n],
-        -1 from where there is no more node."""
+        """Replace the chains that the next round of these slots verifies by tokens int32
+        [len(slots), n]; -1 for absent nodes at the end of a chain. Does not wait."""
         rows, width = bucket_for(len(slots), ROW_BUCKETS), tokens.shape[1]
         absent = np.full((rows - len(slots)) * width, -1, dtype=np.int32)
         upload_int32s(self._given[: rows * (1 + width)], self._padded(slots, rows), tokens, absent)
@@ -139,7 +142,7 @@ class GrammarDraftBuffer:
     def _tell(
         self, slots: Sequence[int], level: int, allowed_tokens: Sequence[Masks | None] = ()
     ) -> int:
-        """Whom the next passes are for, which level, and what is allowed there; rows of their
+        """Upload the slots, the level and the masks of the next passes; return the rows of their
         bucket."""
         rows = bucket_for(len(slots), ROW_BUCKETS)
         told = np.full(2 * rows, self.drafter.padding, dtype=np.int32)

@@ -1,8 +1,10 @@
 """Draft head inside the verifier process (colocated and fused placement).
 
-X session slots, n drafts of the largest shape, Vd draft vocabulary. The head's KV has the slots of
-the target's pool and is addressed by the same block tables. All shapes share it, so that sessions
-change from one to another at the cost of one round without drafts.
+The head's KV uses the same slots and block tables as the target's pool. All draft shapes share this
+KV, so a session can change its shape at the cost of one round without drafts.
+
+Shapes: X session slots, n drafts of the largest shape, B sessions of a launch, G key/value heads, S
+pool slots, d head dimension.
 """
 
 from __future__ import annotations
@@ -53,14 +55,15 @@ class InProcessDraftShape(NamedTuple):
 
     @property
     def extra_slots(self) -> int:
-        """KV slots that may be written past those that the host knows to be committed: two rounds
-        may be unsettled, and the steps of the next drafts are accepted behind them."""
+        """Number of KV slots that may be written past the slots that the host knows to be
+        committed. They cover two unfinished rounds and the steps of the next drafts."""
         width = min(self.top_k, self.num_nodes) if self.is_tree else 1
         return 2 * (1 + self.num_nodes) + max(0, self.levels - 1) * width
 
 
 class InProcessDrafter:
-    """Drafts for every session on the verifier's device."""
+    """`RoundDrafter` that drafts for every session on the verifier's device with an EAGLE-3
+    head."""
 
     def __init__(
         self,
@@ -71,8 +74,8 @@ class InProcessDrafter:
         shapes: Sequence[InProcessDraftShape],
         max_len: int,
     ) -> None:
-        """`shapes`: those of the drafts, no two with as many nodes; the first one is that of rounds
-        with sessions in a grammar."""
+        """`shapes`: shapes of the drafts, each with a different number of nodes. Rounds with
+        sessions in a grammar use the first shape."""
         self.shape = shapes[0]
         self._shapes = {1 + shape.num_nodes: shape for shape in shapes}
         """Draft shapes by number of nodes per row, including the root."""
@@ -84,7 +87,7 @@ class InProcessDrafter:
             dtype=pool.storage.dtype,
             device=device,
         )
-        """[2, 1, G, S, d]: the head's KV."""
+        """[2, 1, G, S, d]: keys and values of the head."""
         forward = HeadForward(
             weights,
             storage=self.storage,
@@ -95,26 +98,26 @@ class InProcessDrafter:
         count = slots.sequence.lengths.shape[0]
         size = (count, max(shape.num_nodes for shape in shapes))
         self.tokens = torch.full(size, -1, dtype=torch.int32, device=device)
-        """int32 [X, n]: the drafts that each session's next round verifies; -1: no node."""
+        """int32 [X, n]: the drafts that each session's next round verifies; -1 for absent nodes."""
         self._parents: Tensor | None = None
-        """int32 [X, n]: their parents (see `ConstrainedTree`), PADDING_NODE: no node. None: all
-        shapes are chains."""
+        """int32 [X, n]: parents of `tokens` (see `ConstrainedTree`), PADDING_NODE for absent nodes.
+        None if all shapes are chains."""
         self.distribution: DenseChainDistribution | None = None
-        """The distributions that chains were drawn from, kept with the session until they are used.
-        Trees have none: the rejection rule judges them target-only."""
+        """The distributions that chains were drawn from, by session slot. None if the first shape
+        is a tree; the rejection rule then judges drafts as target-only."""
         self.logits_slots = LogitsSlots(
             count, config.draft_vocab_size, device, draft_columns=weights.draft_columns
         )
-        """What the sessions do to the head's logits."""
+        """State of the sessions' logits processor over the draft vocabulary."""
         self.kept = RecentRows(
             slots,
             max_rows=1 + self.shape.num_nodes,
             hidden_size=config.hidden_size,
             dtype=pool.storage.dtype,
         )
-        """What rounds committed in which a session may be in a grammar."""
+        """Draft rows that rounds of the first shape committed, stored to draft from them again."""
         self.levels: ChainLevelDrafter | None = None
-        """Chains of the first shape, level by level; None: that is a tree."""
+        """Level-by-level drafter of the first shape; None if that shape is a tree."""
         self.padding = slots.padding
         """Device slot of padding rows."""
         if any(shape.is_tree for shape in shapes):
@@ -139,12 +142,12 @@ class InProcessDrafter:
 
     @property
     def shapes(self) -> Sequence[InProcessDraftShape]:
-        """Those of the drafts, the one of rounds with sessions in a grammar first."""
+        """Shapes of the drafts. The first shape is that of rounds with sessions in a grammar."""
         return tuple(self._shapes.values())
 
     @property
     def first_tokens(self) -> Tensor:
-        """int32 [X, nodes of the first shape]: the drafts of that shape."""
+        """int32 [X, nodes of the first shape]: view of `tokens` for the first shape."""
         return self.tokens[:, : self.shape.num_nodes]
 
     def parents_of(self, num_nodes: int) -> Tensor | None:
@@ -152,8 +155,8 @@ class InProcessDrafter:
         return self._parents if self._shapes[num_nodes].is_tree else None
 
     def forget_drafts(self, slots: int | slice = slice(None)) -> None:
-        """Let the next round of these slots' sessions verify no draft, in the order of the
-        stream."""
+        """Clear the drafts of these slots, so that their next round verifies none. Runs in stream
+        order."""
         self.tokens[slots].fill_(-1)
         if self._parents is not None:
             self._parents[slots].fill_(PADDING_NODE)
@@ -161,23 +164,25 @@ class InProcessDrafter:
     def receive_drafts(
         self, slots: Tensor, *, num_nodes: int, rejection: bool
     ) -> DenseChainDistribution | None:
-        """Drafts were written where the next round reads them; the distributions of chains."""
+        """Return the distributions of the drafts; None for trees. The drafts are already in
+        `tokens`."""
         return None if self._shapes[num_nodes].is_tree else self.distribution
 
     def flag_undrafted(self, flags: Tensor) -> Tensor:
-        """The flags int32 [B] of a round's rows; the host knows which of them have no draft."""
+        """Return the flags int32 [B] unchanged, because the host knows which rows have no draft."""
         return flags
 
     def begin_rows(self) -> None:
-        """Rows need no preparation."""
+        """Do nothing, because rows need no preparation."""
 
     def write_rows(self, rows: NewRows) -> None:
-        """Write the KV of rows whose prediction nobody wants."""
+        """Write the KV of rows whose predictions are not needed."""
         self.program.forward.write_rows(rows)
 
     def draft_round(self, rows: NewRows, *, num_nodes: int, sampled: bool) -> None:
-        """Catch up on real rows and draft for each of their sessions. num_nodes: of the shape.
-        sampled: whether any session may warp its logits or need the distributions of its drafts."""
+        """Catch up on new rows and draft for each of their sessions. num_nodes: nodes per row of
+        the draft shape, including the root. sampled: whether any session may process its logits or
+        need the distributions of its drafts."""
         shape = self._shapes[num_nodes]
         if sampled and shape is self.shape:
             self.kept.store_rows(rows)
@@ -196,20 +201,21 @@ class InProcessDrafter:
         self.tokens[:, : shape.num_nodes].index_copy_(0, rows.slots.long(), chain.tokens)
 
     def store_catch_up(self, rows: NewRows) -> None:
-        """Keep these rows of each session for drafts that are made later, and begin chains."""
+        """Store these rows for drafts that are made later, and run the head over them for
+        chains."""
         self.kept.store_rows(rows)
         if self.levels is not None:
             self.levels.run_rows(rows)
 
     def draft_stored(self, slots: Tensor, allowed_tokens: DraftTokenMasks) -> None:
-        """Catch up on what was kept and draft trees, under masks of their first level, for sessions
-        whose last drafts nobody has verified; slots: int32 [B]."""
+        """Catch up on the stored rows of these slots, int32 [B], and draft trees with their first
+        level masked. Replaces drafts that have not been verified."""
         rows = self.kept.rows_of(slots)
         self._draft_trees(rows, self.shape, sampled=True, allowed_tokens=allowed_tokens)
 
     def read_trees(self, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Tokens and parents of the first shape's trees, int32 [len(slots), n] each, on the host.
-        Waits."""
+        """Return the tokens and parents of the first shape's trees on the host, int32 [len(slots),
+        n] each. Waits for the device."""
         assert self._parents is not None
         chosen, count = list(slots), self.shape.num_nodes
         return self.tokens.cpu()[chosen, :count], self._parents.cpu()[chosen, :count]

@@ -1,13 +1,14 @@
 """Look-ahead drafting on static device tensors: drafts for outcomes of an unverified proposal.
 
-A live proposal is run once more with its tokens given: the outputs at its positions predict the
-next token there, and with a head they are the features of the branches that start there. A branch
-is drafted like a session (`DraftProgram.draft_chain` or a tree) over its own block table, which
-starts with the blocks of the session: at most one partly filled block of the prefix is copied.
+The draft model runs over a proposal that is being verified, with its tokens given. The output at
+each position predicts the token after it; with a feature head it is also the feature of the
+branches that start there. A branch is drafted like a session (`DraftProgram.draft_chain` or
+`draft_tree`) over its own block table, which starts with the blocks of the session. At most one
+partly filled block of the prefix is copied.
 
-B sessions or branches, R rows of a branch's path, N nodes of a proposal, P = 1 + N positions (the
-root's, then the nodes'), c candidates a position, F width of a feature, X session slots, T blocks
-of a table, S blocks of a branch's own, V branches with blocks.
+Shapes: B sessions or branches, R rows of a branch's path, N nodes of a proposal, P = 1 + N
+positions (the root, then the nodes), c candidates a position, F width of a feature, X session
+slots, T blocks of a table, S blocks of a branch's own, V branches with blocks.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from outrider.engine.kernels.session_tensors import LogitsProcessorState, Sampli
 
 
 class CandidateScores(NamedTuple):
-    """Candidates of the next token at each position; positions without a node hold arbitrary
+    """Candidates for the next token at each position. Positions without a node hold arbitrary
     values."""
 
     tokens: Tensor
-    """int32 [B, P, c]: target ids, best first; -1: there is none."""
+    """int32 [B, P, c]: target ids, best first, padded with -1."""
     logprobs: Tensor
-    """float32 [B, P, c]; -inf: there is none."""
+    """float32 [B, P, c]: log-probabilities of `tokens`; -inf for padding."""
     features: Tensor
-    """[B, P, F]: what rows below each place begin with."""
+    """[B, P, F]: the feature of the first row below each position."""
 
 
 class OutcomeRows(NamedTuple):
@@ -44,15 +45,15 @@ class OutcomeRows(NamedTuple):
     owners: Tensor
     """int32 [B]: the session slot of each branch."""
     counts: Tensor
-    """int32 [B]: new rows, the outcome's own the last of them; 0 for padding."""
+    """int32 [B]: number of new rows, of which the last is the outcome's own; 0 for padding."""
     starts: Tensor
-    """int32 [B]: draft position of the first one."""
+    """int32 [B]: draft position of the first new row."""
     tokens: Tensor
-    """int32 [B, R]: target ids; -1 where there is none."""
+    """int32 [B, R]: target ids of the path, padded with -1."""
     sources: Tensor
-    """int32 [B, R]: each row's feature among the held ones."""
+    """int32 [B, R]: index of each row's feature among the stored features."""
     draft_keys: Tensor
-    """int64 [B]: keys of the DRAFT noise."""
+    """int64 [B]: keys of the DRAFT noise stream."""
 
 
 class LookAheadProgram(DraftProgram):
@@ -68,12 +69,12 @@ class LookAheadProgram(DraftProgram):
         sweeps: int,
         warp: LogitsProcessorState | None = None,
     ) -> CandidateScores:
-        """Catch up, run given proposals and offer `count` tokens at every place, by the
-        distribution of softmax(logits / T), those of coupled sessions by shared noise. warp: as for
-        `chain`.
+        """Catch up, run the given proposals and return the `count` best next tokens at every
+        position.
 
-        sweeps: see `DraftForward.run_proposal`. A session's table must hold the rows up to live +
-        N.
+        Tokens are ranked by softmax(logits / T); for coupled sessions they are ranked after adding
+        the noise shared with the target. state, warp: as in `DraftProgram.draft_chain`. sweeps: see
+        `DraftForward.run_proposal`. A session's block table must cover the rows up to live + N.
         """
         forward, vocabulary, num_nodes = (
             self.forward,
@@ -83,7 +84,7 @@ class LookAheadProgram(DraftProgram):
         layout = forward.layout(rows, num_steps=1, step_rows=num_nodes)
         below = forward.proposal_layout(given, layout.live)
         x = forward.run_proposal(rows, given, layout, below, sweeps)
-        # The tokens are known: one pass over the output projection serves all places.
+        # # All tokens are known, so one pass over the output projection serves all positions.
         logits, following = forward.logits(x.flatten(0, 1)), below.following
         if warp is not None:
             columns = vocabulary.columns_of(given.tokens)
@@ -113,13 +114,14 @@ class LookAheadProgram(DraftProgram):
         counted: bool,
         below_chains: bool,
     ) -> tuple[NewRows, DraftSampling]:
-        """What to draft branches from, as new rows of sessions of their own.
+        """Return the rows to draft branches from, each branch as a session of its own, and their
+        sampling state.
 
-        tables int32 [X, T]; scratch int32 [V, S + 1]: blocks of each branch's own, the last one
-        the padding block; held [any, F]: features. A branch must find room in its own blocks for
-        all that it writes, from the block of its first row on. counted: whether penalties are to
-        count the paths' tokens. below_chains: whether the paths are of scored chains, which some
-        forwards need not run again.
+        tables: int32 [X, T], block tables of the sessions. scratch: int32 [V, S + 1], the blocks of
+        each branch, the last being a padding block. A branch's own blocks must hold all rows that
+        it writes, from the block of its first row on. held: [any, F], stored features. counted:
+        whether penalties must count the tokens of the paths. below_chains: whether the paths belong
+        to scored chains, whose KV some forwards already have.
         """
         uncounted = self.forward.vocabulary.columns_of(rows.tokens) if counted else None
         if below_chains and self.forward.keeps_proposal_kv:
@@ -142,7 +144,8 @@ class LookAheadProgram(DraftProgram):
 
 
 def _outcomes_alone(rows: OutcomeRows) -> OutcomeRows:
-    """The last row of each path; what is above it stands in the session's own table."""
+    """Return the last row of each path only; the KV of the rows before it is in the session's own
+    table."""
     last = (rows.counts - 1).clamp(min=0)
     return rows._replace(
         counts=rows.counts.clamp(max=1),

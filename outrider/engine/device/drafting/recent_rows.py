@@ -1,6 +1,6 @@
 """Newest draft rows of every session, kept on the device as input of later drafts.
 
-X session slots, R rows of a session at most, B sessions of a pass, H hidden size.
+Shapes: X session slots, R rows of a session at most, B sessions of a pass, H hidden size.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class RecentRows:
         """Number of kept rows, their first position, and their tokens, int32 [X, 2 + R]."""
 
     def store_rows(self, rows: NewRows) -> None:
-        """Keep these of each session, in place of what was kept."""
+        """Store new rows of each session, which replace its stored rows."""
         slots, width = rows.slots.long(), rows.tokens.shape[1]
         self._features[:, :width].index_copy_(0, slots, rows.features.to(self._features.dtype))
         words = torch.cat((rows.counts[:, None], rows.starts[:, None], rows.tokens), dim=1)
         self._words[:, : 2 + width].index_copy_(0, slots, words.int())
 
     def rows_of(self, slots: Tensor) -> NewRows:
-        """Those of these slots, int32 [B]."""
+        """Return the stored rows of these slots, int32 [B]."""
         words = self._words[slots.long()]
-        # Kernels take vectors and matrices that lie as they are counted.
+        # # Kernels need contiguous vectors and matrices.
         return NewRows(
             slots=slots,
             tables=self._slots.sequence.tables,
@@ -47,6 +47,6 @@ class RecentRows:
         )
 
     def newest_positions(self, slots: Tensor) -> Tensor:
-        """int32 [B]: draft position of the last of each."""
+        """Return the draft position of the last stored row of each slot, int32 [B]."""
         words = self._words[slots.long()]
         return words[:, 1] + words[:, 0].clamp(min=1) - 1

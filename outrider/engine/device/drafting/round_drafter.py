@@ -1,6 +1,6 @@
-"""RoundDrafter protocol: what a round's graphs ask of whoever drafts on a device for its sessions.
+"""RoundDrafter protocol: a drafter whose drafts a round's graphs read on the verifier's device.
 
-X session slots, n drafts, B sessions of a launch.
+Shapes: X session slots, n drafts per session, B sessions of a launch.
 """
 
 from __future__ import annotations
@@ -18,46 +18,53 @@ from outrider.engine.kernels.acceptance.randomized import (
 
 
 class RoundDrafter(Protocol):
-    """A drafter whose drafts lie on the verifier's device, by session slot. Its functions are part
-    of graphs: they launch kernels and look at no value on the host."""
+    """Drafter that keeps its drafts on the verifier's device, by session slot.
+
+    Its functions are recorded in CUDA graphs, so they launch kernels and read no values on the
+    host.
+    """
 
     @property
     def tokens(self) -> Tensor:
-        """int32 [X, n]: the drafts that each session's next round verifies; -1: no node."""
+        """int32 [X, n]: the drafts that each session's next round verifies; -1 for absent nodes."""
         ...
 
     def parents_of(self, num_nodes: int) -> Tensor | None:
-        """int32 [X, >= num_nodes - 1]: parents of the drafts of rounds whose rows have so many
-        nodes, the root included; None: chains."""
+        """Return the parents of the drafts, int32 [X, >= num_nodes - 1], for rounds with
+        `num_nodes` nodes per row, including the root. None if the drafts are chains."""
         ...
 
     @property
     def logits_slots(self) -> LogitsSlots | None:
-        """What the sessions do to draft logits, where that is known on this device."""
+        """State of the sessions' logits processor over the draft vocabulary; None if it is not kept
+        on this device."""
         ...
 
     def receive_drafts(
         self, slots: Tensor, *, num_nodes: int, rejection: bool
     ) -> SparseDistribution | DenseChainDistribution | None:
-        """Have the drafts of sessions, int32 [B], in `tokens` before their round reads them; the
-        distributions that these were drawn from, None: the rejection rule judges them target-only.
-        `num_nodes`: of a row, the root included.
-        `rejection`: whether the shape is for rounds with sessions of that rule (see
-        `AcceptanceMode.REJECTION`)."""
+        """Write the drafts of the sessions in `slots`, int32 [B], to `tokens`, and return the
+        distributions that they were drawn from.
+
+        Returns None if there are no distributions; the rejection rule then judges the drafts as
+        target-only. num_nodes: nodes per row, including the root. rejection: whether the round may
+        have sessions of the rejection rule (see `AcceptanceMode.REJECTION`).
+        """
         ...
 
     def flag_undrafted(self, flags: Tensor) -> Tensor:
-        """The flags int32 [B] of the rows whose drafts were received last, with UNDRAFTED added to
-        those that the host cannot know to have none."""
+        """Return the flags int32 [B] of the rows of the last `receive_drafts`, with UNDRAFTED added
+        for rows without a draft that the host cannot know of."""
         ...
 
     def begin_rows(self) -> None:
-        """The rows of a launch follow: those of prompts, then those to draft behind."""
+        """Begin the rows of a launch. `write_rows` follows for prompts, if there are any, and then
+        `draft_round`."""
 
     def write_rows(self, rows: NewRows) -> None:
-        """Take in rows whose prediction nobody wants."""
+        """Process rows whose predictions are not needed."""
 
     def draft_round(self, rows: NewRows, *, num_nodes: int, sampled: bool) -> None:
-        """Take in rows and draft behind the last one of each session, as many nodes as a row of the
-        next round has with its root. sampled: whether any session
-        may process its logits or need the distributions of its drafts."""
+        """Process rows and draft after the last row of each session. num_nodes: nodes per row of
+        the next round, including the root. sampled: whether any session may process its logits or
+        need the distributions of its drafts."""

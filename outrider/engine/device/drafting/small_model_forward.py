@@ -1,7 +1,7 @@
-"""Forward of a small draft model: rows are tokens, and all its KV is exact.
+"""Forward of a small draft model, whose rows are tokens and whose KV is always exact.
 
-B sessions, R new rows a session, N nodes of a given tree, H hidden size, M rows of a step, V target
-vocabulary. Row r holds token t_r at position r.
+Shapes: B sessions, R new rows a session, N nodes of a given tree, H hidden size, M rows of a step,
+V target vocabulary size. Row r holds token t_r at position r.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from outrider.engine.kernels.drafts.proposal_layout import ProposalLayout
 from outrider.engine.target import TargetModel
 
 _CHUNK_ROWS: Final = 64
-"""Rows of a long catch-up that attend together."""
+"""Maximum number of rows of a session that attend together in `write_rows`."""
 
 
 class ModelForward(DraftForward):
-    """`DraftForward` of a small language model; x is the output of its last layer."""
+    """`DraftForward` of a small language model. Its outputs are those of the model's last layer."""
 
     feature_size = 0
     keeps_proposal_kv = True
@@ -45,9 +45,12 @@ class ModelForward(DraftForward):
         block_tokens: int,
         max_len: int,
     ) -> None:
-        """`vocab_size`: the target's, at most the model's; for the rest see `DraftForward`. The
-        model needs plain weights, and attention to the whole context: trees are masked, which a
-        window does not allow."""
+        """`vocab_size`: vocabulary size of the target, at most that of the model; the other
+        arguments are those of `DraftForward`.
+
+        The model needs plain weights and attention to the whole context. Sliding windows are not
+        supported, because trees use attention masks.
+        """
         super().__init__(
             DraftVocabulary.identity(vocab_size, storage.device),
             model.inverse_frequencies,
@@ -60,7 +63,8 @@ class ModelForward(DraftForward):
         self._program = TargetProgram(model, storage=storage)
 
     def write_rows(self, rows: NewRows) -> None:
-        """Run new rows for their KV."""
+        """Write the KV of new rows. The width of the rows must divide into equal chunks of at most
+        64 rows."""
         layout, size = self.layout(rows), rows.tokens.shape[1]
         chunks = -(-size // _CHUNK_ROWS)
         assert size % chunks == 0, size
@@ -75,7 +79,8 @@ class ModelForward(DraftForward):
         self._run(rows.tokens, [group], rows.tables)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits float32 [M, V] of outputs [M, H]; ids beyond the target's are cut off."""
+        """Return logits float32 [M, V] of outputs [M, H], without ids beyond the target's
+        vocabulary."""
         found = self._program.logits_of(x)
         return (
             found
@@ -86,7 +91,8 @@ class ModelForward(DraftForward):
     def catch_up(
         self, rows: NewRows, layout: DraftLayout, places: RowPositions, *, prune: bool = True
     ) -> Tensor:
-        """All rows are run as they are: whose prediction is wanted changes little."""
+        """Run all new rows and return the output of each live row. `prune` is ignored because it
+        would save little."""
         return self._run(rows.tokens, [_new(rows, layout)], rows.tables)[layout.live_rows]
 
     def run_step(
@@ -100,7 +106,8 @@ class ModelForward(DraftForward):
         mask: Tensor | None = None,
         parents: Tensor | None = None,
     ) -> Tensor:
-        """Run drafted tokens; `x` and `parents` say nothing that the KV does not."""
+        """Run drafted tokens; see `DraftForward`. `x` and `parents` are not needed beside the
+        KV."""
         group = RowGroup(
             slots=session.slots,
             context=session.context,
@@ -117,7 +124,8 @@ class ModelForward(DraftForward):
         below: ProposalLayout,
         sweeps: int,
     ) -> Tensor:
-        """One forward for new rows and nodes, exact whatever `sweeps` says."""
+        """Run new rows and nodes in one forward; see `DraftForward`. The outputs are exact for any
+        `sweeps`."""
         if given.are_chains:
             return self._given_chains(rows, given)
         (batch, num_nodes), new = given.tokens.shape, rows.tokens.numel()
@@ -137,7 +145,7 @@ class ModelForward(DraftForward):
         return torch.cat((live, x[new:].view(batch, num_nodes, -1)), dim=1)
 
     def _given_chains(self, rows: NewRows, given: ProposalNodes) -> Tensor:
-        """Chains stand behind the new rows as further ones: one attention a layer, not two."""
+        """Run chains as further new rows, so that each layer needs one attention call, not two."""
         (batch, num_nodes), width = given.tokens.shape, rows.tokens.shape[1]
         device, counts = rows.counts.device, rows.counts[:, None]
         places = torch.arange(width + num_nodes, device=device).expand(batch, -1)

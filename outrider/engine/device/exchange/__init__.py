@@ -1,7 +1,8 @@
 """Exchange between the devices of a drafter and a verifier of one host: buffers that both processes
 map, and what each side's graphs do with them.
 
-device_clock.py            DeviceClock: the host's time of what a device has stamped, for timelines.
+device_clock.py            DeviceClock: converts time stamps of a device to the host's clock, for
+                           timelines.
 draft_replica.py           Draft model of one verifier on another GPU: it follows the verifier's
                            rounds by exchange buffers.
 exchange_times.py          Idle time of rounds whose drafts pass between devices, from the clock of
@@ -14,9 +15,10 @@ memory.py                  Memory that two processes of one host share, and that
                            their devices reach.
 remote_drafter.py          Drafter on another GPU, as the verifier's graphs see it: drafts come in,
                            accepted rows go out.
-round_history.py           RoundHistory: what a device says of its rounds, each round once.
-round_spans.py             RoundSpans: what a device did in the rounds of an exchange, as spans of a
+round_history.py           RoundHistory: reads the times that a device records of its rounds, each
+                           round once.
+round_spans.py             RoundSpans: the steps of an exchange's rounds on a device, as spans of a
                            timeline.
-side.py                    ExchangeSide: buffers, round numbers and life of one side of a pair, the
-                           same for both sides.
+side.py                    ExchangeSide: buffers, round numbers and lifetime of one side of an
+                           exchange, the same for drafter and verifier.
 """

@@ -1,8 +1,8 @@
-"""DeviceClock: the host's time of what a device has stamped, for timelines.
+"""DeviceClock: converts time stamps of a device to the host's clock, for timelines.
 
-The device is asked for its time, and the host looks at its own clock before and after. Half of the
-time between the two is the most by which the offset can be wrong. Clocks drift apart afterwards, so
-the offset is measured again with each exchange that opens.
+The device is asked for its time, and the host reads its own clock before and after. The offset can
+be wrong by at most half of the time between the two readings. Clocks drift apart afterwards, so the
+offset is measured again with each exchange that opens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from outrider.engine.kernels.exchange.clock import write_clock
 
 logger = logging.getLogger(__name__)
 _TRIES: Final = 16
-"""The offset is that of the shortest of so many readings."""
+"""Number of readings; the offset is taken from the shortest one."""
 
 
 class DeviceClock:
-    """Converts stamps of a device into the time that `outrider.timeline` has."""
+    """Converts time stamps of a device to the clock of `outrider.timeline`."""
 
     def __init__(self, device: torch.device) -> None:
         """Measure the offset for the first time, which may compile a kernel."""
@@ -33,26 +33,26 @@ class DeviceClock:
             )
         self._stream: torch.cuda.Stream | None = None
         if is_cuda:
-            # What other streams wait for must not keep the answer.
+            # # A stream of its own, so that waits in other streams do not delay the reading.
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._offset_ns = 0
         self.error_s = 0.0
-        """Most that the offset could be wrong by when it was measured."""
+        """Upper bound of the error of the offset when it was measured, in seconds."""
         self._read()
         self.measure()
 
     def measure(self) -> None:
-        """Measure the offset; takes about a millisecond."""
+        """Measure the clock offset; takes about a millisecond."""
         error_ns, self._offset_ns = min(self._compare() for _ in range(_TRIES))
         self.error_s = error_ns * 1e-9
         logger.info("device clock measured", extra={"error_us": round(error_ns * 1e-3, 1)})
 
     def host_time(self, stamp_ns: int) -> float:
-        """Seconds of `time.perf_counter` at the moment of a stamp."""
+        """Return the `time.perf_counter` seconds of a device time stamp in nanoseconds."""
         return (stamp_ns + self._offset_ns) * 1e-9
 
     def _compare(self) -> tuple[int, int]:
-        """By how much an offset may be wrong, and the offset, in nanoseconds."""
+        """Return the error bound and the offset of one reading, in nanoseconds."""
         before = time.perf_counter_ns()
         moment = self._read()
         after = time.perf_counter_ns()

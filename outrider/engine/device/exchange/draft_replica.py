@@ -1,11 +1,12 @@
 """Draft model of one verifier on another GPU: it follows the verifier's rounds by exchange buffers.
 
-It has the slots, block tables and KV slots of the verifier's sessions, so that the verifier's host
-manages both, and does what an in-process drafter does behind each round. Its host only launches:
-first what the verifier's host says of slots and blocks, then the graphs of a round, which wait for
-that round on the device.
+The replica uses the slots, block tables and KV slots of the verifier's sessions, so the verifier's
+host manages both. It does the work of an in-process drafter after each round. Its host only
+launches work: first the changes of slots and blocks that the verifier's host announces, then the
+graphs of a round, which wait for that round on the device.
 
-X session slots, S KV slots, T blocks of a table, n drafts, G key/value heads, d head dimension.
+Shapes: X session slots, T blocks of a table, L layers, S KV slots, G key/value heads, d head
+dimension.
 """
 
 from __future__ import annotations
@@ -55,27 +56,27 @@ from outrider.spec.sampling import SamplingParams
 
 
 class ReplicaSlots(NamedTuple):
-    """Sizes of what a replica mirrors."""
+    """Sizes of the verifier's KV pool and block tables."""
 
     num_blocks: int
-    """KV blocks of the verifier's pool."""
+    """Number of KV blocks of the verifier's pool."""
     block_tokens: int
-    """KV slots of a block."""
+    """Number of KV slots of a block."""
     table_blocks: int
-    """T."""
+    """Number T of blocks of a block table."""
 
 
 class ReplicaRound(NamedTuple):
     """A round as the verifier's host announces it."""
 
     rows: int
-    """Rows to draft behind, padding of the bucket included; 0: none."""
+    """Number of rows to draft for, including padding of the bucket; 0 for none."""
     chunks: int
-    """Prefill chunks, padding of the bucket included; 0: none."""
+    """Number of prefill chunks, including padding of the bucket; 0 for none."""
     is_sampled: bool
     """Whether any session processes its draft logits or draws its drafts."""
     is_ahead: bool = False
-    """Whether outcomes of the next round are drafted for while it runs."""
+    """Whether to draft for outcomes of the next round while that round runs."""
     has_rejection: bool = False
     """Whether any session has the rejection rule, so that its drafts come with distributions; only
     in a round that `is_sampled`."""
@@ -97,9 +98,9 @@ class DraftReplica:
         cuda_graphs: bool = True,
         timeout_us: int = 5_000_000,
     ) -> None:
-        """`make_forward` makes the draft model over a storage [2, L, G, S, d] and for so many rows
-        of a session; `kv_shape`: L, G, d. `timeout_us`: microseconds that a round that was
-        announced is waited for."""
+        """`make_forward`: builds the draft model for a KV storage [2, L, G, S, d] and a maximum
+        number of rows of a session. `kv_shape`: (L, G, d). `timeout_us`: microseconds to wait for
+        an announced round."""
         self.exchange_shape, self._sizes = shape, slots
         self._vocab_size, self._device = vocab_size, device
         count, self._padding = shape.num_slots, shape.num_slots - 1
@@ -145,7 +146,8 @@ class DraftReplica:
         ids = vocabulary.target_ids
         self._ids_increase = bool((ids[1:] > ids[:-1]).all())
         self.distribution_limits: DistributionLimits | None = None
-        """Of the distributions of the rejection rule; None: there are none."""
+        """Limits of the distributions for the rejection rule; None if drafts have no
+        distributions."""
         if shape.distribution_entries:
             self.distribution_limits = DistributionLimits(max_ids=shape.distribution_entries)
         self._warp = LogitsSlots(
@@ -159,24 +161,27 @@ class DraftReplica:
         self._chunks: dict[int, TakenRows] = {}
 
     def attach(self, own: SharedMemory, peer: SharedMemory) -> None:
-        """Exchange with a verifier: rounds in `own` memory, drafts in the `peer`'s, in the order of
-        the stream; both are closed with `detach`."""
+        """Start the exchange with a verifier, in stream order.
+
+        Rounds are read from `own` memory, and drafts are written to the memory of the `peer`;
+        `detach` closes both.
+        """
         self._side.attach(verdicts=own, drafts=peer)
 
     @property
     def is_open(self) -> bool:
-        """Whether all rounds that were announced have come, as far as the device knows."""
+        """Whether all announced rounds have arrived, by the device's last report."""
         return self._side.is_open
 
     @property
     def has_next_round(self) -> bool:
-        """Whether `launch_round` would not wait: graphs of a CUDA device wait by themselves, on a
-        CPU the thread does."""
+        """Whether `launch_round` would not block. On CUDA it never does, because the graphs wait on
+        the device; on a CPU the thread waits."""
         return self._device.type == "cuda" or is_round_there(self._verdicts, self.state)
 
     def detach(self) -> None:
-        """Exchange with nobody any more, and close the buffers; waits for what was launched, whose
-        waits end at once."""
+        """End the exchange and close the buffers. Waits for launched work, whose own waits end at
+        once."""
         self._side.detach()
         self._followed.slot_of.fill_(NO_SLOT)
 
@@ -190,9 +195,12 @@ class DraftReplica:
         num_rows: int,
         history: TokenHistory = EMPTY_HISTORY,
     ) -> None:
-        """A session begins in a slot, of whose draft rows `num_rows` are in these blocks already.
-        `history`: its tokens so far, where penalties look at them; those of its rounds are added
-        on the device. Raises InvalidMessageError for a slot or blocks that there are not."""
+        """Begin a session in a slot.
+
+        num_rows: number of draft rows whose KV is already in `blocks`. history: the session's
+        tokens so far, for penalties; tokens of later rounds are added on the device. Raises
+        InvalidMessageError for slots, blocks or rows out of range.
+        """
         self._check(slot, 0, blocks)
         held = len(blocks) * self._sizes.block_tokens
         if not 0 <= num_rows <= held:
@@ -213,8 +221,8 @@ class DraftReplica:
 
     @torch.inference_mode()
     def add_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
-        """A session holds these blocks, too, from place `first` of its table on. Raises
-        InvalidMessageError as `begin_session`."""
+        """Add KV blocks to a session's block table, from index `first` on. Raises
+        InvalidMessageError for slots or blocks out of range."""
         self._check(slot, first, blocks)
         self._write_table(slot, first, blocks)
         held = first + len(blocks)
@@ -222,7 +230,7 @@ class DraftReplica:
 
     @torch.inference_mode()
     def end_session(self, slot: int) -> None:
-        """Nobody is in a slot any more. Raises InvalidMessageError for one that there is not."""
+        """End the session of a slot. Raises InvalidMessageError for a slot out of range."""
         self._check(slot, 0, ())
         self._followed.slot_of[slot] = NO_SLOT
 
@@ -247,7 +255,7 @@ class DraftReplica:
 
     @torch.inference_mode()
     def launch_round(self, announced: ReplicaRound) -> None:
-        """Launch what follows a round of the verifier; its graphs wait for it. Raises
+        """Launch the drafting after a round of the verifier; the graphs wait for that round. Raises
         InvalidMessageError for a round that the buffers cannot hold."""
         shape = self.exchange_shape
         if not (
@@ -264,8 +272,8 @@ class DraftReplica:
         self._launch(announced)
 
     def capture_steps(self) -> Iterator[None]:
-        """Compile the kernels and capture all graphs, see `GraphCache.capture_steps`; to be done
-        before `attach`: a round that waited for that would come too late."""
+        """Compile the kernels and capture all graphs in steps, see `GraphCache.capture_steps`. Call
+        this before `attach`, because rounds would wait too long for compilation."""
         shape, steps = self.exchange_shape, self.graphs.capture_steps
         yield from steps("wait", self._wait)
         for chunks in _buckets(shape.max_chunks):
@@ -316,9 +324,9 @@ class DraftReplica:
     def _run_drafts(
         self, count: int, limits: DistributionLimits | None, *, sampled: bool, is_ahead: bool
     ) -> None:
-        """Take the rows of the round, draft behind them, and perhaps for outcomes of these drafts.
-        limits: of the distributions that sessions of the rejection rule draw from; None: there are
-        no such sessions."""
+        """Take the rows of the round, draft for them, and draft for outcomes of these drafts if
+        `is_ahead` is set. limits: limits of the distributions of sessions with the rejection rule;
+        None if there are no such sessions."""
         shape, ahead = self.exchange_shape, self._ahead if is_ahead else None
         taken = self._taken(self._rows, count, shape.num_nodes)
         # The last draft token of a chain is drafted behind, and has no KV.
@@ -389,6 +397,6 @@ class DraftReplica:
 
 
 def _buckets(most: int) -> tuple[int, ...]:
-    """Sizes of graphs for up to `most` rows or chunks: powers of two, and `most` itself."""
+    """Return the bucket sizes for up to `most` rows or chunks: powers of two, and `most` itself."""
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most]
     return (*sizes, most) if most else ()

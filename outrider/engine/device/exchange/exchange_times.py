@@ -31,42 +31,43 @@ _BEGIN, _END, _TAKEN, _ACCEPTED, _DRAFTING, _HITS, _ROWS, _NUMBER = (
     )
 )
 _LONGEST_NS: Final = 10**9
-"""The drafter says how long it drafted: what is longer is not believed."""
+"""Maximum drafting time that is believed, in nanoseconds, because the drafter reports it."""
 
 
 class ExchangedRound(NamedTuple):
     """One round that verified drafts of another device, in seconds."""
 
     rows: int
-    """Decode rows, padding of the bucket included."""
+    """Number of decode rows, including padding of the bucket."""
     idle_s: float
     drafting_s: float
     """Time of the drafter's kernels; 0 where all drafts had been made before the round began."""
     hits: int
-    """Sessions whose drafts had been made for the outcome of the round before."""
+    """Number of sessions whose drafts had been made for the outcome of the round before."""
     waited_s: float
     """Time that the round waited for drafts."""
 
 
 class ExchangeTimes:
-    """Reads the history of a verifier's side; each round once."""
+    """Reads the round times of a verifier's side of an exchange, each round once."""
 
     def __init__(self, history: NDArray[np.int64]) -> None:
         """`history`: see `RoundHistory`."""
         self._history = RoundHistory(history)
         self.spans: RoundSpans | None = None
-        """Marks each round on the timeline; None: nothing is recorded."""
+        """Marks each round on the timeline; None to record nothing."""
         self.answered = 0
-        """Rounds so far that found drafts, as far as their times were kept."""
+        """Number of rounds so far that found drafts, of the rounds whose times were kept."""
         self.late = 0
-        """The same of rounds that wanted drafts and found none."""
+        """Number of rounds so far that waited for drafts and found none, of the rounds whose times
+        were kept."""
         self.hits = 0
-        """Drafts of the rounds so far that had been made for the outcome of the round before."""
+        """Number of drafts so far that had been made for the outcome of the round before."""
         self._last: NDArray[np.int64] | None = None
 
     def take_rounds(self) -> Iterator[ExchangedRound]:
-        """The rounds since the last call, oldest first, as far as they are kept. A round of other
-        rows than the one before it is left out, and so is one that found no drafts."""
+        """Yield the rounds since the last call, oldest first, as far as they are kept. Rounds
+        without drafts, or with another number of rows than the round before, are left out."""
         for row in self._history.take_rows():
             if self.spans is not None:
                 self.spans.mark_round(row)
@@ -84,7 +85,7 @@ class ExchangeTimes:
                     yield found
 
     def forget(self) -> None:
-        """Begin anew: numbers of another exchange follow."""
+        """Reset the history, before the rounds of another exchange."""
         self._history.forget()
         self._last = None
 

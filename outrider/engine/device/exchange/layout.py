@@ -20,9 +20,9 @@ _ALIGNMENT: Final = 256
 NUMBER_BYTES: Final = _ALIGNMENT
 """Bytes before the first bank: polling the number there disturbs nothing else."""
 _MAX_BYTES: Final = 1 << 31
-"""Bytes of a buffer, at most."""
+"""Maximum size of a buffer in bytes."""
 _MAX_DISTRIBUTION_BYTES: Final = 1 << 26
-"""Bytes of the draft distributions of all sessions, at most."""
+"""Maximum size of the draft distributions of all sessions, in bytes."""
 _ENTRY_BYTES: Final = 8
 """An id and a count, int32 each."""
 
@@ -38,7 +38,7 @@ class BufferField(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size of the array in bytes."""
         size = self.dtype.itemsize
         for length in self.shape:
             size *= length
@@ -55,15 +55,15 @@ class BufferLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the buffer."""
+        """Size of the buffer in bytes."""
         return NUMBER_BYTES + self.depth * self.bank_bytes
 
     @classmethod
     def of_arrays(
         cls, depth: int, *arrays: tuple[str, torch.dtype, tuple[int, ...]]
     ) -> BufferLayout:
-        """Banks of arrays one behind the other, each aligned. Raises InvalidRequestError for more
-        than 2 GiB."""
+        """Return the layout of banks that hold these arrays in order, each aligned to 256 bytes.
+        Raises InvalidRequestError for more than 2 GiB."""
         fields: list[BufferField] = []
         end = 0
         for name, dtype, shape in arrays:
@@ -80,16 +80,19 @@ class BufferLayout:
 
 
 def distribution_entries(wanted: int, *, num_slots: int, draft_length: int) -> int:
-    """E, at most `wanted`: as many as all distributions have room for in 64 MiB, but at least 1 if
-    any are wanted. The verifier has the like of it three times more: a private copy, and two
-    workspaces of acceptance."""
+    """Return E, the number of entries per distribution: at most `wanted`, and limited so that all
+    distributions fit into 64 MiB, but at least 1 if `wanted` is not 0.
+
+    The verifier needs this memory three more times: for a private copy and two workspaces of
+    acceptance.
+    """
     room = _MAX_DISTRIBUTION_BYTES // (num_slots * draft_length * _ENTRY_BYTES)
     return min(wanted, max(room, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeShape:
-    """What the buffers of a pair are made for; both sides must agree on all of it."""
+    """Sizes of the buffers of a drafter and a verifier. Both sides must agree on all of them."""
 
     num_slots: int
     """X: session slots of the verifier, its padding slot included."""
@@ -100,18 +103,19 @@ class ExchangeShape:
     max_chunks: int
     """Q: prefill chunks of a round, at most."""
     chunk_tokens: int
-    """P."""
+    """P: number of tokens of a prefill chunk."""
     feature_size: int
-    """H."""
+    """H: width of a feature."""
     feature_dtype: torch.dtype
     distribution_entries: int
-    """E; 0: drafts come without distributions."""
+    """E: maximum number of entries of a distribution; 0 if drafts have no distributions."""
     fan_out: int = 0
-    """F: outcomes of a round that the drafter drafts for while it runs, a session; 0: none."""
+    """F: number of outcomes per session for which the drafter drafts while a round runs; 0 for
+    none."""
     ahead_rows: int = 0
-    """Decode rows of a round, at most, whose outcomes are drafted for."""
+    """Maximum number of decode rows of a round whose outcomes are drafted for."""
     depth: int = 8
-    """Rounds that the verifier may be ahead of its drafter."""
+    """Number of rounds that the verifier may be ahead of its drafter."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -130,7 +134,7 @@ class ExchangeShape:
 
     @property
     def num_nodes(self) -> int:
-        """N: nodes of a row, the root included."""
+        """N: number of nodes of a row, including the root."""
         return 1 + self.draft_length
 
     def verdict_layout(self) -> BufferLayout:

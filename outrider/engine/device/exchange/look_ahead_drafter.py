@@ -32,22 +32,24 @@ from outrider.engine.kernels.session_tensors import (
 from outrider.spec.sampling import Rule
 
 _CANDIDATES: Final = 8
-"""Tokens of a place that may be outcomes: further ones are hardly ever among the likeliest."""
+"""Number of candidate tokens per position. Further tokens are hardly ever among the most probable
+outcomes."""
 
 
 class _Outcomes(NamedTuple):
     """The outcomes of each session that are drafted for."""
 
     places: Tensor
-    """int64 [R, F]: accepted tokens of the chain."""
+    """int64 [R, F]: number of accepted tokens of the chain."""
     tokens: Tensor
-    """int32 [R, F]: the token behind these."""
+    """int32 [R, F]: the token after the accepted tokens."""
     are_there: Tensor
-    """bool [R, F]"""
+    """bool [R, F]: whether the outcome exists."""
 
 
 class LookAheadDrafter:
-    """Drafts for outcomes of the chains that were drafted last; never synchronises."""
+    """Drafts for outcomes of the chains that were drafted last. Never synchronises with the
+    host."""
 
     def __init__(
         self,
@@ -60,9 +62,9 @@ class LookAheadDrafter:
         max_rows: int,
         first_block: int,
     ) -> None:
-        """`tables`: int32 [Y, T]; `outcomes`: F, `length`: K; `max_rows`: rows of a round, at
-        most. The KV blocks from `first_block` on are its own, as many as `blocks_needed` says;
-        the one before them may be written at any time."""
+        """`tables`: int32 [Y, T], block tables. `outcomes`: F. `length`: K. `max_rows`: maximum
+        number of rows of a round. `first_block`: the first of the drafter's own KV blocks, of which
+        `blocks_needed` gives the number; the block before them is for padding."""
         self._program, self._tables, self._sampling = program, tables, sampling
         self._outcomes, self._length = outcomes, length
         device, slots = tables.device, len(tables)
@@ -79,12 +81,12 @@ class LookAheadDrafter:
 
     @staticmethod
     def blocks_needed(*, outcomes: int, length: int, max_rows: int, block_tokens: int) -> int:
-        """KV blocks for the branches of a round."""
+        """Return the number of KV blocks for the branches of a round."""
         return max_rows * outcomes * _branch_blocks(length, block_tokens)
 
     def chosen_columns(self, taken: TakenRows) -> Tensor:
-        """int32 [R, K]: draft ids of the drafts that the verifier has chosen for its next round; -1
-        where it verifies what is drafted now."""
+        """Return the draft ids of the drafts that the verifier has chosen for its next round, int32
+        [R, K]; -1 for rows that verify a new draft."""
         slots, outcome = taken.slots.long(), taken.outcomes
         place = outcome.clamp(0, self._outcomes - 1).long()[:, None]
         digests = self._digests[slots].gather(1, place)[:, 0]
@@ -100,8 +102,9 @@ class LookAheadDrafter:
         drafted: ChainDraft,
         warp: LogitsProcessorState | None,
     ) -> tuple[Tensor, Tensor]:
-        """Draft for outcomes of these chains, which were drafted with their levels; digests int64
-        [R, F] of the prefixes, tokens int32 [R, F, K]. warp: as for `DraftProgram.draft_chain`."""
+        """Draft for outcomes of these chains; return the digests of the outcomes' prefixes, int64
+        [R, F], and the drafted tokens, int32 [R, F, K]. `drafted` must have its levels. warp: as in
+        `DraftProgram.draft_chain`."""
         places, live, features = self.rank_outcomes(rows, drafted, warp)
         batch, length, outcomes = len(rows.slots), self._length, self._outcomes
         branches = batch * outcomes
@@ -141,8 +144,8 @@ class LookAheadDrafter:
     def rank_outcomes(
         self, rows: NewRows, drafted: ChainDraft, warp: LogitsProcessorState | None
     ) -> tuple[_Outcomes, Tensor, Tensor]:
-        """The likeliest outcomes; the position int32 [R] of each live row; features [R, P, H] of
-        all places."""
+        """Return the most probable outcomes, the position of each live row, int32 [R], and the
+        features [R, P, H] of all positions (H: feature width)."""
         forward, state = self._program.forward, self._sampling
         levels, (batch, length) = drafted.levels, drafted.tokens.shape
         assert levels is not None
@@ -180,7 +183,7 @@ class LookAheadDrafter:
         return outcomes, layout.live, features
 
     def _digests_of(self, taken: TakenRows, drafted: Tensor, found: _Outcomes) -> Tensor:
-        """int64 [R, F]: of the prefix that each outcome makes."""
+        """Return the digest of the prefix of each outcome, int64 [R, F]."""
         (batch, outcomes), length = found.tokens.shape, drafted.shape[1]
         at = torch.arange(length + 1, device=drafted.device)
         chain = torch.cat((drafted, drafted[:, :1]), dim=1)[:, None]
@@ -196,11 +199,11 @@ class LookAheadDrafter:
 
 
 def rank_outcomes(drafted: Tensor, tokens: Tensor, logprobs: Tensor, *, count: int) -> _Outcomes:
-    """The `count` likeliest outcomes of each chain.
+    """Return the `count` most probable outcomes of each chain.
 
-    drafted int32 [R, K]; tokens int32, logprobs float32 [R, P, C]: candidates of each place, best
-    first, -1 and -inf where there is none. An outcome is accepted tokens of the chain and another
-    token behind them; behind the whole chain any token.
+    drafted: int32 [R, K]. tokens, logprobs: int32 and float32 [R, P, C], candidates of each
+    position, best first, padded with -1 and -inf. An outcome is a number of accepted tokens of the
+    chain and a next token that differs from the chain's; after the whole chain any token.
     """
     batch, length = drafted.shape
     is_next = tokens[:, :length] == drafted[..., None]
@@ -221,5 +224,5 @@ def rank_outcomes(drafted: Tensor, tokens: Tensor, logprobs: Tensor, *, count: i
 
 
 def _branch_blocks(length: int, block_tokens: int) -> int:
-    """Blocks that `length` rows lie in, wherever in a block they begin."""
+    """Return the number of blocks that `length` rows need, wherever in a block they begin."""
     return (length + 2 * (block_tokens - 1)) // block_tokens

@@ -39,43 +39,44 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedMemory(Protocol):
-    """Memory of a pair, as one of its processes sees it."""
+    """Memory that a drafter and a verifier share, as mapped by one of the two processes."""
 
     @property
     def address(self) -> int:
-        """Where kernels of this process's device (on a CPU: its threads) find it."""
+        """Address for kernels of this process's device (on a CPU, for its threads)."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         ...
 
     def make_descriptor(self) -> int:
-        """A new file descriptor to pass to the peer; the caller closes it. Only the side that
-        allocated the memory can make one."""
+        """Return a new file descriptor to pass to the peer; the caller closes it. Only the side
+        that allocated the memory can make one."""
         ...
 
     def close(self) -> None:
-        """Give this side's mapping back; nothing that reads or writes it may be running.
-        Idempotent."""
+        """Unmap the memory in this process. No work that uses it may be running. Idempotent."""
         ...
 
 
 def allocate_on_device(num_bytes: int, device: torch.device) -> SharedMemory:
-    """Zeroed memory of `device` for a peer to write into. Raises UnavailableError where the driver
-    cannot allocate or share it."""
+    """Allocate zeroed memory of `device` for a peer to write to. Raises UnavailableError if the
+    driver cannot allocate or share it."""
     return _DeviceMemory.allocate(num_bytes, device)
 
 
 def map_device_memory(descriptor: int, num_bytes: int, device: torch.device) -> SharedMemory:
-    """Map memory of another device, or process, for kernels of `device`. The descriptor stays the
-    caller's. Raises UnavailableError where `device` has no access to it, or it is smaller."""
+    """Map memory of another device or process for kernels of `device`. The caller keeps the
+    descriptor. Raises UnavailableError if `device` cannot access the memory or if it is too
+    small."""
     return _DeviceMemory.from_descriptor(descriptor, num_bytes, device)
 
 
 def allocate_on_host(num_bytes: int, device: torch.device) -> SharedMemory:
-    """Zeroed memory of the host that `device` and a peer's device map. Raises UnavailableError."""
+    """Allocate zeroed host memory that `device` and a peer's device can map. Raises
+    UnavailableError if that fails."""
     descriptor = os.memfd_create("outrider-exchange", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, _whole_pages(num_bytes))
@@ -104,8 +105,8 @@ def map_host_memory(descriptor: int, num_bytes: int, device: torch.device) -> Sh
 
 
 def allocate_memory(num_bytes: int, device: torch.device, *, on_device: bool) -> SharedMemory:
-    """Zeroed memory for a peer to write into, of the device or of the host. Raises
-    UnavailableError."""
+    """Allocate zeroed memory of the device or the host for a peer to write to. Raises
+    UnavailableError if that fails."""
     return (allocate_on_device if on_device else allocate_on_host)(num_bytes, device)
 
 
@@ -118,15 +119,15 @@ def map_memory(
 
 
 def new_buffer(layout: BufferLayout, device: torch.device) -> ExchangeBuffer:
-    """A buffer that lies nowhere yet."""
+    """Return a buffer without memory; see `attach_buffer`."""
     with torch.inference_mode(False):
         addresses = torch.zeros(1 + len(layout.fields), dtype=torch.int64, device=device)
     return ExchangeBuffer(addresses, layout.depth, layout.bank_bytes)
 
 
 def attach_buffer(buffer: ExchangeBuffer, layout: BufferLayout, memory: SharedMemory) -> None:
-    """Have kernels find a buffer in `memory` from here on, in the order of the current stream.
-    On a CPU the views of it must not be used once the memory is closed."""
+    """Place a buffer in `memory`, in order of the current stream. On a CPU the buffer's views must
+    not be used after the memory is closed."""
     start = memory.address
     first = start + NUMBER_BYTES
     words = [start, *(first + each.offset for each in layout.fields)]
@@ -146,8 +147,8 @@ def attach_buffer(buffer: ExchangeBuffer, layout: BufferLayout, memory: SharedMe
 
 
 def detach_buffer(buffer: ExchangeBuffer) -> None:
-    """Have kernels find a buffer nowhere from here on, in the order of the current stream; whoever
-    uses it must be closed."""
+    """Remove a buffer from its memory, in order of the current stream. The exchange that uses the
+    buffer must be closed."""
     buffer.addresses.zero_()
     buffer.views.clear()
 

@@ -47,8 +47,8 @@ from outrider.spec.sampling import SamplingParams
 
 
 class ReplicaHost(Protocol):
-    """What the verifier's host tells the host of a `DraftReplica`, in order; nothing waits. See
-    there."""
+    """Calls of the verifier's host to the host of a `DraftReplica`, in order and without waiting;
+    see `DraftReplica`."""
 
     def begin_session(
         self,
@@ -59,23 +59,23 @@ class ReplicaHost(Protocol):
         num_rows: int,
         history: TokenHistory,
     ) -> None:
-        """A session begins in a slot."""
+        """Begin a session in a slot."""
 
     def add_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
-        """A session holds more KV blocks."""
+        """Add KV blocks to a session."""
 
     def end_session(self, slot: int) -> None:
-        """Nobody is in a slot any more."""
+        """End the session of a slot."""
 
     def launch_round(self, announced: ReplicaRound) -> None:
-        """The verifier has launched a round."""
+        """Announce a round that the verifier has launched."""
 
 
 class RemoteDrafter:
-    """Takes drafts from another GPU and gives it the rows of each round."""
+    """`RoundDrafter` that receives drafts from another GPU and sends it the rows of each round."""
 
     logits_slots: LogitsSlots | None = None
-    """The drafter's own device knows it."""
+    """None, because the drafter's device keeps the logits-processor state."""
 
     def __init__(
         self, shape: ExchangeShape, *, vocab_size: int, device: torch.device, timeout_us: int
@@ -89,7 +89,7 @@ class RemoteDrafter:
         """The buffer that the drafter's device reads, and the one that it writes."""
         self.state = self._side.state
         self.times = ExchangeTimes(self.state.history.numpy())
-        """Of the rounds of this exchange."""
+        """Times of the rounds of this exchange."""
         self._distributions = new_taken_distributions(
             shape.num_slots, shape.draft_length, shape.distribution_entries, device
         )
@@ -105,34 +105,35 @@ class RemoteDrafter:
         self._has_chunks = False
         self._host: ReplicaHost | None = None
         self._followed: set[int] = set()
-        """Slots whose sessions the drafter was told of."""
+        """Slots whose sessions were announced to the drafter."""
 
     @property
     def is_attached(self) -> bool:
-        """Whether there is a drafter to exchange with."""
+        """Whether a drafter is attached."""
         return self._host is not None
 
     @property
     def is_open(self) -> bool:
-        """Whether the drafter gets what rounds put, as far as the last round on the device
-        knows."""
+        """Whether the exchange has missed no round, as of the last round on the device."""
         return self._side.is_open
 
     @property
     def is_late(self) -> bool:
-        """Whether the last round on the device had to do without the drafter."""
+        """Whether the last round on the device ran without the drafter's drafts."""
         return self._side.is_late
 
     def attach(self, own: SharedMemory, peer: SharedMemory, host: ReplicaHost) -> None:
-        """Exchange with a drafter from the next round on: drafts in `own` memory, rounds in the
-        `peer`'s, in the order of the stream; both are closed with `detach`. `host` hears what the
-        drafter's host must know."""
+        """Exchange with a drafter from the next round on, in stream order.
+
+        Drafts are read from `own` memory, and rounds are written to the memory of the `peer`;
+        `detach` closes both. `host` receives the announcements for the drafter's host.
+        """
         self._side.attach(verdicts=peer, drafts=own)
         self.chosen.outcomes.fill_(NOT_CHOSEN)
         self._host = host
 
     def detach(self) -> None:
-        """Exchange with nobody any more, and close the buffers; waits for what was launched."""
+        """End the exchange and close the buffers. Waits for launched work."""
         self._side.detach()
         self.times.forget()
         self._host = None
@@ -148,9 +149,11 @@ class RemoteDrafter:
         digest: int,
         history: TokenHistory = EMPTY_HISTORY,
     ) -> None:
-        """A session that is drafted for begins, or comes back, with a prefix of this digest, and
-        with KV of so many draft rows in its blocks. `history`: its tokens so far, where penalties
-        look at them."""
+        """Begin or resume a session that the drafter drafts for.
+
+        num_rows: number of draft rows whose KV is already in `blocks`. digest: digest of the
+        session's prefix. history: the session's tokens so far, for penalties.
+        """
         if self._host is None:
             return
         self.digests[slot].fill_(digest - (1 << 64) if digest >= 1 << 63 else digest)
@@ -159,19 +162,19 @@ class RemoteDrafter:
         self._host.begin_session(slot, blocks, sampling, num_rows=num_rows, history=history)
 
     def add_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
-        """A session holds these blocks, too, from place `first` of its table on."""
+        """Add KV blocks to a session's block table, from index `first` on."""
         if self._host is not None and slot in self._followed:
             self._host.add_blocks(slot, first, blocks)
 
     def end_session(self, slot: int) -> None:
-        """Nobody is in a slot any more."""
+        """End the session of a slot."""
         if self._host is not None and slot in self._followed:
             self._followed.discard(slot)
             self._host.end_session(slot)
 
     def announce_round(self, shape: RoundShape, *, rejection: bool) -> None:
-        """A round of this shape with drafts of this drafter was launched; `rejection`: whether any
-        of its sessions, prompts included, has that rule."""
+        """Announce a launched round that uses this drafter's drafts. `rejection`: whether any of
+        its sessions, including prompts, has the rejection rule."""
         if self._host is not None:
             rejection = rejection and shape.is_sampled
             rows, most = shape.rows + shape.chunks, self.exchange_shape.ahead_rows
@@ -181,13 +184,13 @@ class RemoteDrafter:
             )
 
     def parents_of(self, num_nodes: int) -> None:
-        """Drafts are chains."""
+        """Return None, because drafts are chains."""
 
     def receive_drafts(
         self, slots: Tensor, *, num_nodes: int, rejection: bool
     ) -> SparseDistribution | None:
-        """Wait for the drafts of these sessions' next round, int32 [B], and take them; with their
-        distributions, if any of the sessions has the rejection rule."""
+        """Wait for the drafts of these sessions, int32 [B], on the device and take them. Returns
+        their distributions if any session has the rejection rule."""
         del num_nodes
         lengths = self._static(self._lengths, len(slots))
         wait_drafts(self.drafts, self.state, slots, self.chosen.outcomes, padding=self.padding)
@@ -218,12 +221,12 @@ class RemoteDrafter:
         return self._distributions.with_ranges(ranges)
 
     def flag_undrafted(self, flags: Tensor) -> Tensor:
-        """The flags int32 [B] of the rows whose drafts were received last, with UNDRAFTED added to
-        those that had none."""
+        """Return the flags int32 [B] of the rows of the last `receive_drafts`, with UNDRAFTED added
+        for rows without a draft."""
         return torch.add(flags, self._static(self._lengths, len(flags)) == 0, alpha=UNDRAFTED)
 
     def _static(self, known: dict[int, Tensor], *shape: int) -> Tensor:
-        """A tensor int32 that all graphs of as many rows share."""
+        """Return an int32 tensor that all graphs with the same number of rows share."""
         found = known.get(shape[0])
         if found is None:
             with outside_capture(self.device), torch.inference_mode(False):
@@ -232,17 +235,17 @@ class RemoteDrafter:
         return found
 
     def begin_rows(self) -> None:
-        """Rows of a launch are put next."""
+        """Begin the rows of a launch."""
         self._has_chunks = False
         reserve_bank(self.drafts, self.state, depth=self._verdicts.depth)
 
     def write_rows(self, rows: NewRows) -> None:
-        """Give the drafter rows of prompts whose prediction nobody wants."""
+        """Send the drafter rows of prompts whose predictions are not needed."""
         self._has_chunks = True
         self._put(CHUNK_ROWS, rows, self.exchange_shape.max_chunks, rows.tokens.shape[1])
 
     def draft_round(self, rows: NewRows, *, num_nodes: int, sampled: bool) -> None:
-        """Give the drafter the rows behind which it is to draft, and end the launch's round."""
+        """Send the drafter the rows to draft for, and end the round."""
         del num_nodes, sampled
         shape = self.exchange_shape
         advance_digests(self.digests, rows.slots, rows.tokens, rows.counts)

@@ -1,4 +1,4 @@
-"""RoundHistory: what a device says of its rounds, each round once."""
+"""RoundHistory: reads the times that a device records of its rounds, each round once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 from outrider.engine.kernels.exchange.buffers import ROUND_TIMES
 
 READ_EVERY_S: Final = 0.05
-"""A history is to be read so often: fewer rounds are run in this time than a device keeps."""
+"""Interval in seconds at which a history must be read. A device runs fewer rounds in this time than
+it keeps."""
 _NUMBER: Final = ROUND_TIMES.index("number")
 
 
 class RoundHistory:
-    """Reads the history of one side of an exchange, which its device writes at any time."""
+    """Reads the round times of one side of an exchange, which its device may write at any time."""
 
     def __init__(self, history: NDArray[np.int64]) -> None:
         """`history`: [ROUNDS_KEPT, 10], see `ExchangeState`."""
@@ -23,8 +24,8 @@ class RoundHistory:
         self._last = 0
 
     def take_rows(self) -> NDArray[np.int64]:
-        """The rows [n, 10] of the rounds since the last call, oldest first, as far as they are
-        kept."""
+        """Return the rows [n, 10] of the rounds since the last call, oldest first, as far as they
+        are kept."""
         rows = self._history.copy()
         numbers = rows[:, _NUMBER]
         # Behind the copy: a row that the device was writing at that time has not its number yet.
@@ -35,6 +36,6 @@ class RoundHistory:
         return ordered
 
     def forget(self) -> None:
-        """Begin anew: numbers of another exchange follow."""
+        """Reset the history, before the rounds of another exchange."""
         self._history[:] = 0
         self._last = 0

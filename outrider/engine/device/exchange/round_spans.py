@@ -1,4 +1,4 @@
-"""RoundSpans: what a device did in the rounds of an exchange, as spans of a timeline."""
+"""RoundSpans: the steps of an exchange's rounds on a device, as spans of a timeline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MarkSpan(Protocol):
     """`outrider.timeline.mark_span` for a track."""
 
     def __call__(self, name: str, began: float, n: int, *, ended: float) -> None:
-        """Mark something that lasted from `began` to `ended`, seconds of `time.perf_counter`."""
+        """Mark a span from `began` to `ended`, in seconds of `time.perf_counter`."""
 
 
 class RoundSpans:
@@ -36,12 +36,12 @@ class RoundSpans:
     def __init__(
         self, clock: DeviceClock, steps: tuple[str, str, str, str], mark: MarkSpan
     ) -> None:
-        """`steps`: their names in order; `mark`: to be called with each step of a round."""
+        """`steps`: names of the steps, in order. `mark`: called for each step of a round."""
         self._clock, self._steps, self._mark = clock, steps, mark
         self._last_wait = 0
 
     def mark_round(self, row: NDArray[np.int64]) -> None:
-        """Mark a round by its row of the history; rounds come in order."""
+        """Mark the steps of a round by its row of the history. Rounds must come in order."""
         begin, rows = int(row[_BEGIN]), max(0, int(row[_ROWS]))
         first = _WITHOUT_WAIT if begin == self._last_wait else 0
         self._last_wait = begin

@@ -1,4 +1,5 @@
-"""ExchangeSide: buffers, round numbers and life of one side of a pair, the same for both sides."""
+"""ExchangeSide: buffers, round numbers and lifetime of one side of an exchange, the same for
+drafter and verifier."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from outrider.engine.kernels.exchange.buffers import new_state
 
 
 class ExchangeSide:
-    """What kernels of this process's device read and write; it lies nowhere until `attach`."""
+    """Buffers and state that kernels of this process's device use. The buffers have no memory until
+    `attach`."""
 
     def __init__(self, shape: ExchangeShape, device: torch.device, *, timeout_us: int) -> None:
-        """`timeout_us`: microseconds that a wait lasts at most."""
+        """`timeout_us`: maximum duration of a wait on the device, in microseconds."""
         self._layouts = (shape.verdict_layout(), shape.draft_layout())
         self._device = device
         self.verdicts, self.drafts = (new_buffer(layout, device) for layout in self._layouts)
@@ -29,16 +31,16 @@ class ExchangeSide:
 
     @property
     def is_open(self) -> bool:
-        """Whether no round was missed since `attach`, as far as the device has said."""
+        """Whether no round was missed since `attach`, by the device's last report."""
         return bool(self._memory) and bool(self._host_control[2])
 
     @property
     def is_late(self) -> bool:
-        """Whether the last wait ended without what it waited for, as far as the device has said."""
+        """Whether the last wait timed out, by the device's last report."""
         return bool(self._memory) and not self._host_control[3]
 
     def attach(self, *, verdicts: SharedMemory, drafts: SharedMemory) -> None:
-        """Exchange by this memory from here on, in the order of the stream; `detach` closes it."""
+        """Exchange by this memory from now on, in stream order; `detach` closes the memory."""
         for buffer, layout, memory in zip(
             (self.verdicts, self.drafts), self._layouts, (verdicts, drafts), strict=True
         ):
@@ -48,8 +50,8 @@ class ExchangeSide:
         self._memory = (verdicts, drafts)
 
     def detach(self) -> None:
-        """Exchange with nobody any more, and close the memory; waits for what was launched in the
-        current stream, whose waits end at once. Idempotent."""
+        """End the exchange and close the memory. Waits for work launched in the current stream,
+        whose own waits end at once. Idempotent."""
         self._host_control[0] = 1
         self.state.words[1].fill_(0)
         if self._device.type == "cuda":

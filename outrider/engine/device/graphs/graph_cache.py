@@ -18,38 +18,38 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _CAPTURE_MODE: Final = "thread_local"
-"""Other threads may make any call meanwhile."""
+"""Capture mode of CUDA that lets other threads make any CUDA call during a capture."""
 
 
 class GraphCache:
-    """Captures and replays functions of static tensors, one CUDA graph a key.
+    """Captures and replays functions of static tensors, with one CUDA graph per key.
 
-    A function reads only tensors that stay where they are, never waits for the device and never
-    looks at values on the host; what it returns (a tensor, or tuples of tensors and None) is
-    written anew by every run.
+    A function may read only tensors with a fixed address, must not wait for the device and must not
+    read values on the host. Its results (a tensor, or nested tuples of tensors and None) are
+    overwritten by every run.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
         self.enabled = enabled and device.type == "cuda"
         self.sealed = False
-        """Whether nothing is captured any more: what is not, runs as it is."""
+        """Whether new keys are run eagerly in place of being captured."""
         self._calls = driver_for(device)
         self._captured: dict[Hashable, tuple[Any, Any, torch.cuda.CUDAGraph]] = {}
-        """By key: what `DriverInterface.launch` takes, what a run returns, and what both belong
-        to."""
+        """By key: the prepared graph for `DriverInterface.launch`, the static results, and the
+        graph that owns both."""
         self._missed: set[Hashable] = set()
-        """What was asked for since, and is not captured."""
+        """Keys that were requested after `sealed` was set and are not captured."""
         self._pool: Any = None
         self._trial: TrialCapture | None = None
-        """What captures in this cache's place; None: nothing does."""
+        """Trial capture that replaces captures of this cache; None if there is none."""
 
     def __len__(self) -> int:
         return len(self._captured)
 
     @contextmanager
     def capture_by(self, trial: TrialCapture) -> Iterator[None]:
-        """Within this context what is not captured is recorded by `trial` and thrown away: nothing
-        runs, and nothing is captured afterwards that was not before."""
+        """Within this context record new keys by `trial`, which discards the graphs: nothing runs,
+        and the cache does not change."""
         self._trial = trial
         try:
             yield
@@ -60,10 +60,11 @@ class GraphCache:
         return key in self._captured
 
     def run_graph(self, key: Hashable, fn: Callable[[], T]) -> T:
-        """The outcome of `fn`; the same tensors for a key whenever graphs are on.
+        """Run the graph of `key` and return the results of `fn`. With graphs enabled, a key always
+        returns the same tensors.
 
-        The first call for a key runs eagerly, which also compiles the kernels, and captures the
-        graph afterwards: a capture executes nothing, so effects happen once.
+        The first call for a key runs `fn` eagerly, which also compiles the kernels, and captures
+        the graph afterwards. A capture executes nothing, so effects happen once.
         """
         if not self.enabled:
             return fn()
@@ -80,7 +81,7 @@ class GraphCache:
     def _run_uncaptured(self, key: Hashable, fn: Callable[[], T]) -> T:
         if key not in self._missed:
             self._missed.add(key)
-            # Compiling its kernels may hold everybody up for seconds.
+            # # Compiling the kernels may block all sessions for seconds.
             logger.warning("no graph was captured for this", extra={"key": str(key)})
             with unbounded_step():
                 return fn()
@@ -93,15 +94,18 @@ class GraphCache:
         return static
 
     def capture_steps(self, key: Hashable, fn: Callable[[], T]) -> Iterator[None]:
-        """What the first `run_graph` of a key does, in steps of some milliseconds each once the
-        kernels are compiled; a thread that also serves others does so in between. Nothing, where
-        graphs are off or the key is captured."""
+        """Do the first `run_graph` of a key in steps, which take some milliseconds each once the
+        kernels are compiled.
+
+        A thread can do other work between the steps. Does nothing if graphs are disabled or the key
+        is already captured.
+        """
         if not self.enabled or key in self._captured:
             return
         if self._trial is not None:
             self._trial.record(fn)
             return
-        # In inference mode, because what a function returns may have been made in it.
+        # # Results of a function may have been made in inference mode, so they are written in it.
         with torch.inference_mode(), unbounded_step():
             eager = fn()
         yield
@@ -123,9 +127,11 @@ class GraphCache:
 
 @contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Capture what is launched. A thread that has its own current stream shares the device with
-    streams that may wait for a peer, so that it must not wait for the whole device, as torch's
-    context does: it captures its stream as it is."""
+    """Capture the kernels launched within this context.
+
+    torch's own context waits for the whole device. A thread with its own current stream must not do
+    that, because other streams may wait for a peer; it therefore captures its stream directly.
+    """
     if torch.cuda.current_stream() == torch.cuda.default_stream():
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode=_CAPTURE_MODE):
@@ -139,7 +145,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors of nested tuples, in order."""
+    """Yield the tensors of nested tuples, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):

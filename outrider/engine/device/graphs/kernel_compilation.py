@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 def compile_kernels(
     graphs: GraphCache, device: torch.device, run: Callable[[Callable[[], bool]], None]
 ) -> None:
-    """Compile, in parallel and into Triton's cache on disk, the kernels of the graphs of `run`.
+    """Compile the kernels of all graphs of `run` in parallel, into Triton's cache on disk.
 
-    `run` calls `graphs.run_graph` for graphs that are not captured, with any inputs: nothing is
-    executed, so that weights need not be loaded yet. Its argument is `KernelCompiler.wait_cached`:
-    with it, `run` can leave out graphs whose kernels are surely cached. What cannot be learnt in
-    this way is compiled by the first run of its graph, as without this. Nothing happens where
-    graphs are off.
+    `run` calls `graphs.run_graph` for graphs that are not captured, with any inputs. Nothing is
+    executed, so weights need not be loaded yet. The argument of `run` is
+    `KernelCompiler.wait_cached`, with which `run` can skip graphs whose kernels are already cached.
+    Kernels that cannot be found in this way are compiled by the first run of their graph. Does
+    nothing if graphs are disabled.
     """
     if not graphs.enabled:
         return
@@ -44,7 +44,7 @@ def compile_kernels(
     except OutriderError:
         raise
     except Exception as error:  # Triton's and CUDA's errors have no class in common
-        # It saves time and nothing else; what fails for good fails in the first run, too.
+        # # Compiling ahead only saves time; a lasting error occurs again in the first run.
         logger.warning("kernels not compiled ahead", extra={"reason": str(error)})
     torch.cuda.empty_cache()
     seconds = round(time.monotonic() - began, 1)

@@ -50,19 +50,26 @@ class ShapeFamily:
         """Define the shapes of one engine.
 
         max_rows: maximum number of sessions of a round.
+
         max_prefill_tokens: prompt tokens of a round that the engine's scheduler plans with; the
-            family holds as many, or MAX_CHUNKS prefill chunks.
+        family holds as many, or MAX_CHUNKS prefill chunks.
+
         max_nodes: maximum number of nodes of a row whose drafts come from the host (the drafter
-            process or an n-gram lookup), the root included; 1 without such drafts.
+        process or an n-gram lookup), the root included; 1 without such drafts.
+
         in_process_nodes: nodes of a row with drafts from the in-process drafter, the root included;
-            0 without that drafter. With it, drafts from the host are rare and get few bucket sizes.
-        in_process_tree_nodes: nodes of a row with a tree of that drafter beside it, for few
-            sessions (`MAX_IN_PROCESS_TREE_ROWS`); 0 without such trees.
+        0 without that drafter. With it, drafts from the host are rare and get few bucket sizes.
+
+        in_process_tree_nodes: nodes of a row with a tree of the in-process drafter, used beside its
+        chains when there are few sessions (`MAX_IN_PROCESS_TREE_ROWS`); 0 without such trees.
+
         has_features: whether the engine projects features for a drafter.
+
         has_sampled_acceptance: whether the engine serves acceptance rules that draw random numbers
-            (`AcceptanceMode.SAMPLED`).
-        has_remote_distributions: whether drafts that lie on the device come from another one with
-            the distributions that they were drawn from.
+        (`AcceptanceMode.SAMPLED`).
+
+        has_remote_distributions: whether drafts on the device come from another device, with the
+        distributions that they were drawn from.
         """
         self._max_rows = max_rows
         self._max_nodes = max_nodes
@@ -84,7 +91,8 @@ class ShapeFamily:
         self._cache: dict[tuple[int, int, DraftKind, AcceptanceMode, bool, int], RoundShape] = {}
 
     def max_rows(self, nodes: int) -> int:
-        """Maximum rows of one launch with drafts from the host and up to `nodes` nodes each."""
+        """Return the maximum number of rows of one launch whose drafts from the host have up to
+        `nodes` nodes each."""
         most = self._most_rows.get(nodes)
         if most is None:
             most = self._most_rows[nodes] = self._max_rows_of(nodes)
@@ -99,17 +107,19 @@ class ShapeFamily:
 
     @property
     def max_in_process_tree_rows(self) -> int:
-        """Maximum rows of one launch with trees of the in-process drafter beside its chains."""
+        """Maximum number of rows of one launch with trees of the in-process drafter; 0 without such
+        trees."""
         return min(self._max_rows, MAX_IN_PROCESS_TREE_ROWS) if self._in_process_tree_nodes else 0
 
     @property
     def max_prefill_tokens(self) -> int:
-        """Maximum prompt tokens of a round; those that a session leaves of a chunk count."""
+        """Maximum number of prompt tokens of a round. Unused tokens of a session's chunk count,
+        too."""
         return self._max_chunks * CHUNK_TOKENS
 
     def allows_prefill(self, draft_kind: DraftKind, nodes: int, chunks: int) -> bool:
-        """Whether so many prefill chunks may share a launch with rows whose drafts are of this
-        kind and have up to `nodes` nodes, the root included."""
+        """Return whether `chunks` prefill chunks may share a launch with rows whose drafts are of
+        this kind and have up to `nodes` nodes, including the root."""
         if draft_kind in (DraftKind.NONE, DraftKind.IN_PROCESS):
             return True
         if self._in_process_nodes:
@@ -127,10 +137,12 @@ class ShapeFamily:
         has_features: bool,
         chunks: int,
     ) -> RoundShape:
-        """The captured shape in which a round runs.
+        """Return the captured shape in which a round runs.
 
-        rows, chunks: decoding sessions and prefill chunks of the round.
-        nodes: maximum number of nodes of a row, the root included.
+        rows, chunks: number of decoding sessions and prefill chunks of the round.
+
+        nodes: maximum number of nodes of a row, including the root.
+
         has_features: whether the features of any row are kept.
         """
         key = (rows, nodes, draft_kind, acceptance_mode, has_features, chunks)
@@ -196,7 +208,7 @@ class ShapeFamily:
         return AcceptanceMode.SAMPLED
 
     def all_shapes(self) -> Iterator[RoundShape]:
-        """All shapes; no two are equal."""
+        """Yield all shapes, each once."""
         seen: set[RoundShape] = set()
         for shape in self._enumerate_shapes():
             if shape not in seen:
@@ -216,7 +228,7 @@ class ShapeFamily:
                     yield self._fit(0, nodes, draft_kind, acceptance_mode, False, chunks)
 
     def _draft_buckets(self) -> Iterator[tuple[DraftKind, int]]:
-        """(kind of drafts, nodes of a row) of every captured shape."""
+        """Yield the kind of drafts and the number of nodes per row of every captured shape."""
         yield DraftKind.NONE, 1
         if self._in_process_nodes:
             yield DraftKind.IN_PROCESS, self._in_process_nodes
@@ -233,8 +245,9 @@ class ShapeFamily:
     def _draft_bucket(
         self, draft_kind: DraftKind, nodes: int, chain_sizes: tuple[int, ...]
     ) -> tuple[DraftKind, int]:
-        """(kind of drafts, node bucket) as which a row of `nodes` nodes runs; `chain_sizes`: the
-        buckets of a chain, which is a tree if it is longer than any chain of the family."""
+        """Return the kind of drafts and the node bucket of a row with `nodes` nodes. `chain_sizes`:
+        the buckets of chains. A chain that is longer than any chain of the family runs as a
+        tree."""
         match draft_kind:
             case DraftKind.NONE:
                 return draft_kind, 1

@@ -14,9 +14,9 @@ from enum import StrEnum
 from typing import Final
 
 ROW_BUCKETS: Final = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of decoding sessions of a round; unused rows compute for the padding slot."""
+"""Numbers of decoding sessions of a round. Unused rows compute for the padding slot."""
 CHAIN_BUCKETS: Final = (2, 3, 4, 5, 6, 8)
-"""Numbers of nodes of a row with a chain, the root included; unused nodes are absent. A longer
+"""Numbers of nodes of a row with a chain, including the root. Unused nodes are absent, and a longer
 chain runs as a tree."""
 TREE_BUCKETS: Final = (8, 17, 33, 64, 65, 129)
 """Numbers of nodes of a row with a tree, the root included."""
@@ -32,11 +32,11 @@ MIXED_ROW_BUCKETS: Final = (4, 8, 16, 32, 64, 128, 256)
 """Numbers of decoding sessions of a round with prefill chunks. There are few, because each is
 captured with every number of prefill chunks."""
 MIXED_CHAIN_BUCKETS: Final = (4, 5, 6, 8)
-"""Numbers of nodes of a row with a chain in a round with prefill chunks; few for the same
-reason."""
+"""Numbers of nodes of a row with a chain in a round with prefill chunks. There are few, for the
+same reason as MIXED_ROW_BUCKETS."""
 FEW_CHAIN_BUCKETS: Final = (5, 8)
 """Chain buckets of a verifier with an in-process drafter, where few sessions have drafts from the
-host. Prefill chunks never share a launch with these."""
+host. Prefill chunks never share a launch with drafts from the host there."""
 FEW_TREE_BUCKETS: Final = (17, 65, 129)
 """Tree buckets of a verifier with an in-process drafter."""
 MIXED_CHUNK_BUCKETS: Final = (1, 2, 3, 5, 8, 16, 24, 32, 40, 48, 64, 96, 128)
@@ -49,12 +49,13 @@ time is that of the prompts, so a few unused rows of other sessions hardly count
 MANY_CHUNKS_ROW_BUCKETS: Final = (8, 32, 64, 128, 256)
 """Numbers of decoding sessions of a round with more than MANY_CHUNKS prefill chunks."""
 MANY_CHUNKS_CHAIN_BUCKETS: Final = (5, 8)
-"""Numbers of nodes of a row with a chain in such a round. Trees from the host never share one:
-their many unused nodes would cost more than a launch of their own."""
+"""Numbers of nodes of a row with a chain in a round with more than MANY_CHUNKS prefill chunks.
+Trees from the host never share such a round: their many unused nodes would cost more than a
+separate launch."""
 MAX_IN_PROCESS_TREE_ROWS: Final = 16
-"""Sessions of a round with trees of the in-process drafter where that also drafts chains: with more
-of them trees gain less than their rows cost (an 8B model on an H200: 8,165 tokens/s with trees of
-16 nodes at 32 sessions, 11,247 with chains of 4)."""
+"""Maximum number of sessions of a round with trees, for an in-process drafter that drafts trees and
+chains. With more sessions trees gain less than their rows cost (an 8B model on an H200 at 32
+sessions: 8,165 tokens/s with trees of 16 nodes, 11,247 with chains of 4)."""
 MAX_TOKEN_ROWS: Final = 2048
 """Maximum of rows times nodes of a bucket; a bucket of one row may have more."""
 
@@ -80,8 +81,8 @@ class AcceptanceMode(StrEnum):
     SAMPLED = "sampled"
     """Any rule and any logits processor."""
     REJECTION = "rejection"
-    """The same in rounds with sessions of the rejection rule. It is a mode of its own only where
-    drafts and their distributions come from another device."""
+    """SAMPLED in rounds with sessions of the rejection rule. It is a mode of its own only if drafts
+    and their distributions come from another device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +122,13 @@ class RoundShape:
 
     @property
     def result_words(self) -> int:
-        """int32 words of the outcome of a row whose acceptance runs on the device."""
+        """Number of int32 words of the result of a row whose acceptance runs on the device."""
         return 2 + 2 * self.nodes
 
 
 def bucket_for(value: int, sizes: Sequence[int]) -> int:
-    """Return the smallest size that holds `value`; beyond the largest size, `value` itself."""
+    """Return the smallest of `sizes` that is at least `value`, or `value` if it is beyond the
+    largest size."""
     place = bisect_left(sizes, value)
     return sizes[place] if place < len(sizes) else value
 

@@ -1,6 +1,6 @@
 """Upload of remote drafters' draft distributions into static device memory.
 
-B rows of a bucket, N nodes a row, E distribution entries of all rows of a launch.
+Shapes: B rows of a bucket, N nodes a row.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from outrider.engine.kernels.acceptance.randomized import SparseDistribution
 from outrider.spec.draft_distribution import DraftDistribution
 
 MAX_FULL_DISTRIBUTIONS: Final = 64
-"""Rows of a launch whose distributions may all be as large as a drafter makes them."""
+"""Maximum number of rows of a launch whose distributions may all have the maximum size."""
 _STEP: Final = 4096
-"""Entries are sent in multiples of this: uploads of few sizes."""
+"""Entries are uploaded in multiples of this number, so that uploads have few sizes."""
 
 
 class DistributionInputs:
-    """Static memory for the distributions of one launch, shared by the graphs of all shapes.
+    """Static memory for the draft distributions of one launch, shared by the graphs of all shapes.
 
-    A graph reads its offsets and, between them, the entries; distributions that find no room are
-    left out, and their rows are judged target-only.
+    A graph reads its offsets and the entries between them. Distributions that do not fit are left
+    out, and their rows are judged target-only.
     """
 
     def __init__(self, *, max_rows: int, device: torch.device) -> None:
-        """`max_rows`: most rows of a launch that may bring distributions."""
+        """`max_rows`: maximum number of rows of a launch that may have distributions."""
         capacity = min(max_rows, MAX_FULL_DISTRIBUTIONS) * MAX_DISTRIBUTION_ENTRIES
         self._device = device
         self._ids, self._counts = _zeros((capacity,), device), _zeros((capacity,), device)
@@ -41,7 +41,7 @@ class DistributionInputs:
         self._offsets: dict[tuple[int, int], _Offsets] = {}
 
     def distribution_of(self, rows: int, nodes: int) -> SparseDistribution:
-        """What the graph of a bucket reads."""
+        """Return the distributions that the graph of a bucket reads."""
         offsets = self._offsets_of(rows, nodes).tensor
         return SparseDistribution.of_offsets(self._ids, self._counts, offsets)
 
@@ -52,8 +52,11 @@ class DistributionInputs:
         nodes: int,
         part: int = 0,
     ) -> None:
-        """Tell the distributions of n <= B rows of a bucket, in the order of the stream. Each
-        belongs to a tree of fewer than N nodes. `part`: which launch of its round they are."""
+        """Upload the distributions of n <= B rows of a bucket, in stream order.
+
+        Each distribution belongs to a draft of fewer than N nodes. `part`: index of this launch
+        within its round.
+        """
         offsets = self._offsets_of(rows, nodes)
         held = self._assigned(distributions) if distributions else []
         if not held:
@@ -78,7 +81,7 @@ class DistributionInputs:
     def _assigned(
         self, distributions: Sequence[DraftDistribution | None]
     ) -> list[tuple[int, DraftDistribution]]:
-        """The distributions that there is room for, with their rows."""
+        """Return the distributions that fit into the memory, with their row indices."""
         held, room = [], len(self._ids)
         for row, distribution in enumerate(distributions):
             if distribution is not None and 0 < len(distribution.ids) <= min(
@@ -97,8 +100,8 @@ class DistributionInputs:
 
 
 class _Offsets:
-    """Where the entries of a bucket's nodes begin and end: int32 [B, N + 1]; no distribution is all
-    0."""
+    """Static offsets of a bucket's nodes into the entries, int32 [B, N + 1]; all 0 for a row
+    without a distribution."""
 
     def __init__(self, rows: int, nodes: int, device: torch.device) -> None:
         self.tensor = _zeros((rows, nodes + 1), device)
@@ -107,18 +110,18 @@ class _Offsets:
         self._empty = True
 
     def stage(self, part: int) -> NDArray[np.int32]:
-        """Zeros [B, N + 1] for the next `send`."""
+        """Return zeros [B, N + 1] to fill before the next `send`."""
         words = self._uploads.stage_int32s(part).reshape(self.tensor.shape)
         words[:] = 0
         self._empty = False
         return words
 
     def send(self) -> None:
-        """Upload what was staged."""
+        """Upload the staged offsets."""
         self._uploads.start_upload(self._flat)
 
     def clear(self, part: int) -> None:
-        """No row has a distribution."""
+        """Set all offsets to 0, for a launch without distributions."""
         if not self._empty:
             self.stage(part)
             self.send()
@@ -126,6 +129,6 @@ class _Offsets:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    # Made in inference mode, they could be written in that mode only.
+    # # Tensors made in inference mode could only be written in inference mode.
     with torch.inference_mode(False):
         return torch.zeros(shape, dtype=torch.int32, device=device)

@@ -56,20 +56,21 @@ class PrefillChunkInputs:
     """Static tensors of a bucket's prefill chunks; unused chunks are padding."""
 
     def __init__(self, chunks: int, *, padding: int, device: torch.device) -> None:
-        """`padding` is the slot of absent prefill chunks."""
+        """`padding`: slot of absent prefill chunks."""
         self.num_chunks, self._padding = chunks, padding
         fields, cells = _FIELDS * chunks, chunks * CHUNK_TOKENS
         self._buffer = int32_zeros(fields + 2 * cells, device)
         self._uploader = Uploader(fields + 2 * cells, device)
         self.slots, self.starts, self.counts, self.ends = self._buffer[:fields].view(_FIELDS, -1)
-        """int32 [Q] each; `ends` is 1 where a prompt ends."""
+        """int32 [Q] each: slot, first position, number of tokens, and 1 if the prompt ends with the
+        chunk."""
         grids = self._buffer[fields:].view(2, chunks, CHUNK_TOKENS)
         self.tokens, self.following = grids
-        """int32 [Q, P] each: tokens, and the token after each of them; NO_TOKEN where there is
-        none, or none yet."""
+        """int32 [Q, P] each: tokens, and the token after each of them; NO_TOKEN for unused rows and
+        where the following token is not known yet."""
 
     def fill_chunks(self, chunks: Sequence[PrefillChunkInput]) -> None:
-        """Describe n <= Q prefill chunks, in the order of the stream."""
+        """Upload n <= Q prefill chunks, in stream order; the others become padding."""
         words = self._uploader.stage_int32s()
         fields = words[: _FIELDS * self.num_chunks].reshape(_FIELDS, -1)
         grids = words[fields.size :].reshape(2, self.num_chunks, CHUNK_TOKENS)
@@ -101,7 +102,7 @@ class PrefillChunkInputs:
         return RowGroup(self.slots, self.starts, layout, CHUNK_TOKENS)
 
     def live_rows(self) -> Tensor:
-        """int64 [Q]: each prefill chunk's last row among the Q * P rows."""
+        """Return the index of each prefill chunk's last row among the Q * P rows, int64 [Q]."""
         first = torch.arange(
             0, self.tokens.numel(), CHUNK_TOKENS, dtype=torch.int64, device=self.counts.device
         )
@@ -109,12 +110,13 @@ class PrefillChunkInputs:
         return rows
 
     def next_positions(self) -> Tensor:
-        """int32 [Q]: position of the token after each prefill chunk."""
+        """Return the position of the token after each prefill chunk, int32 [Q]."""
         positions: Tensor = self.starts + self.counts
         return positions
 
     def ended_slots(self) -> Tensor:
-        """int64 [Q]: the slots of prompts that end; the padding slot in place of the others."""
+        """Return the slots of prompts that end with their chunk, int64 [Q]; the padding slot for
+        other chunks."""
         return torch.where(self.ends > 0, self.slots, self._padding).long()
 
     def set_first_tokens(self, sequence: SequenceState, first: Tensor) -> None:

@@ -31,28 +31,29 @@ class RoundInputs:
         padding: int,
         device: torch.device,
     ) -> None:
-        """`distributions`: where drafts from outside bring theirs; `padding`: the slot of padding
-        rows."""
+        """`distributions`: static memory for the distributions of remote drafts. `padding`: slot of
+        padding rows."""
         self.distributions = distributions
         self._rows, self._drafted, self._padding = rows, nodes - 1, padding
         slots_end, drafts_end = rows, rows * nodes
         size = drafts_end + rows * self._drafted
         buffer = int32_zeros(size, device)
         self.slots = buffer[:slots_end]
-        """int32 [B]."""
+        """int32 [B]: session slots."""
         self.drafts = buffer[slots_end:drafts_end].view(rows, self._drafted)
-        """int32 [B, N - 1]; NO_TOKEN where there is no node."""
+        """int32 [B, N - 1]: draft tokens; NO_TOKEN for absent nodes."""
         self.parents = buffer[drafts_end:].view(rows, self._drafted)
-        """int32 [B, N - 1]; PADDING_NODE where there is no node. Of trees only."""
-        # What a round of a kind does not read need not be sent.
+        """int32 [B, N - 1]: parents of the draft tokens; PADDING_NODE for absent nodes. Only set
+        for trees."""
+        # # Inputs that a kind of round does not read are not uploaded.
         self._chains, self._trees = buffer[:drafts_end], buffer
         self._uploader = Uploader(size, device)
         self._told: list[int] | None = None
-        """The slots that the device knows of."""
+        """The slots of the last upload."""
 
     def fill_rows(self, rows: RoundRows, drafts: DraftKind, part: int = 0) -> None:
-        """Describe n <= B rows by their slots and drafts, in the order of the stream; `part`: which
-        launch of its round they are."""
+        """Upload the slots and drafts of n <= B rows, in stream order; the others become padding.
+        `part`: index of this launch within its round."""
         slots = rows.slots
         if drafts is DraftKind.CHAIN or drafts is DraftKind.TREE:
             words = self._stage(slots, part)
@@ -79,7 +80,7 @@ class RoundInputs:
             grids[1] = PADDING_NODE
         count = len(rows.slots)
         if len(rows.tokens) == count * drafted:
-            # Every draft is full.
+            # # Every draft has N - 1 nodes.
             grids[0, :count] = rows.tokens.reshape(count, drafted)
             if with_parents:
                 grids[1, :count] = rows.parents.reshape(count, drafted)
@@ -91,7 +92,8 @@ class RoundInputs:
 
 
 def int32_zeros(size: int, device: torch.device) -> Tensor:
-    """int32 [size] for static inputs, writable in and out of inference mode."""
-    # Made in inference mode, they could be written in that mode only.
+    """Return zeros int32 [size] for static inputs, writable inside and outside of inference
+    mode."""
+    # # Tensors made in inference mode could only be written in inference mode.
     with torch.inference_mode(False):
         return torch.zeros(size, dtype=torch.int32, device=device)

@@ -1,6 +1,6 @@
 """Columns of a round's decoding rows: sessions and the host's drafts for them.
 
-n rows, D nodes of all drafts together (roots are not counted).
+Shapes: n rows, D nodes of all drafts together without roots, W words of a token mask.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ class RoundRow(NamedTuple):
 
     slot: int
     tree: DraftTree | None = None
-    """The host's draft."""
+    """Draft from the host; None without one."""
     distribution: DraftDistribution | None = None
-    """What it was drawn from; only the rejection rule looks at it."""
+    """Distribution that the draft was drawn from, used by the rejection rule only."""
 
 
 class RoundRows(NamedTuple):
-    """Rows of one launch."""
+    """Decoding rows of one launch, as columns."""
 
     slots: list[int]
     counts: NDArray[np.int64]
-    """[n]: nodes of each row's draft, 0 without one."""
+    """[n]: number of nodes of each row's draft, 0 without a draft."""
     tokens: NDArray[np.int32]
-    """[D], row after row."""
+    """[D]: draft tokens, row after row."""
     parents: NDArray[np.int32]
-    """[D], within the same draft."""
+    """[D]: index of each node's parent within the same draft."""
     distributions: Sequence[DraftDistribution | None] | None = None
-    """[n]; None: no row has one."""
+    """[n]: draft distributions; None if no row has one."""
     allowed_tokens: Sequence[NDArray[np.uint32] | None] | None = None
-    """[n], each [1 + its nodes, W]: what grammars allow after roots and nodes; None: there are
-    none."""
+    """[n]: masks [1 + nodes of the row, W] of the tokens that the grammar allows after the root and
+    each node. None if no row has a grammar."""
 
     @classmethod
     def of_rows(cls, rows: Sequence[RoundRow]) -> RoundRows:
-        """Rows that were put together one by one."""
+        """Return the columns of a list of rows."""
         trees = [row.tree for row in rows if row.tree is not None]
         return cls(
             slots=[row.slot for row in rows],
@@ -60,23 +60,23 @@ class RoundRows(NamedTuple):
 
     @classmethod
     def without_drafts(cls, slots: list[int]) -> RoundRows:
-        """Rows without drafts from the host."""
+        """Return rows without drafts from the host."""
         return cls(slots, np.zeros(len(slots), dtype=np.int64), _NONE, _NONE)
 
     @property
     def max_nodes(self) -> int:
-        """Nodes of the largest draft."""
+        """Number of nodes of the largest draft."""
         if len(self.slots) == 1:
             return len(self.tokens)
         return int(self.counts.max()) if len(self.tokens) else 0
 
     @property
     def draft_kind(self) -> DraftKind:
-        """What the drafts have in common."""
+        """Kind of draft that covers all rows: NONE, CHAIN or TREE."""
         if not len(self.tokens):
             return DraftKind.NONE
         if len(self.slots) == 1:
-            # Plain numbers are faster than arrays.
+            # # A list is faster than an array here.
             alone = self.parents.tolist() == list(range(-1, len(self.tokens) - 1))
             return DraftKind.CHAIN if alone else DraftKind.TREE
         chains = bool((self.parents == chain_parents(self.counts)).all())

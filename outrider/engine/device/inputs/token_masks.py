@@ -1,7 +1,7 @@
 """Allowed-token masks of a launch, uploaded for rows with a grammar.
 
-R rows of logits, Q prefill chunks, C rows of bits, W words of 32 ids. Launches without sessions
-with a grammar upload nothing, and their kernels do not read the masks.
+Shapes: R rows of logits, Q prefill chunks, W words of 32 ids each. Launches without sessions with a
+grammar upload nothing, and their kernels do not read the masks.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from outrider.engine.device.transfer.uploads import upload_int32s
 from outrider.engine.kernels.session_tensors import AllowedTokenBits
 
 Masks = NDArray[np.uint32]
-"""[n, W], id i is bit i % 32 of word i // 32."""
+"""[n, W]: allowed-token masks; id i is bit i % 32 of word i // 32."""
 
 
 def mask_bytes(max_sessions: int, max_nodes: int, in_process_nodes: int, vocab_size: int) -> int:
-    """Memory of `AllowedTokenMasks`."""
+    """Return the device memory of `AllowedTokenMasks`, in bytes."""
     rows, words = _rows(max_sessions, max_nodes, in_process_nodes), -(-vocab_size // 32)
     return 4 * words * (_first(rows, words) + rows)
 
 
 def _rows(max_sessions: int, max_nodes: int, in_process_nodes: int) -> int:
-    """R + Q: rows of a launch that may have bits."""
+    """Return R + Q, the number of rows of a launch that may have masks."""
     decoding = max(min(max_sessions * max_nodes, MAX_TOKEN_ROWS), max_nodes)
     # Launches with in-process drafts are not split.
     return max(decoding, max_sessions * in_process_nodes) + MAX_CHUNKS
 
 
 def _first(rows: int, words: int) -> int:
-    """The first row of bits that is uploaded with a launch."""
+    """Return the index of the first row of bits after the row offsets."""
     return 1 + -(-rows // words)
 
 
 class AllowedTokenMasks:
-    """Static mask tensors, filled before a launch in stream order: one upload holds the offset of
-    each row's bits, then the bits."""
+    """Static mask tensors, filled before a launch in stream order. One upload holds the offset of
+    each row's bits, followed by the bits."""
 
     def __init__(
         self,
@@ -52,27 +52,31 @@ class AllowedTokenMasks:
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """`max_nodes`: of a row, the root included; `in_process_nodes`: of one with in-process
-        drafts, 0 if there are none."""
+        """`max_nodes`: maximum number of nodes of a row, including the root. `in_process_nodes`:
+        nodes of a row with in-process drafts; 0 without an in-process drafter."""
         rows, words = _rows(max_sessions, max_nodes, in_process_nodes), -(-vocab_size // 32)
         self._first = _first(rows, words)
         bits = int32_zeros((self._first + rows) * words, device).view(-1, words)
         with torch.inference_mode(False):
-            # The first row of bits is for rows that nobody looks at; places stand in the next ones.
+            # # The first row of bits allows all tokens, for rows without a mask. Row offsets
+            # follow.
             bits[0] = -1
         self._told = bits[1:].view(-1)
         self._places, places = rows, self._told[:rows]
         self.chunks = AllowedTokenBits(bits, places[:MAX_CHUNKS])
-        """By prefill chunk."""
+        """Masks by prefill chunk."""
         self.decoding = AllowedTokenBits(bits, places[MAX_CHUNKS:])
-        """By row of logits of the sessions that decode."""
+        """Masks by row of logits of the decoding sessions."""
 
     def fill_masks(
         self, rows: Sequence[Masks | None], nodes: int, chunks: Sequence[Masks | None]
     ) -> None:
-        """Rows of a launch, each with the masks of its root and nodes, `nodes` being those that the
-        launch has for every row; and prefill chunks, each with the mask of what follows it. None:
-        the session is in no grammar, or nobody looks."""
+        """Set the masks of a launch.
+
+        rows: for each decoding row the masks of its root and nodes; nodes: number of nodes of every
+        row of the launch; chunks: for each prefill chunk the mask of the token after it. None for a
+        session without a grammar and where the mask is not needed.
+        """
         given = [masks for masks in (*rows, *chunks) if masks is not None]
         if not given:
             return

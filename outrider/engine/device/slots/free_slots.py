@@ -6,18 +6,20 @@ from outrider.errors import ResourceExhaustedError
 
 
 class FreeSlots:
-    """Free list of the slots 0 .. count - 1; slot `count` is padding and never handed out."""
+    """Free list of the slots 0 .. count - 1. Slot `count` is the padding slot, which is never
+    handed out."""
 
     def __init__(self, count: int, *, reason: str) -> None:
-        """`count`: slots for sessions; `reason`: of the error when all are taken."""
+        """`count`: number of session slots. `reason`: reason of the error that is raised when all
+        slots are taken."""
         self.padding = count
         self.total = count + 1
-        """Slots, the padding one included."""
+        """Number of slots, including the padding slot."""
         self._reason = reason
         self._free = list(reversed(range(count)))
 
     def take_slot(self) -> int:
-        """A free slot. Raises ResourceExhaustedError when all are taken."""
+        """Take a free slot and return it. Raises ResourceExhaustedError if all slots are taken."""
         if not self._free:
             raise ResourceExhaustedError(
                 f"all {self.padding} session slots are taken", reason=self._reason
@@ -25,7 +27,8 @@ class FreeSlots:
         return self._free.pop()
 
     def return_slot(self, slot: int) -> None:
-        """Return a slot. One that is free already, or padding, is a bug of the caller."""
+        """Return a slot to the free list. The caller must own it; free slots and the padding slot
+        fail an assertion."""
         assert 0 <= slot < self.padding, f"slot {slot} is no session's"
         assert slot not in self._free, f"slot {slot} is free already"
         self._free.append(slot)

@@ -1,6 +1,6 @@
 """Logits-processor state of each session slot: parameters and counts of emitted tokens.
 
-X slots, the last one for padding; V columns of the logits, E entries of a slot.
+An entry is an id with a bias or a ban.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from outrider.errors import InvalidRequestError
 from outrider.spec.sampling import MAX_BANNED_IDS, MAX_BIASED_IDS, SamplingParams
 
 MAX_INITIAL_BANS: Final = 256
-"""Most ids that a session may ban until a position."""
+"""Maximum number of ids that a session may ban until a position."""
 MAX_ENTRIES: Final = MAX_BANNED_IDS + MAX_BIASED_IDS + MAX_INITIAL_BANS
 NO_END: Final = 2**31 - 1
-"""End of a ban that has none."""
+"""End position of a ban without end."""
 _WORDS: Final = 9
-"""Words of a slot beside its entries: top-p (2), flags, penalties (3), top-k, floor, count."""
+"""Number of int32 words of a slot beside its entries: top-p (2), penalties (3), min-p floor, flags,
+top-k, number of entries."""
 Ids = Sequence[int] | NDArray[np.integer]
 
 
 def logits_slot_bytes(num_sessions: int, num_columns: int) -> int:
-    """Memory of `LogitsSlots`."""
+    """Return the device memory of `LogitsSlots` in bytes, without its small per-slot fields."""
     return (num_sessions + 1) * (4 * num_columns + 12 * MAX_ENTRIES)
 
 
 def check_initial_bans(ids: Ids) -> None:
-    """Raises InvalidRequestError for more than MAX_BANNED_AT_FIRST ids that are banned below a
-    position."""
+    """Raise InvalidRequestError if more than MAX_INITIAL_BANS ids are banned until a position."""
     if len(ids) > MAX_INITIAL_BANS:
         raise InvalidRequestError(
             f"at most {MAX_INITIAL_BANS} stop ids can be banned below a minimum length, "
@@ -53,7 +53,7 @@ def check_initial_bans(ids: Ids) -> None:
 
 
 class LogitsSlots:
-    """Writes the logits-processor state of slots, in stream order."""
+    """Writes the logits-processor state of slots on the device, in stream order."""
 
     def __init__(
         self,
@@ -63,8 +63,9 @@ class LogitsSlots:
         *,
         draft_columns: Tensor | None = None,
     ) -> None:
-        """`count` slots, padding included; `columns`: V; `draft_columns`: int32, the column of
-        every target id (-1: none) where that is not the id itself."""
+        """`count`: number of slots, including padding. `columns`: number of columns of the logits.
+        `draft_columns`: int32, the column of every target id, -1 for ids without a column; None if
+        columns are target ids."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -89,7 +90,7 @@ class LogitsSlots:
         self._flags = [0] * count
 
     def has_logits_processing(self, slot: int) -> bool:
-        """Whether the slot's session does anything to its logits."""
+        """Return whether the slot's session changes its logits."""
         return self._flags[slot] != 0
 
     def begin_session(
@@ -103,10 +104,11 @@ class LogitsSlots:
         banned_until: int = 0,
         allowed_tokens: bool = False,
     ) -> None:
-        """A slot's new session: its history so far, ids banned at positions below one, and whether
-        it is in a grammar.
+        """Write the state of a slot's new session.
 
-        Raises InvalidRequestError for more of these than `check_initial_bans` allows.
+        prompt_ids, output_ids: its tokens so far. banned_first: ids that are banned at positions
+        below `banned_until`. allowed_tokens: whether the session has a grammar. Raises
+        InvalidRequestError for more banned ids than `check_initial_bans` allows.
         """
         check_initial_bans(banned_first)
         flags = PROCESS_GRAMMAR if allowed_tokens else 0
@@ -116,7 +118,7 @@ class LogitsSlots:
             flags |= PROCESS_TRUNCATION
         named = bool(sampling.logit_bias or sampling.banned_ids or len(banned_first))
         if not (flags or named or self._flags[slot]):
-            # Most sessions: nothing to write, and nothing to undo.
+            # # Most sessions have nothing to write and nothing to reset.
             return
         columns, amounts, ends = self._entries(sampling, banned_first, banned_until)
         flags |= PROCESS_BIAS if len(columns) else 0
@@ -128,7 +130,8 @@ class LogitsSlots:
             self.count_tokens([slot], [output_ids])
 
     def count_tokens(self, slots: Sequence[int], tokens: Sequence[Ids]) -> None:
-        """Add tokens to the outputs of slots' sessions, of those whose penalties look at them."""
+        """Add tokens to the output counts of the slots' sessions. Sessions without penalties are
+        skipped."""
         held = [
             (slot, self._columns_of(ids))
             for slot, ids in zip(slots, tokens, strict=True)
@@ -139,7 +142,8 @@ class LogitsSlots:
     def _entries(
         self, sampling: SamplingParams, banned_first: Ids, banned_until: int
     ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
-        """Column, bias and end of the ban of every id that is biased or banned, by column."""
+        """Return the column, the bias and the end of the ban of every biased or banned id, sorted
+        by column."""
         amounts = dict(sampling.logit_bias)
         ends = {int(id_): banned_until for id_ in banned_first}
         ends |= dict.fromkeys(sampling.banned_ids, NO_END)
@@ -155,7 +159,8 @@ class LogitsSlots:
         )
 
     def _columns_of(self, ids: Ids, *, keep_length: bool = False) -> NDArray[np.int32]:
-        """Columns of target ids; those without one are left out, or -1."""
+        """Return the columns of target ids. Ids without a column are left out, or -1 if
+        `keep_length` is set."""
         wanted = np.asarray(ids, dtype=np.int64)
         limit = self._columns if self._map is None else len(self._map)
         known = (wanted >= 0) & (wanted < limit)
@@ -201,7 +206,7 @@ class LogitsSlots:
             state.entry_ends[slot, :count].copy_(entries[2])
 
     def _add(self, held: Sequence[tuple[int, NDArray[np.int32]]], amount: int) -> None:
-        """Add `amount` to the counts of columns of slots, as often as they are named."""
+        """Add `amount` to the count of each given column of each slot, once per occurrence."""
         count = sum(len(columns) for _, columns in held)
         if not count:
             return

@@ -1,7 +1,4 @@
-"""Session slots: per-session state that the device keeps between rounds.
-
-X slots, the last one for padding; T blocks of the longest sequence; K in-process drafts.
-"""
+"""Session slots: per-session state that the device keeps between rounds."""
 
 from __future__ import annotations
 
@@ -33,21 +30,21 @@ from outrider.spec.sampling import SamplingParams
 
 _KEY_WORDS = 2 * NUM_STREAMS
 _HEAD: Final = Struct(f"={NUM_STREAMS}Qqf3i")
-"""What a slot has beside its table: stream keys, its number, temperature, rule, length, root.
-Numbers of 64 bits lie at even places."""
+"""Fields of a slot's row before its block table: stream keys, slot number, temperature, rule,
+length, root. Fields of 64 bits lie at even word offsets."""
 _FIELDS: Final = _HEAD.size // 4
-"""Words of these."""
+"""Number of int32 words of `_HEAD`."""
 SLOTS_PER_WRITE: Final = 8
-"""Slots that one launch writes."""
+"""Maximum number of slots that one launch writes."""
 BLOCKS_PER_WRITE: Final = 64
-"""Blocks that one launch adds to tables."""
+"""Maximum number of blocks that one launch adds to block tables."""
 
 
 class DeviceSessionSlots:
-    """Allocates slots and writes their state, in stream order.
+    """Allocates session slots and writes their state to the device, in stream order.
 
-    Changes of slots reach the device with `upload_changes`, many of them with one copy and one
-    launch: where hundreds of sessions are served, several begin in every round.
+    Changes reach the device with `upload_changes`, which needs one copy and one launch for many of
+    them: with hundreds of sessions, several begin in every round.
     """
 
     def __init__(
@@ -62,14 +59,14 @@ class DeviceSessionSlots:
         in_process_nodes: int = 0,
         graphs: bool = True,
     ) -> None:
-        """`max_len`: most KV slots of a session; `max_nodes`: most nodes of a row;
-        `in_process_nodes`: nodes of a row with drafts of this process's in-process drafter;
-        `graphs`: on a CUDA device, whether a slot is written by a graph."""
+        """`max_len`: maximum number of KV slots of a session. `max_nodes`: maximum number of nodes
+        of a row. `in_process_nodes`: nodes of a row with in-process drafts. `graphs`: whether slots
+        are written by a CUDA graph, on a CUDA device."""
         pool.use_block_tables()
         self._free = FreeSlots(max_sessions, reason="SESSIONS_EXHAUSTED")
         self.padding = self._free.padding
         count, blocks = self._free.total, pool.blocks_for(max_len)
-        # Padding rows write the nodes of a round, and the steps of a draft behind them.
+        # # Padding rows write the nodes of a round and the steps of a draft after them.
         self._padding_kv = pool.allocate(2 * max_nodes)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -84,7 +81,7 @@ class DeviceSessionSlots:
             rules=zeros(count),
         )
         self.warp = LogitsSlots(count, vocab_size, device)
-        """What the sessions do to the target's logits."""
+        """State of the sessions' logits processor over the target's vocabulary."""
         self.allowed = AllowedTokenMasks(
             max_sessions=max_sessions,
             max_nodes=max_nodes,
@@ -92,28 +89,30 @@ class DeviceSessionSlots:
             vocab_size=vocab_size,
             device=device,
         )
-        """What their grammars allow, launch by launch."""
+        """Masks of the tokens that grammars allow, filled for each launch."""
         self._pool, self._device, self._blocks = pool, device, blocks
-        # An even number of words: those of 64 bits are to be aligned in every row.
+        # # An even number of words keeps fields of 64 bits aligned in every row.
         self._width = _FIELDS + blocks + blocks % 2
         self._staged = zeros(SLOTS_PER_WRITE * self._width + 3 * BLOCKS_PER_WRITE)
-        """What a launch writes: rows of slots, then the places of added blocks and these."""
+        """Staged words of a launch: rows of slots, then int64 table positions of added blocks, then
+        the block ids."""
         self._begun: dict[int, NDArray[np.int32]] = {}
-        """The rows of slots that the device was not told of, [width] each."""
-        # One launch for all fields: a session waits for every one of them before its first round.
+        """Rows of new sessions that are not uploaded yet, [width] each, by slot."""
+        # # All fields are written by one launch, because a session waits for every one of them
+        # before its first round.
         self._graphs = GraphCache(device, enabled=graphs)
         padding, held = SamplingParams(), self._padding_kv.blocks
-        # What is left of a launch says again where the padding slot begins. Places are of 64 bits,
-        # as the copy wants them: in front, where they are aligned.
+        # # Unused entries of a launch rewrite the first block of the padding slot. Positions are
+        # int64, as the copy requires, and come first, where they are aligned.
         self._no_places = np.full(BLOCKS_PER_WRITE, self.padding * blocks, np.int64)
         self._no_blocks = np.full(BLOCKS_PER_WRITE, held[0], np.int32)
         self._nobody = self._row(self.padding, held, padding, length=1, root=0)
-        # Captured now: no session is to wait for it later.
+        # # Capture the graphs now, so that no session waits for it later.
         for rows in ([], [self._nobody], [self._nobody] * SLOTS_PER_WRITE):
             self._write(rows, [], [])
 
     def check_blocks(self, count: int) -> None:
-        """Raises ResourceExhaustedError for more KV blocks than a slot's table holds."""
+        """Raise ResourceExhaustedError if `count` KV blocks exceed the size of a block table."""
         if count > self._blocks:
             raise ResourceExhaustedError(
                 f"the session needs {count} KV blocks, a slot's table holds {self._blocks}",
@@ -121,17 +120,17 @@ class DeviceSessionSlots:
             )
 
     def open_slot(self, kv: KVSequence) -> int:
-        """A slot for a session. Raises ResourceExhaustedError when all are taken, or when it has
-        more KV blocks than a slot's table holds."""
+        """Take a slot for a session and return it. Raises ResourceExhaustedError if all slots are
+        taken or if the session has more KV blocks than a block table holds."""
         self.check_blocks(kv.num_blocks)
         return self._free.take_slot()
 
     def close_slot(self, slot: int) -> None:
-        """Give a slot back; rounds in flight may still write to it."""
+        """Free a slot. Rounds in flight may still write to it."""
         self._free.return_slot(slot)
 
     def release_padding(self) -> None:
-        """Give the padding slot's blocks back; the slots are of no use afterwards."""
+        """Free the KV blocks of the padding slot. The slots cannot be used afterwards."""
         self._padding_kv.release()
         self._pool.use_block_tables(False)
 
@@ -144,12 +143,16 @@ class DeviceSessionSlots:
         length: int = 1,
         root: int = 0,
     ) -> None:
-        """The host's word on a slot's session: `length` committed tokens, the last one `root`."""
+        """Set the state of a slot's new session, with `length` committed tokens of which the last
+        is `root`; `upload_changes` writes it to the device."""
         self._begun[slot] = self._row(slot, kv.blocks, sampling, length=length, root=root)
 
     def upload_changes(self, added: Sequence[tuple[int, int, Sequence[int]]] = ()) -> None:
-        """Write what was said of slots that begin, and that sessions hold more blocks, `added`: of
-        each the slot, how many of them the slot's table has, and the others."""
+        """Write new sessions and added KV blocks to the device.
+
+        `added`: for each session its slot, the number of blocks already in its block table, and the
+        blocks to append.
+        """
         places: list[int] = []
         held: list[int] = []
         for slot, known, blocks in added:
@@ -157,7 +160,7 @@ class DeviceSessionSlots:
             places.extend(range(first, first + len(blocks)))
             held.extend(blocks)
         rows = list(self._begun.values())
-        # Blocks are added to what was written before.
+        # # Rows are written first, because blocks are appended to their tables.
         while len(rows) > SLOTS_PER_WRITE:
             self._write(rows[:SLOTS_PER_WRITE], [], [])
             del rows[:SLOTS_PER_WRITE]
@@ -180,19 +183,20 @@ class DeviceSessionSlots:
         rule, keys = RULE_NUMBERS[sampling.effective_rule], stream_keys(sampling)
         _HEAD.pack_into(words.data, 0, *keys, slot, sampling.temperature, rule, length, root)
         words[_FIELDS : _FIELDS + len(blocks)] = blocks
-        # A row is padded to the nodes of its launch. What those write past the session's blocks
-        # goes where the padding slot's goes; the blocks of a table's past may be others' by now.
+        # # Rows are padded to the nodes of their launch. KV that padding writes past the session's
+        # blocks goes to the padding slot's block, because other blocks may belong to other
+        # sessions.
         words[_FIELDS + len(blocks) :] = self._padding_kv.blocks[0]
         return words
 
     def _write(self, rows: list[NDArray[np.int32]], places: list[int], held: list[int]) -> None:
-        """Write at most SLOTS_PER_WRITE slots, then at most BLOCKS_PER_WRITE blocks to these places
-        of all tables."""
+        """Write at most SLOTS_PER_WRITE rows of slots, then at most BLOCKS_PER_WRITE blocks at
+        these positions of the flattened tables."""
         where, numbers = self._no_places, self._no_blocks
         if held:
             where, numbers = where.copy(), numbers.copy()
             where[: len(held)], numbers[: len(held)] = places, held
-        # Where few are served they begin one by one, and their tables may be long.
+        # # With few sessions, they begin one by one, and their tables may be long.
         count = len(rows) if len(rows) < 2 else SLOTS_PER_WRITE
         staged = self._staged[: count * self._width + 3 * BLOCKS_PER_WRITE]
         upload_int32s(
@@ -201,8 +205,8 @@ class DeviceSessionSlots:
         self._graphs.run_graph(("slots", count), partial(self._spread, staged, count))
 
     def _spread(self, staged: Tensor, count: int) -> None:
-        """From `count` staged rows to where the slots that they name keep them; then what follows
-        them to the tables."""
+        """Copy `count` staged rows to the state of their slots, then the staged blocks to the
+        tables."""
         if count:
             self._begin(staged[: count * self._width].view(count, self._width))
         added = staged[count * self._width :]
@@ -213,7 +217,7 @@ class DeviceSessionSlots:
         self.sequence.tables.view(-1).index_copy_(0, where, numbers)
 
     def _begin(self, rows: Tensor) -> None:
-        """Rows [n, width] of slots that begin."""
+        """Copy rows [n, width] of new sessions to the state of their slots."""
         sampling, sequence = self.sampling, self.sequence
         keys, fields = rows[:, :_KEY_WORDS].view(torch.int64), rows[:, _KEY_WORDS:_FIELDS]
         slots = fields[:, 0:2].view(torch.int64)[:, 0]

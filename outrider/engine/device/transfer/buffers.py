@@ -20,7 +20,8 @@ from outrider.engine.device.transfer.cuda_driver import DriverInterface, StreamE
 from outrider.engine.device.trial_capture import outside_capture
 
 NUM_STAGING_BUFFERS = 4
-"""Buffers of a ring: more than the rounds that can be in flight, so that none is overwritten."""
+"""Number of buffers of a ring. It exceeds the number of rounds in flight, so that no buffer in use
+is overwritten."""
 
 
 _SHARED_BYTES = 1 << 20
@@ -39,10 +40,12 @@ class _StagingBuffer(NamedTuple):
 
 
 class Uploader:
-    """Non-blocking copies of int32 words to the device, at most RING of each part under way."""
+    """Non-blocking copies of int32 words to the device, with at most `ring` copies of each part in
+    progress."""
 
     def __init__(self, size: int, device: torch.device, *, ring: int = NUM_STAGING_BUFFERS) -> None:
-        """`size`: most elements of one upload; `ring`: most of one part that are under way."""
+        """`size`: maximum number of elements of one upload. `ring`: maximum number of uploads of
+        one part in progress."""
         self._size, self._pinned, self._num_buffers = size, device.type == "cuda", ring
         self._calls = driver_for(device)
         self._rings = [self._ring()]
@@ -53,7 +56,7 @@ class Uploader:
         return _Ring((self._size,), torch.int32, pinned=self._pinned, count=self._num_buffers)
 
     def stage_int32s(self, part: int = 0) -> NDArray[np.int32]:
-        """Memory [size] for the next `start_upload`, with anything in it."""
+        """Return uninitialised memory [size] for the next `start_upload`."""
         while len(self._rings) <= part:
             self._rings.append(self._ring())
         self._staged = self._rings[part].take()
@@ -61,9 +64,9 @@ class Uploader:
         return words
 
     def start_upload(self, out: Tensor) -> None:
-        """Copy the head of what was staged last into `out` int32 [n], in the order of the stream.
+        """Copy the first n staged words to `out`, int32 [n], in stream order.
 
-        Where `out` is a tensor of inference mode, so must the caller be.
+        If `out` was made in inference mode, the caller must be in inference mode, too.
         """
         count, heads = out.shape[0], self._staged.heads
         head = heads.get(count)
@@ -80,24 +83,24 @@ class HostMirror:
         self._calls = driver_for(device)
         self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.array: NDArray[np.int32] = self._staged.numpy()
-        """Not to be written before the last upload is over."""
+        """Host copy of the words; must not be written before the last upload is complete."""
         self.words = torch.zeros(size, dtype=torch.int32, device=device)
 
     def upload_int32s(self, count: int) -> None:
-        """Copy the first words, in the order of the stream."""
+        """Copy the first `count` words to the device, in stream order."""
         self._calls.copy_tensor(self.words[:count], self._staged[:count])
 
 
 class DownloadBuffer:
-    """Fixed host memory for downloads of tensors of one shape and type: a result must be used
-    before the next one arrives."""
+    """Fixed host memory for downloads, one buffer per shape and dtype. A result must be used before
+    the next download of the same shape and dtype."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._calls = device, driver_for(device)
         self._places: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def start_copy(self, tensor: Tensor) -> None:
-        """Begin to copy `tensor`, in the order of the stream."""
+        """Begin to copy `tensor` to the host, in stream order."""
         key = (tensor.shape, tensor.dtype)
         place = self._places.get(key)
         if place is None:
@@ -108,7 +111,8 @@ class DownloadBuffer:
         self._calls.copy_tensor(place, tensor)
 
     def wait_copy(self, like: Tensor) -> Tensor:
-        """The last copy of the shape and type of `like`; waits for all that was launched."""
+        """Return the last copy of a tensor with the shape and dtype of `like`. Waits for all work
+        on the current stream."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return self._places[like.shape, like.dtype]
@@ -124,25 +128,30 @@ class PendingDownload:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `wait` need not wait."""
+        """Whether the download is complete."""
         return self._arrival is None or self._arrival.over
 
     def wait_tensor(self) -> Tensor:
-        """The host copy; it is overwritten RING launches of the same part and shape later, unless
-        it lies in memory of its own (`last_into`)."""
+        """Return the host copy. Waits for the download.
+
+        The copy is overwritten NUM_STAGING_BUFFERS downloads of the same part and shape later,
+        unless it lies in memory given by `last_into`.
+        """
         if self._arrival is not None:
             self._arrival.wait()
         return self._buffer.tensor
 
     def wait_array(self) -> NDArray[np.generic]:
-        """As `wait`, in numpy; bfloat16 as uint16 bit patterns."""
+        """Return the host copy as a numpy array, with bfloat16 as uint16 bit patterns; see
+        `wait_tensor`."""
         if self._arrival is not None:
             self._arrival.wait()
         return self._buffer.array
 
 
 class _Arrival:
-    """The end of copies that were started together; asked once, whoever waits."""
+    """Completion event of copies that were started together; queried until it has been waited for
+    once."""
 
     __slots__ = ("_landed",)
 
@@ -180,7 +189,7 @@ class _Ring:
         self._place = 0
 
     def take(self) -> _StagingBuffer:
-        """The buffer whose use is longest ago."""
+        """Return the least recently used buffer."""
         self._place = (self._place + 1) % len(self._buffers)
         return self._buffers[self._place]
 
@@ -194,11 +203,11 @@ class Downloader:
 
     @property
     def num_rings(self) -> int:
-        """Rings of buffers that are held, one for each shape, type and part."""
+        """Number of buffer rings, one for each shape, dtype and part."""
         return len(self._rings)
 
     def start_download(self, tensor: Tensor, part: int = 0) -> PendingDownload:
-        """Begin to copy `tensor`, in the order of the stream."""
+        """Begin to copy `tensor` to the host, in stream order."""
         return self.start_downloads((tensor,), part)[0]
 
     def start_downloads(
@@ -208,9 +217,11 @@ class Downloader:
         *,
         last_into: NDArray[np.uint8] | None = None,
     ) -> list[PendingDownload]:
-        """Begin to copy all of these; they are waited for together. `last_into`: where the last of
-        several goes, as many bytes of pinned memory, which nobody else writes to as long as anybody
-        looks at the array."""
+        """Begin to copy tensors to the host; a wait for one waits for all.
+
+        `last_into`: pinned memory of the size of the last tensor, to which that tensor is copied.
+        Nothing else may write to the memory while the result is in use.
+        """
         among = tensors if last_into is None else tensors[:-1]
         buffers = [self._copy(tensor, part) for tensor in among]
         if last_into is not None:

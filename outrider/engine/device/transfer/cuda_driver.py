@@ -33,41 +33,46 @@ class StreamEvent(Protocol):
     """A recorded position in a stream."""
 
     def record(self) -> None:
-        """Put it behind what was launched so far, in the current stream."""
+        """Record the event after all work launched so far in the current stream."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the device has passed it; True if it was never put anywhere."""
+        """Whether the device has reached the event; True if it was never recorded."""
         ...
 
     def wait(self) -> None:
-        """Until it has."""
+        """Wait until the device has reached the event."""
 
 
 class DriverInterface(Protocol):
     """Non-blocking device calls of a launching thread, in the order of its current stream."""
 
     def prepare(self, graph: torch.cuda.CUDAGraph) -> Any:
-        """What `launch` takes for a captured graph, which must be kept."""
+        """Return the argument of `launch` for a captured graph. The caller must keep the graph
+        alive."""
 
     def launch(self, prepared: Any) -> None:
-        """Replay it. Graphs that draw torch's random numbers would draw the same ones again."""
+        """Replay a prepared graph. Graphs that use torch's random numbers would draw the same
+        numbers again."""
 
     def copy_tensor(self, to: Tensor, source: Tensor) -> None:
-        """`source` to `to`, alike in size and type; one of them is in pinned memory, which must
-        stay until the copy is over."""
+        """Copy `source` to `to`, which has the same size and dtype. One of them is in pinned
+        memory, which must stay valid until the copy is complete."""
 
     def copy_array(self, to: Tensor, source: NDArray[np.generic]) -> None:
-        """The bytes of `source`, an array in one prefill chunk that may be read-only, to `to`, as
-        many. It must stay until the copy is over; only where it is in pinned memory does nobody
-        wait."""
+        """Copy the bytes of `source`, a contiguous array that may be read-only, to `to`, which has
+        the same size.
+
+        `source` must stay valid until the copy is complete. The call does not wait if `source` is
+        in pinned memory.
+        """
 
     def make_event(self) -> StreamEvent:
-        """A new one."""
+        """Return a new event."""
         ...
 
     def pin_memory(self, address: int, size: int) -> bool:
-        """Whether `size` bytes of whole pages are pinned memory from here on."""
+        """Pin `size` bytes of whole pages at `address`; return whether that succeeded."""
         ...
 
 
@@ -109,11 +114,11 @@ class _DriverMark:
 
 
 class DriverCalls:
-    """Implementation by the CUDA driver. The calling thread has a current device
+    """`DriverInterface` by the CUDA driver. The calling thread must have a current device
     (`init_launching_thread`)."""
 
     def __init__(self) -> None:
-        """Raises OSError or AttributeError where there is no such driver."""
+        """Load the driver. Raises OSError or AttributeError if there is no usable driver."""
         self.under_lock, self.without_lock = ctypes.PyDLL(_LIBRARY), ctypes.CDLL(_LIBRARY)
         pointer, words = ctypes.c_void_p, ctypes.c_size_t
         self.under_lock.cuGraphLaunch.argtypes = (pointer, pointer)
@@ -130,7 +135,7 @@ class DriverCalls:
 
     @staticmethod
     def check(code: int, name: str) -> None:
-        """Raises DriverError for the code of a call that failed."""
+        """Raise DriverError if `code` says that the call `name` failed."""
         if code:
             raise DriverError(f"{name}: CUDA error {code}")
 
@@ -166,8 +171,8 @@ class DriverCalls:
         return _DriverMark(self)
 
     def pin_memory(self, address: int, size: int) -> bool:
-        """See `DriverInterface`. By the runtime a failure would be found by whatever it launches
-        next."""
+        """See `DriverInterface`. The driver is called directly, because an error of the CUDA
+        runtime would be raised by its next launch."""
         return not self.without_lock.cuMemHostRegister_v2(address, size, _PORTABLE)
 
 
@@ -189,7 +194,7 @@ class _TorchMark:
 
 
 class TorchCalls:
-    """Implementation by torch."""
+    """`DriverInterface` by torch."""
 
     def prepare(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.CUDAGraph:
         """See `DriverInterface`."""
@@ -214,13 +219,13 @@ class TorchCalls:
         return _TorchMark()
 
     def pin_memory(self, address: int, size: int) -> bool:
-        """See `DriverInterface`: torch pins what it made itself."""
+        """Return False, because torch can only pin memory that it allocates itself."""
         return False
 
 
 def driver_for(device: torch.device) -> DriverInterface:
-    """How to launch on a device, from threads whose current device it is. To whoever asks from
-    another one it is left to torch, which looks at every tensor's device."""
+    """Return the driver interface for threads whose current device is `device`. Other threads get
+    torch's implementation, which checks every tensor's device."""
     if device.type != "cuda" or device.index not in (None, torch.cuda.current_device()):
         return _BY_TORCH
     return cuda_interface()
@@ -228,7 +233,8 @@ def driver_for(device: torch.device) -> DriverInterface:
 
 @cache
 def cuda_interface() -> DriverInterface:
-    """Calls of CUDA devices, by the driver if torch and the driver have what that takes."""
+    """Return the driver interface of CUDA devices: the CUDA driver if torch and the driver support
+    it, otherwise torch."""
     if torch.version.cuda is None or not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec"):
         return _BY_TORCH
     try:
@@ -241,6 +247,6 @@ _BY_TORCH: Final = TorchCalls()
 
 
 def current_stream() -> int:
-    """The current stream of the current device; by torch's own shortcut, made for launching."""
+    """Return the current stream of the current device, by torch's shortcut for kernel launches."""
     raw: int = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
     return raw

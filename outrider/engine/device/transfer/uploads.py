@@ -14,11 +14,11 @@ from torch import Tensor
 from outrider.engine.device.transfer.cuda_driver import StreamEvent, driver_for
 
 _MIN_WORDS: Final = 256
-"""Words of the smallest memory that is taken."""
+"""Minimum size of staging memory, in int32 words."""
 
 
 class StagingMemory(NamedTuple):
-    """Pinned memory, and the end of the last copy from it."""
+    """Pinned memory, and the event after the last copy from it."""
 
     device: torch.device
     tensor: Tensor
@@ -27,7 +27,7 @@ class StagingMemory(NamedTuple):
 
 
 def make_staging(device: torch.device, size: int) -> StagingMemory:
-    """Pinned memory of `size` words for copies to this device."""
+    """Return pinned memory of `size` int32 words for copies to this device."""
     # A tensor made in inference mode could be written in that mode only.
     with torch.inference_mode(False):
         tensor = torch.empty(size, dtype=torch.int32, pin_memory=True)
@@ -35,17 +35,16 @@ def make_staging(device: torch.device, size: int) -> StagingMemory:
 
 
 class StagingPool:
-    """Pinned memory of all threads; as much of it stays as was ever under way at once."""
+    """Pool of pinned memory for all threads. It keeps as much memory as was ever in use at once."""
 
     def __init__(self, make: Callable[[torch.device, int], StagingMemory] = make_staging) -> None:
-        """`make`: gives new memory of so many words."""
+        """`make`: allocates memory for a device and a number of words."""
         self._make = make
         self._held: dict[tuple[torch.device, int], deque[StagingMemory]] = {}
-        """By device and size, the one whose use is longest ago first; what somebody has taken is
-        not in it."""
+        """Free staging memory by device and size, least recently used first."""
 
     def take(self, device: torch.device, count: int) -> StagingMemory:
-        """Memory for so many words that nothing is copied from, for the caller alone."""
+        """Take memory of at least `count` words that no copy reads."""
         size = max(_MIN_WORDS, 1 << (count - 1).bit_length())
         held = self._held.setdefault((device, size), deque())
         try:
@@ -58,7 +57,8 @@ class StagingPool:
         return self._make(device, size)
 
     def give_back(self, staging: StagingMemory) -> None:
-        """Let it be taken again, once the copy from it that was begun is over."""
+        """Return staging memory to the pool. It is taken again once the copy from it is
+        complete."""
         self._held[staging.device, len(staging.array)].append(staging)
 
 
@@ -66,12 +66,12 @@ _POOL: Final = StagingPool()
 
 
 def upload_int32s(out: Tensor, *parts: NDArray[np.int32]) -> None:
-    """Copy `parts`, one behind the other, into `out` int32 [n], n being all their words, in the
-    order of the stream; they are free at once.
+    """Copy the concatenated `parts` to `out`, int32 [n], in stream order. `parts` may be changed
+    after the call.
 
-    On a CUDA device each call takes pinned memory that no copy reads, so nothing waits and nothing
-    is overwritten. It is written by numpy: torch would wake its pool of threads for more than
-    32,768 words, which took up to 5 ms of a round.
+    The parts must have n words in total. On a CUDA device each call takes pinned memory that no
+    copy reads, so nothing waits and nothing is overwritten. numpy fills the memory: torch would
+    wake its thread pool for more than 32,768 words, which took up to 5 ms of a round.
     """
     assert out.dtype is torch.int32
     count = out.shape[0]
