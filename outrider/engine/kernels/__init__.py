@@ -12,6 +12,8 @@ embedding.py               Embedding lookup for a few tokens, faster than torch'
                            of the result.
 finite.py                  Detection of rows of logits without a finite value, before the logits are
                            processed.
+matrix_unit.py             Bit-exact model of the matrix unit of NVIDIA Hopper, for kernels that run
+                           in the interpreter.
 noise.py                   Triton implementation of `outrider.spec.noise`, and the Gumbel-perturbed
                            argmax of a tile.
 norm.py                    RMSNorm and gated SiLU kernels for products that do not fuse them.

@@ -6,6 +6,9 @@ compaction.py              Compaction of accepted rows: KV of all layers and fea
                            contiguous.
 config.py                  Launch parameters of the attention kernels by shape: tile sizes and
                            splits of the context.
+invariant.py               Batch-invariant attention over the paged KV cache: the bits of a row
+                           depend on its path alone.
+invariant_kernel.py        Triton kernels of batch-invariant attention over the paged KV cache.
 kernel.py                  Triton kernels of tree attention over the paged KV cache, with a split
                            context.
 layout.py                  Layout of the token rows of a round: positions, pool slots and the tree

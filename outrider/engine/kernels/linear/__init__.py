@@ -6,6 +6,8 @@ configs.py                 Launch configurations of the skinny matrix product, t
                            of Llama-3.1-8B.
 fused.py                   Fused matrix products: preceding RMSNorm, following activation or
                            residual.
+invariant.py               Batch-invariant matrix products: the bits of a row depend on the row and
+                           the weight alone.
 kernel.py                  Triton kernel of the weight-streaming (skinny) matrix product.
 launch.py                  Launch of the weight-streaming kernel, and the workspace of products with
                            a split K.

@@ -111,8 +111,9 @@ class Session:
     def __init__(self, model: TargetModel, seed: int = 0, *, others: int = 0) -> None:
         rng = np.random.default_rng(seed)
         self.paging = scattered(rng, 1 + others, 8, BLOCK)
-        _, layers, kv_heads, _, dim = model.pool.storage.shape
-        shape = (2, layers, kv_heads, self.paging.num_pool_slots, dim)
+        _, _, kv_heads, _, dim = model.pool.storage.shape
+        num_layers = len(model.weights.layers)
+        shape = (2, num_layers, kv_heads, self.paging.num_pool_slots, dim)
         generator = torch.Generator().manual_seed(seed)
         self.storage = torch.randn(shape, generator=generator).bfloat16()
         self.program = TargetProgram(model, storage=self.storage, kernels=InterpretedKernels())
