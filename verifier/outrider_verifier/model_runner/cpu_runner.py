@@ -66,7 +66,7 @@ class FeatureProjector(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FinishedRound:
-    """A round that has run and is not committed."""
+    """A round that was run and is not committed."""
 
     outcome: RunnerOutput
     packed: list[PackedRow]
@@ -95,7 +95,8 @@ class CpuModelRunner:
         device: torch.device | str = "cpu",
         throttle: RoundThrottle | None = None,
     ) -> None:
-        """`max_nodes`: of a draft. `throttle`: what makes rounds last longer; None: nothing."""
+        """`max_nodes` is the maximum number of nodes of a draft. `throttle` makes rounds last
+        longer, for tests; None does not."""
         self.slot_headroom = KVHeadroom(max_nodes)
         self._suspended = SwappedSessions()
         self._target = target
@@ -113,7 +114,7 @@ class CpuModelRunner:
         *,
         throttle: RoundThrottle | None = None,
     ) -> CpuModelRunner:
-        """The engine of a loaded target; `throttle` makes its rounds last longer."""
+        """Return the runner of a loaded target; `throttle` makes its rounds last longer."""
         return cls(
             target,
             projection,
@@ -125,7 +126,7 @@ class CpuModelRunner:
 
     @staticmethod
     def enter_thread() -> None:
-        """To be called once by the thread that will run the rounds."""
+        """See `ModelRunner`."""
         # OpenMP keeps its number of threads per thread; asking makes torch pass on the process's.
         torch.get_num_threads()
 
@@ -135,7 +136,7 @@ class CpuModelRunner:
         return ()
 
     def set_draft_shape(self, num_nodes: int) -> None:
-        """Nothing is drafted in this process."""
+        """Do nothing: no drafts are made in this process."""
 
     @staticmethod
     def plain_round_s(rows: int, *, own: bool, chunks: int = 0) -> float | None:
@@ -149,7 +150,7 @@ class CpuModelRunner:
 
     @staticmethod
     def pin_memory(memory: NDArray[np.uint8]) -> bool:
-        """Features are made where a forward wants them."""
+        """Return False: features are not written to shared memory directly."""
         return False
 
     def set_feature_allocator(self, reserve: ShmAllocator) -> None:
@@ -157,18 +158,18 @@ class CpuModelRunner:
 
     @staticmethod
     def make_swap_space(budget_bytes: int, pool: KVPool) -> SwapSpace:
-        """Room for the target's KV."""
+        """Return host memory for the target's KV."""
         return SwapSpace(budget_bytes, [pool.storage], block_tokens=pool.block_tokens)
 
     def open_session(self, session: Session) -> None:
-        """Nothing to do."""
+        """See `ModelRunner`. Nothing is needed here."""
 
     def close_session(self, session: Session) -> None:
-        """Forget its copy, if it was swapped out."""
+        """Drop the session's copy, if it was swapped out."""
         self._suspended.drop_copy(session)
 
     def record_new_blocks(self, session: Session) -> None:
-        """Nothing to do: a forward looks at the blocks."""
+        """Do nothing: a forward reads the blocks themselves."""
 
     def upload_new_blocks(self) -> None:
         """The same."""
@@ -187,21 +188,21 @@ class CpuModelRunner:
 
     @staticmethod
     def has_draft_kv(session: Session) -> bool:
-        """There is no in-process drafter."""
+        """Return False: there is no in-process drafter."""
         return False
 
     def submit_round(
         self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
     ) -> RoundHandle:
-        """Run the round."""
+        """Run the whole round."""
         return self._run(prefill, verify)
 
     def is_finished(self, flight: RoundHandle) -> bool:
-        """Always: `submit` ran it."""
+        """Return True: `submit_round` ran the round."""
         return True
 
     def collect_round(self, flight: RoundHandle) -> RunnerOutput:
-        """What the round gave; commits its KV."""
+        """Commit the KV of the round and return its results."""
         assert isinstance(flight, _FinishedRound)
         with torch.inference_mode():
             for row in flight.packed:
@@ -211,10 +212,8 @@ class CpuModelRunner:
 
     @torch.inference_mode()
     def _run(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> _FinishedRound:
-        """One forward over all rows, then acceptance.
-
-        On an exception nothing was committed: the caller ends the sessions.
-        """
+        """Run one forward over all rows, then acceptance. On an exception nothing was committed,
+        and the caller ends the sessions."""
         packed, logit_rows = pack_batch(prefill, verify)
         batch = self._batch(packed, logit_rows if prefill else None)
         tapped = self._projection is not None and any(p.session.keeps_features for p in packed)
@@ -274,7 +273,8 @@ class CpuModelRunner:
     def _accept(
         self, logits: torch.Tensor, packed: list[PackedRow]
     ) -> list[AcceptanceResult | None]:
-        """Judge every row that has logits and note which of its rows stay."""
+        """Run acceptance for every row that has logits, and record which of its batch rows are
+        kept."""
         judged = [row for row in packed if row.accept_row is not None]
         if not judged:
             return [None] * len(packed)
@@ -292,7 +292,8 @@ class CpuModelRunner:
     def _logprobs(
         logits: torch.Tensor, packed: list[PackedRow], acceptances: list[AcceptanceResult | None]
     ) -> dict[int, PathLogprobs]:
-        """What the target thought of the tokens of rows whose sessions ask, by row."""
+        """Return the target's log-probabilities of the tokens of rows whose sessions request them,
+        by row."""
         wanted: list[LogprobPath] = []
         places: list[int] = []
         for place, (row, acceptance) in enumerate(zip(packed, acceptances, strict=True)):
@@ -310,7 +311,8 @@ class CpuModelRunner:
     def _features(
         self, taps: torch.Tensor | None, packed: list[PackedRow]
     ) -> list[NDArray[np.generic] | None]:
-        """Project the tapped states of all kept rows in one call; one array a row."""
+        """Project the tapped hidden states of all kept rows in one call. Return one array per
+        row."""
         if taps is None or self._projection is None:
             return [None] * len(packed)
         wanted = [row for row in packed if row.session.keeps_features]

@@ -26,7 +26,7 @@ from outrider_verifier.state.session_phase import ENDED
 
 @dataclass(slots=True, eq=False)
 class RowResult:
-    """A row whose tokens are committed; its statistics and its event are still to come."""
+    """A row whose tokens are committed, before statistics and the client event are made."""
 
     session: Session
     result: RowOutput
@@ -34,52 +34,54 @@ class RowResult:
     reason: FinishReason | None = None
     verify_row: VerifyRow | None = None
     missed_proposal: bool = False
-    """Whether a proposal was wanted and none was there."""
+    """Whether the row wanted a proposal and had none."""
     new_positions: int = 0
-    """Of a prompt: positions whose KV was written for the first time."""
+    """Number of prompt positions whose KV was written for the first time."""
 
     @classmethod
     def of_plain(cls, session: Session) -> RowResult:
-        """A row that verified nothing, as far as what it gave is of interest: one token."""
+        """Return the result of a row without drafts, which emitted one token."""
         return cls(session, RowOutput((session.root,), None), (session.root,))
 
     @property
     def ends(self) -> bool:
-        """Whether the session ends with the row: its text is complete, or the model failed it."""
+        """Whether the session ends with this row: its output is complete, or the model returned
+        invalid logits."""
         return self.reason is not None or self.result.invalid_output
 
     @property
     def accepted(self) -> int:
-        """Nodes of a draft that stand, whether or not what they emitted was cut off."""
+        """Number of accepted draft nodes, including those after a stop or beyond the token
+        budget."""
         return len(self.result.tokens) - 1
 
     @property
     def nodes(self) -> int:
-        """Nodes of the draft that the row verified and no in-process drafter made."""
+        """Number of verified draft nodes that do not come from the in-process drafter."""
         return 0 if self.verify_row is None else self.verify_row.nodes
 
     @property
     def is_hit(self) -> bool:
-        """Whether that draft was there before its prefix was."""
+        """Whether that draft was made by look-ahead, before its prefix was committed."""
         verified = self.verify_row
         return verified is not None and verified.held is not None and verified.held.is_hit
 
 
 @dataclass(slots=True, eq=False)
 class PlainRows:
-    """Rows whose tokens are committed and that go on, with nothing from outside this process and
-    nothing to be said of them but their tokens: nearly all where nobody drafts elsewhere. So they
-    are accounted for in columns of n."""
+    """Committed rows of sessions that continue, have no drafter outside this process, and have
+    nothing to report but their tokens. They are stored in columns of n rows, because they are
+    nearly all rows if drafts are made in process."""
 
     sessions: list[Session]
     counts: Sequence[int]
-    """[n]: tokens of each."""
+    """Number of tokens of each row, [n]."""
     tokens: Sequence[int]
-    """Of all in turn."""
+    """Tokens of all rows, row after row."""
     draft_nodes: Sequence[int]
-    """[n]: nodes of its in-process draft that each verified."""
+    """Number of in-process draft nodes that each row verified, [n]."""
     numbers: Sequence[int]
-    """[n]: their places in the round."""
+    """Indices of the rows in the round, [n]."""
 
     @classmethod
     def of_rows(
@@ -90,7 +92,7 @@ class PlainRows:
         tokens: Sequence[int],
         drafted: Sequence[int],
     ) -> PlainRows:
-        """The rows with these numbers, of a round in columns."""
+        """Return the rows with these indices of a decoded round."""
         sessions = [row.session for row in verify]
         if len(numbers) == len(sessions):
             return cls(sessions, counts, tokens, drafted, numbers)
@@ -112,36 +114,38 @@ NO_ROWS: Final = PlainRows([], [], [], [], [])
 
 @dataclass(slots=True, eq=False)
 class CommittedRows:
-    """The rows of a round that decoded, but for those whose sessions had ended."""
+    """The decoding rows of a round, without those whose sessions had ended."""
 
     plain: PlainRows
     special: list[RowResult]
-    """All others."""
+    """Rows that are not in `plain`."""
 
 
 @dataclass(slots=True, eq=False)
 class VerdictInputs:
-    """Session state that decides the verdicts of a round, gathered while the device works."""
+    """Session state that decides the verdicts of a round, collected while the device works."""
 
     sessions: list[Session]
-    """Of all rows that decode."""
+    """Sessions of all decoding rows."""
     handles: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    """Tokens before the round."""
+    """Number of tokens of each session before the round, [n]."""
     max_tokens: NDArray[np.int64]
-    """Tokens of the round that are emitted at most: the budget."""
+    """Token budget of each session: the maximum number of tokens that the round may emit, [n]."""
     has_drafter: NDArray[np.bool_]
-    """Whether a drafter hears of it."""
+    """Whether a drafter receives the session's verdicts, [n]."""
     wants_draft: NDArray[np.bool_]
-    """Whether a draft could help, but for the budget."""
+    """Whether the session can use a draft, apart from its token budget, [n]."""
     stop_ids: frozenset[int]
-    """Of all sessions."""
+    """Stop token ids of all sessions."""
     digests: list[int] | None = None
-    """[n]: of the prefixes before the round; None if they do not cover these, of some session."""
+    """Digests of the prefixes before the round, [n]; None if some session's digest does not cover
+    its prefix."""
 
     @classmethod
     def of_sessions(cls, sessions: list[Session]) -> VerdictInputs | None:
-        """The inputs of a round that is not settled; None if no drafter hears of it."""
+        """Return the inputs of a round whose results are not committed; None if no drafter receives
+        its verdicts."""
         if not any(map(has_drafter_link, sessions)):
             return None
         columns = np.array([_columns(session) for session in sessions], dtype=np.int64)
@@ -150,8 +154,8 @@ class VerdictInputs:
         return cls(sessions, handles, lengths, most, told != 0, wishes != 0, stop_ids)
 
     def make_batch(self, decoded: DecodeOutput) -> VerdictBatch | None:
-        """What the round told of those sessions that go on, and that a drafter follows; None if
-        there are none."""
+        """Return the verdicts of the sessions that continue and have a drafter; None if there are
+        none."""
         counts = decoded.counts
         going = self.has_drafter & (counts < self.max_tokens)
         if decoded.invalid is not None:
@@ -176,9 +180,9 @@ class VerdictInputs:
         return told if going.all() else told.select(going)
 
     def advance_inbox(self, decoded: DecodeOutput, inbox: ProposalInbox) -> int:
-        """Let `inbox` know of the prefixes that the round made, before anything else does; for how
-        many of them there was a draft. In plain numbers, which few rows are told in sooner than in
-        columns."""
+        """Record the new prefixes of the round in `inbox` before anything else. Return the number
+        of prefixes that have a draft. It loops over rows, which is faster than columns for few
+        rows."""
         if not self.digests or decoded.invalid is not None:
             # A session that failed must not be in the next round.
             return 0
@@ -200,7 +204,7 @@ class VerdictInputs:
         return hits
 
     def _stopped(self, decoded: DecodeOutput) -> NDArray[np.bool_]:
-        """[n]: which rows hold a token at which their session stops."""
+        """Return which rows hold a stop token of their session, bool [n]."""
         ends = np.cumsum(decoded.counts).tolist()
         tokens = decoded.tokens.tolist()
         return np.array(
@@ -214,8 +218,8 @@ class VerdictInputs:
 
 
 def commit_rows(verify: Sequence[VerifyRow], decoded: DecodeOutput, now: float) -> CommittedRows:
-    """Commit what stands of the rows that decoded, where sessions go on; nobody is told. `now`:
-    when their roots became known."""
+    """Commit the accepted tokens of decoding rows whose sessions continue, without informing
+    drafters or clients. `now` is the time at which the new roots became known."""
     going, others, end = list[int](), list[int](), 0
     tokens, unlike = decoded.tokens.tolist(), decoded.special_rows()
     counts, drafted = decoded.counts.tolist(), decoded.draft_nodes()

@@ -31,25 +31,25 @@ class LaunchResults(NamedTuple):
 
     group: LaunchGroup
     words: NDArray[np.int32]
-    """[n, 2 + 2N]"""
+    """Result words of the rows, [n, 2 + 2N]."""
     counts: list[int]
-    """[n]: the first word of each."""
+    """First word of each row, [n]: the number of accepted rows of its bucket."""
     features: NDArray[np.generic] | None
-    """[n * N and more, H]: of each row what stands first."""
+    """Features [n * N and more, H]: for each row, those of its accepted nodes come first."""
     draft_nodes: int
-    """Nodes of in-process drafts of each row."""
+    """Number of in-process draft nodes that the launch verified in each row."""
     logprobs: dict[int, PathLogprobs]
-    """Of the tokens of rows whose sessions ask, by row."""
+    """Log-probabilities of the tokens of rows whose sessions request them, by row."""
     is_in_shm: bool = False
-    """Whether the features lie where the rows' drafter reads them."""
+    """Whether the features are in shared memory that the drafter of the rows reads."""
 
     @property
     def nodes(self) -> int:
-        """N, nodes of a row, the root included."""
+        """Number of nodes of a row, including the root."""
         return int(self.words.shape[1]) // 2 - 1
 
     def tokens(self) -> NDArray[np.int32]:
-        """What the rows emitted, in turn."""
+        """Return the tokens that the rows emitted, row after row."""
         nodes = self.nodes
         if len(self.counts) == 1:
             return self.words[0, 2 + nodes : 2 + nodes + self.counts[0]].copy()
@@ -57,7 +57,8 @@ class LaunchResults(NamedTuple):
         return self.words[:, 2 + nodes :][standing]
 
     def row_features(self) -> list[NDArray[np.generic] | None]:
-        """[n]: the features of each row's positions, None where the session keeps none."""
+        """Return the features of the accepted positions of each row, [n]; None for a row whose
+        session keeps no features."""
         rows, nodes = self.features, self.nodes
         if rows is None:
             return [None] * len(self.counts)
@@ -72,7 +73,8 @@ class LaunchResults(NamedTuple):
         ]
 
     def shm_features(self) -> ShmFeatures | None:
-        """The same, if they lie where the rows' drafter reads them."""
+        """Return the features in shared memory; None if they are not in memory that the drafter
+        reads."""
         link_id = self.group.shm_link_id
         if self.features is None or link_id is None or not self.is_in_shm:
             return None
@@ -82,7 +84,7 @@ class LaunchResults(NamedTuple):
         return ShmFeatures(link_id, self.features, offsets, counts)
 
     def in_process_nodes(self) -> list[int]:
-        """[n]: nodes of its in-process draft that each row verified."""
+        """Return the number of in-process draft nodes that each row verified, [n]."""
         if self.nodes == 1:
             return [0] * len(self.counts)
         verified = [self.draft_nodes] * len(self.counts)
@@ -95,7 +97,7 @@ class LaunchResults(NamedTuple):
         return verified
 
     def special_rows(self) -> set[int]:
-        """The rows of which flags or log-probabilities are to be told."""
+        """Return the rows that have flags or log-probabilities to report."""
         told = self.words[:, 1] & (TARGET_ONLY_FALLBACK | INVALID_OUTPUT)
         return {*np.flatnonzero(told).tolist(), *self.logprobs}
 
@@ -105,7 +107,7 @@ class LaunchResults(NamedTuple):
         return invalid if invalid.any() else None
 
     def row_outputs(self, numbers: Sequence[int], *, with_features: bool = True) -> list[RowOutput]:
-        """Rows one by one."""
+        """Return the full results of the rows with these numbers."""
         told, first, drafted = self.logprobs.get, 2 + self.nodes, self.in_process_nodes()
         features = self.row_features() if with_features else [None] * len(self.counts)
         return [
@@ -129,14 +131,14 @@ class LaunchResults(NamedTuple):
 
 
 class LaunchLogprobs(NamedTuple):
-    """Log-probabilities of a launch, by row that decodes and by piece."""
+    """Log-probabilities of a launch, by decoding row and by prefill chunk."""
 
     rows: dict[int, PathLogprobs]
     chunks: dict[int, PathLogprobs]
 
 
 def read_logprobs(launched: LaunchedRound) -> LaunchLogprobs:
-    """What a launch was asked for; waits."""
+    """Wait for a launch and return the log-probabilities that were requested of it."""
     if launched.logprobs is None:
         return _NOTHING_TOLD
     asked = launched.logprobs.asked
@@ -150,7 +152,7 @@ _NOTHING_TOLD: Final = LaunchLogprobs({}, {})
 
 
 def merge_results(judged: Sequence[LaunchResults], rows: int) -> DecodeOutput:
-    """The outcome of all rows of a round, in the order of the round."""
+    """Return the results of all rows of a round, in the order of the round."""
     if len(judged) == 1 and judged[0].group.round_indices == list(range(rows)):
         (all_rows,) = judged
         block = all_rows.block()
@@ -169,7 +171,7 @@ def merge_results(judged: Sequence[LaunchResults], rows: int) -> DecodeOutput:
 
 
 def _in_order(judged: Sequence[LaunchResults], rows: int) -> list[RowOutput]:
-    """Rows of several launches in the order of the round."""
+    """Return the rows of several launches in the order of the round."""
     outcomes = {
         place: outcome
         for each in judged

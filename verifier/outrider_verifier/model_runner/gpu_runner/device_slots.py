@@ -21,36 +21,36 @@ from outrider_verifier.model_runner.swapped_sessions import SwappedSessions
 from outrider_verifier.state.session import Session
 
 TOKEN_MATCHING_RULES = (Rule.GREEDY, Rule.COUPLED)
-"""Rules by which tokens are compared and no distribution is asked for."""
+"""Acceptance rules that compare tokens and need no draft distribution."""
 _NOBODY: Final[frozenset[int]] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
 class DeviceSlot:
-    """A session's place on the device, and what of it decides how its rows are launched."""
+    """Device slot of a session, and the properties that decide how its rows are launched."""
 
     slot: int
     uses_token_matching: bool
-    """Whether its rule compares tokens and asks for no distribution."""
+    """Whether the session's acceptance rule compares tokens and needs no draft distribution."""
     has_logits_processing: bool
-    """Whether its logits are processed by the logits processor before anything looks at them."""
+    """Whether the logits processor changes the session's logits before sampling."""
     uses_rejection: bool = False
-    """Whether it has the rejection rule, which asks what its drafts were drawn from."""
+    """Whether the session has the rejection rule, which needs the draft distributions."""
     has_current_draft: bool = False
     """Whether the in-process draft on the device follows the session's prefix."""
     has_full_draft_kv: bool = False
-    """Whether the in-process drafter has its KV of all that was written so far."""
+    """Whether the in-process drafter has draft KV for all positions that were written so far."""
     uploaded_blocks: int = 0
-    """KV blocks that the device knows of."""
+    """Number of the session's KV blocks that were uploaded to the device."""
     is_plain: bool = field(init=False)
-    """Whether its tokens are compared, and by logits as they are."""
+    """Whether acceptance compares tokens and uses the logits unchanged."""
 
     def __post_init__(self) -> None:
         self.is_plain = self.uses_token_matching and not self.has_logits_processing
 
     @classmethod
     def create(cls, session: Session, slot: int, *, warped: bool) -> DeviceSlot:
-        """The device slot of a session that begins in `slot`."""
+        """Return the device slot of a session that starts in `slot`."""
         rule = session.spec.sampling.effective_rule
         return cls(
             slot,
@@ -74,7 +74,7 @@ class DeviceSlotTable:
         in_process_drafter: InProcessDrafter | None,
         remote_drafter: RemoteDrafter | None = None,
     ) -> None:
-        """At most one of the drafters is there."""
+        """At most one of `in_process_drafter` and `remote_drafter` is not None."""
         self._slots, self._in_process_drafter = slots, in_process_drafter
         self._remote_drafter = remote_drafter
         self._warps = (
@@ -83,22 +83,21 @@ class DeviceSlotTable:
             else [slots.warp, in_process_drafter.logits_slots]
         )
         self._device_slots: dict[int, DeviceSlot] = {}
-        """By the session's ticket."""
+        """Device slots by the session's ticket."""
         self._grown: dict[int, Session] = {}
-        """Sessions with blocks that the device was not told of, by ticket."""
+        """Sessions with blocks that were not uploaded yet, by ticket."""
         self._suspended = SwappedSessions()
         self._were_whole: set[int] = set()
-        """Tickets of suspended sessions of which the in-process drafter had all KV."""
+        """Tickets of suspended sessions for which the in-process drafter had all draft KV."""
         self._blank: set[int] = set()
-        """Slots of sessions that came back, and have no in-process draft before their next
-        round."""
+        """Slots of resumed sessions, which have no in-process draft before their next round."""
 
     def get_slot(self, session: Session) -> DeviceSlot:
-        """The device slot of a session that is not suspended."""
+        """Return the device slot of a session that is not suspended."""
         return self._device_slots[session.ticket]
 
     def get_slots(self, sessions: Sequence[Session]) -> list[DeviceSlot]:
-        """[n]: the same of each."""
+        """Return the device slots of n sessions that are not suspended."""
         device_slots = self._device_slots
         return [device_slots[session.ticket] for session in sessions]
 
@@ -164,7 +163,7 @@ class DeviceSlotTable:
         return self._suspended.prefetch(session)
 
     def close_session(self, session: Session) -> None:
-        """A session is over, suspended or not."""
+        """Free the device slot of a session that has ended, suspended or not."""
         self._suspended.drop_copy(session)
         self._were_whole.discard(session.ticket)
         self._grown.pop(session.ticket, None)
@@ -179,8 +178,8 @@ class DeviceSlotTable:
             self._remote_drafter.end_session(slot)
 
     def forget_in_process_drafts(self) -> None:
-        """Rounds of another draft shape follow: none of the drafts that lie on the device is
-        verified."""
+        """Discard all in-process drafts on the device, because the next rounds have another draft
+        shape."""
         assert self._in_process_drafter is not None
         self._in_process_drafter.forget_drafts()
         self._blank.update(
@@ -190,16 +189,17 @@ class DeviceSlotTable:
         )
 
     def forget_remote_drafts(self) -> None:
-        """The drafter on another device is gone: no session has drafts or draft KV."""
+        """Record that the drafter on another device is gone, so that no session has drafts or draft
+        KV."""
         for device_slot in self._device_slots.values():
             device_slot.has_current_draft = device_slot.has_full_draft_kv = False
 
     def record_drafts(
         self, device_slots: Sequence[DeviceSlot], prompts: Sequence[PrefillRow], *, own: bool
     ) -> frozenset[int]:
-        """A launch of these rows and prompts is submitted, with in-process drafts or without: note
-        whose in-process draft follows their prefix behind it. Which of the rows have none to verify
-        yet."""
+        """Record which sessions have an in-process draft for their prefix after a launch of these
+        rows and prompts, which drafts in process or does not. Return the rows that have no such
+        draft to verify in this launch."""
         if self._in_process_drafter is None and self._remote_drafter is None:
             return _NOBODY
         if not own:
@@ -219,13 +219,13 @@ class DeviceSlotTable:
         return blank
 
     def queue_new_blocks(self, session: Session) -> None:
-        """Remember to tell of a session's new blocks. Raises ResourceExhaustedError if a table does
-        not hold them."""
+        """Queue the upload of a session's new blocks. Raises ResourceExhaustedError if a block
+        table cannot hold them."""
         self._slots.check_blocks(session.kv.num_blocks)
         self._grown[session.ticket] = session
 
     def upload_changes(self) -> None:
-        """Tell the device of all sessions that began, and of blocks that were added, at once."""
+        """Upload all new sessions and blocks to the device in one step."""
         grown = [(self.get_slot(session), session.kv.blocks) for session in self._grown.values()]
         added = [
             (s.slot, s.uploaded_blocks, blocks[s.uploaded_blocks :])
@@ -243,7 +243,8 @@ class DeviceSlotTable:
 
 
 def _history(session: Session) -> TokenHistory:
-    """What penalties of a drafter elsewhere look at; nothing where the session has none."""
+    """Return the token history that penalties of a drafter on another device need; it is empty if
+    the session has no penalties."""
     if not has_penalties(session.spec.sampling):
         return EMPTY_HISTORY
     known, prompt_len = session.tokens[: session.length], session.spec.prompt_len
@@ -253,7 +254,8 @@ def _history(session: Session) -> TokenHistory:
 
 
 def _init_logits_state(warps: LogitsSlots, slot: int, session: Session, *, target: bool) -> bool:
-    """What the session does to its logits, by all that it has emitted."""
+    """Upload the session's settings for the logits processor, with the tokens that it has
+    emitted."""
     spec, known = session.spec, session.tokens[: session.length]
     warps.begin_session(
         slot,

@@ -38,28 +38,29 @@ class GrammarChain:
 
     def __init__(self, session: Session) -> None:
         self.constraint = advance_grammar(session)
-        """Where the chain ends."""
+        """The grammar constraint, at the end of the chain."""
         self.tokens: list[int] = []
-        """What is to be verified."""
+        """Draft tokens to verify."""
         self.masks: list[Mask] = []
-        """What may follow the root and each token, as far as that is known."""
+        """Allowed-token masks after the root and after each token, as far as they are known."""
         self.given: int | None = None
-        """The next token, if it is known before it is drafted."""
+        """The next token if the grammar forces it; else None."""
         self.is_open = True
-        """Whether anything may be drafted behind it."""
+        """Whether the chain can be extended."""
         self.is_known = True
-        """Whether the device has the same chain."""
+        """Whether the chain on the device equals this one."""
         self._drawn = session.spec.sampling.effective_rule is Rule.REJECTION
         self._entered = 0
 
     def set_mask(self, mask: Mask) -> None:
-        """What may follow where the chain ends."""
+        """Set the mask of the tokens that may follow the chain."""
         self.masks.append(mask)
         self.given = None if self._drawn else single_id(mask)
 
     def extend_chain(self, drafted: int | None, drafts: GrammarDraftBuffer) -> None:
-        """Go on by what is given, or by what the head drafted; None: nobody has waited for that.
-        The chain ends at what may not follow: the head has none of what may in its vocabulary."""
+        """Extend the chain by the forced token or by the drafted token; `drafted` is None if its
+        result has not been read yet. The chain ends at a token that the grammar does not allow,
+        which the head drafts if its vocabulary has no allowed token."""
         token = drafted if self.given is None else self.given
         assert token is not None
         inside = 0 <= token < self.constraint.vocab_size
@@ -74,27 +75,27 @@ class GrammarChain:
         self.is_open = entered > 0
 
     def padded_masks(self, length: int) -> NDArray[np.uint32]:
-        """[1 + length, W]: what may follow the root and each node; anything where that is not
-        known, for nothing can stand there."""
+        """Return the allowed-token masks after the root and after each node, uint32 [1 + length,
+        W]. Unknown masks allow every token, because no token is accepted there."""
         masks = np.full((1 + length, self.constraint.num_mask_words), ALL_TOKENS, dtype=np.uint32)
         masks[: len(self.masks)] = self.masks
         return masks
 
     def padded_tokens(self, length: int) -> NDArray[np.int32]:
-        """[length], -1 from where there is nothing."""
+        """Return the draft tokens, padded with -1 to [length]."""
         tokens = np.full(length, -1, dtype=np.int32)
         tokens[: len(self.tokens)] = self.tokens
         return tokens
 
     def close(self) -> None:
-        """Lead the session's grammar back to what stands."""
+        """Return the session's constraint to the accepted tokens."""
         self.constraint.pop_tokens(self._entered)
         self._entered = 0
 
 
 def grow_chains(chains: Mapping[int, GrammarChain], drafts: GrammarDraftBuffer) -> None:
-    """Let chains, by slot, whose first tokens are being drafted, grow to their ends, and the device
-    have them as they are. Waits for what the host cannot know."""
+    """Extend chains, by slot, to their ends while the device drafts, and upload the chains that
+    differ from those on the device. Waits for the device where the host cannot know a token."""
     open_ = dict(chains)
     for level in range(drafts.length):
         waits = any([chain.given is None for chain in open_.values()])
@@ -117,7 +118,7 @@ def grow_chains(chains: Mapping[int, GrammarChain], drafts: GrammarDraftBuffer) 
 
 
 def _unknown(chains: Mapping[int, GrammarChain]) -> dict[int, GrammarChain]:
-    """Those that the device has not as they are."""
+    """Return the chains that differ from those on the device."""
     return {slot: chain for slot, chain in chains.items() if not chain.is_known}
 
 
@@ -126,14 +127,14 @@ def _tokens(chains: Mapping[int, GrammarChain], drafts: GrammarDraftBuffer) -> N
 
 
 def request_masks(chains: Collection[GrammarChain]) -> None:
-    """Have the masks of where these end."""
+    """Request the masks at the ends of these chains."""
     found = masks_along_drafts([(chain.constraint, ()) for chain in chains])
     for chain, along in zip(chains, found, strict=True):
         chain.set_mask(along.masks[0])
 
 
 class GrammarTreeWalk:
-    """Through a tree that is verified as it is."""
+    """Walk of a grammar constraint through a draft tree that is verified unchanged."""
 
     def __init__(
         self,
@@ -143,21 +144,22 @@ class GrammarTreeWalk:
         *,
         blank: bool,
     ) -> None:
-        """The draft, int32 [n] each; a row that is `blank` has a tree without nodes."""
+        """`tokens` and `parents` of the draft, int32 [n] each; a row that is `blank` has a tree
+        without nodes."""
         self.constraint = advance_grammar(session)
         self.masks = np.full(
             (1 + len(tokens), self.constraint.num_mask_words), ALL_TOKENS, dtype=np.uint32
         )
-        """[1 + n, W]: what may follow the root and each node."""
+        """Allowed-token masks after the root and after each node, uint32 [1 + n, W]."""
         self._tree = ConstrainedTree(self.constraint, tokens, parents)
 
     def walk(self) -> ConstraintWalk:
-        """Through the tree and back."""
+        """Return the walk through the tree and back."""
         yield from walk_tree(self._tree, self.masks)
 
 
 class GrammarEmission(NamedTuple):
-    """What a round emitted of a session in a grammar, for which the in-process drafter drafts."""
+    """Tokens that a round emitted for a session with a grammar and an in-process drafter."""
 
     session: Session
     slot: int
@@ -165,8 +167,8 @@ class GrammarEmission(NamedTuple):
 
 
 def can_skip_drafts(group: LaunchGroup) -> bool:
-    """Whether the head may leave out a launch's drafts: they would be thrown away, because every
-    session of it that is to be drafted for is in a grammar."""
+    """Return whether the head may skip the drafts of a launch, because all its sessions with
+    in-process drafts have a grammar and their drafts would be discarded."""
     # The first row mostly tells.
     return (
         group.has_in_process_drafts
@@ -178,9 +180,9 @@ def can_skip_drafts(group: LaunchGroup) -> bool:
 def start_masked_drafts(
     emitted: Sequence[GrammarEmission], drafts: GrammarDraftBuffer, *, undrafted: bool = False
 ) -> None:
-    """Let the head draft behind what these sessions emitted, under the grammars' masks: trees, or
-    the first tokens of chains. Does not wait for the device: it drafts while the host accounts for
-    the round. `undrafted`: the launch has left all drafts out."""
+    """Launch drafts after the tokens that these sessions emitted, under the masks of their
+    grammars: whole trees, or the first tokens of chains. Does not wait for the device, which drafts
+    while the host commits the round. `undrafted` is whether the launch skipped all drafts."""
     told: dict[int, Masks | None] = {}
     asked: list[tuple[int, Constraint]] = []
     for each in emitted:
@@ -205,8 +207,8 @@ def start_masked_drafts(
 
 
 def apply_grammars(group: LaunchGroup, drafts: GrammarDraftBuffer | None) -> None:
-    """Let the in-process drafts of a launch follow the grammars that its sessions are in, and let
-    it judge by these. Waits for the device if there are any."""
+    """Restrict the in-process drafts and the acceptance of a launch to the grammars of its
+    sessions. Waits for the device if any session has a grammar."""
     if drafts is None or not group.has_in_process_drafts:
         return
     places = [n for n, row in enumerate(group.rows) if row.session.constraint is not None]
@@ -222,7 +224,7 @@ def apply_grammars(group: LaunchGroup, drafts: GrammarDraftBuffer | None) -> Non
 def _chains(
     group: LaunchGroup, places: Sequence[int], drafts: GrammarDraftBuffer
 ) -> list[NDArray[np.uint32]]:
-    """Masks of the chains of the rows at these places, once these have grown."""
+    """Extend the chains of these rows and return their masks."""
     chains = {place: GrammarChain(group.rows[place].session) for place in places}
     growing = {
         group.device_slots[place].slot: chain
@@ -247,7 +249,7 @@ def _chains(
 def _trees(
     group: LaunchGroup, places: Sequence[int], drafts: GrammarDraftBuffer
 ) -> list[NDArray[np.uint32]]:
-    """Masks of the trees of the rows at these places, which are verified as they are."""
+    """Return the masks of the trees of these rows, which are verified unchanged."""
     trees = drafts.read_trees([group.device_slots[place].slot for place in places])
     walks = [
         GrammarTreeWalk(group.rows[place].session, *tree, blank=place in group.undrafted_rows)

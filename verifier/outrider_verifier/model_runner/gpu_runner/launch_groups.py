@@ -23,18 +23,18 @@ _NO_ROWS: Final = RoundRows.of_rows([])
 
 @dataclass(slots=True, eq=False)
 class PromptChunk:
-    """Prompt tokens of a session, as pieces of a launch."""
+    """Prompt tokens of a session, as prefill chunks of a launch."""
 
     round_index: int
-    """In the round's prompts."""
+    """Index in the round's prompts."""
     row: PrefillRow
     first_chunk: int
-    """Its first piece, of the launch's."""
+    """Index of the first prefill chunk in the launch."""
     chunks: list[PrefillChunkInput]
 
     @property
     def last_chunk(self) -> int:
-        """Its last piece, of the launch's."""
+        """Index of the last prefill chunk in the launch."""
         return self.first_chunk + len(self.chunks) - 1
 
 
@@ -51,15 +51,15 @@ class LaunchGroup:
     prompts: list[PromptChunk] = field(default_factory=list)
     launched: LaunchedRound | None = None
     shm_link_id: int | None = None
-    """The link to whose drafter its features may be sent as they lie."""
+    """Link of the drafter that may read the launch's features from shared memory."""
     undrafted_rows: frozenset[int] = frozenset()
-    """Which of the rows, of in-process drafts, have none yet."""
+    """Rows of a launch with in-process drafts that have no draft yet."""
     draft_limits: dict[int, int] = field(default_factory=dict)
-    """Own drafts that are verified of rows of which not all are."""
+    """Number of in-process draft nodes to verify, by row; only rows that do not verify all."""
 
     @property
     def all_chunks(self) -> list[PrefillChunkInput]:
-        """All pieces, chunk by chunk."""
+        """Return all prefill chunks, prompt by prompt."""
         return [piece for chunk in self.prompts for piece in chunk.chunks]
 
     @property
@@ -71,8 +71,8 @@ class LaunchGroup:
 
     @property
     def link_id(self) -> int | None:
-        """That of the one drafter that may hear of all features that the launch makes; None: there
-        is no such."""
+        """Return the link of the only drafter that receives features of the launch; None if there
+        are several or none."""
         links = {row.session.link_id for row in self.rows}
         links |= {chunk.row.session.link_id for chunk in self.prompts}
         return links.pop() if len(links) == 1 else None
@@ -85,24 +85,24 @@ class LaunchGroup:
 
 @dataclass(slots=True, eq=False)
 class GpuInFlightRound:
-    """A round on its way."""
+    """A submitted round that was not collected yet."""
 
     prefill: Sequence[PrefillRow]
     verify: Sequence[VerifyRow]
     groups: list[LaunchGroup]
     submitted: float
-    """On the clock of `time.perf_counter`."""
+    """Time of submission, on the clock of `time.perf_counter`."""
 
     @property
     def launched_at(self) -> float:
-        """When the device had the first launch."""
+        """Time at which the first launch was queued on the device."""
         launched = self.groups[0].launched if self.groups else None
         return self.submitted if launched is None else launched.launched_at
 
 
 def requested_logprobs(group: LaunchGroup, draft_levels: int) -> LogprobRequest | None:
-    """Which of the tokens that a launch emits come with log-probabilities; None: none of them.
-    `draft_levels`: of in-process drafts, at most."""
+    """Return which tokens of a launch need log-probabilities; None if no session requests them.
+    `draft_levels` is the maximum depth of in-process drafts."""
     rows: list[int] = []
     tops: list[int] = []
     depth = 0
@@ -127,8 +127,9 @@ def requested_logprobs(group: LaunchGroup, draft_levels: int) -> LogprobRequest 
 def group_rows(
     verify: Sequence[VerifyRow], device_slots: Sequence[DeviceSlot], max_rows: Callable[[int], int]
 ) -> list[LaunchGroup]:
-    """Rows, each with its device slot, by who judges them and whose drafts they verify; every row
-    is in one group. `max_rows`: rows that a launch may have, by the most nodes of any of them."""
+    """Group rows, each with its device slot, by the way of acceptance and by the source of their
+    drafts; every row is in one group. `max_rows` returns the maximum number of rows of a launch for
+    the largest number of nodes of any of its rows."""
     if _all_plain(verify) and len(verify) <= max_rows(1):
         slots = RoundRows.without_drafts([seat.slot for seat in device_slots])
         places = list(range(len(verify)))
@@ -175,7 +176,7 @@ def _group(
 
 
 def _all_plain(verify: Sequence[VerifyRow]) -> bool:
-    """Whether there are rows, and none has a draft or is in a grammar."""
+    """Return whether there are rows, and none of them has a draft or a grammar."""
     for row in verify:
         if row.nodes or row.in_process_depth or row.session.constraint is not None:
             return False
@@ -193,7 +194,8 @@ def _judge(device_slots: Sequence[DeviceSlot]) -> AcceptanceMode:
 def _fitting(
     places: list[int], verify: Sequence[VerifyRow], max_rows: Callable[[int], int]
 ) -> list[list[int]]:
-    """Places by launch: all rows of one are padded to the nodes of its largest."""
+    """Return the indices of the rows of each launch; all rows of a launch are padded to the nodes
+    of its largest row."""
     if len(places) <= max_rows(1 + max([verify[place].nodes for place in places])):
         return [places]
     left = sorted(places, key=lambda place: -verify[place].nodes)
@@ -206,7 +208,7 @@ def _fitting(
 
 
 def round_rows(rows: Sequence[VerifyRow], device_slots: Sequence[DeviceSlot]) -> RoundRows:
-    """What the device is told of rows."""
+    """Return the inputs of rows for the device."""
     slots = [seat.slot for seat in device_slots]
     if not any([row.nodes for row in rows]):
         return RoundRows.without_drafts(slots)
@@ -227,7 +229,8 @@ def round_rows(rows: Sequence[VerifyRow], device_slots: Sequence[DeviceSlot]) ->
 
 
 def _masked(inputs: RoundRows, rows: Sequence[VerifyRow]) -> RoundRows:
-    """The same with what the sessions' grammars allow, where any is in one."""
+    """Return the inputs with the allowed-token masks of the sessions' grammars, if any session has
+    one."""
     if not any([row.session.constraint is not None for row in rows]):
         return inputs
     return inputs._replace(
@@ -236,8 +239,8 @@ def _masked(inputs: RoundRows, rows: Sequence[VerifyRow]) -> RoundRows:
 
 
 def _message(rows: Sequence[VerifyRow]) -> Proposals | None:
-    """The message without distributions that all drafts of these rows came in as they are; None if
-    there is none."""
+    """Return the message that holds exactly the drafts of these rows, without distributions; None
+    if there is no such message."""
     held = [row.held for row in rows if row.held is not None]
     message = held[0].proposals if held else None
     if message is None or message.distributions is not None or any([row.cut for row in rows]):
@@ -262,9 +265,8 @@ def add_prompts(
     in_process_drafter: bool,
     mixes: Callable[[DraftKind, int, int], bool],
 ) -> None:
-    """Let prompts, each with its place in the round and its device slot, share a launch with the
-    rows that decode, or have one of their own. `mixes`: see `ShapeFamily.allows_prefill`.
-    """
+    """Add prompts, each with its index in the round and its device slot, to a launch of decoding
+    rows, or to a launch of their own. `mixes` is `ShapeFamily.allows_prefill`."""
     if not prefill:
         return
     drafted = in_process_drafter and any(
@@ -294,8 +296,8 @@ def add_prompts(
 
 
 def _shared(groups: Sequence[LaunchGroup], *, drafted: bool) -> LaunchGroup | None:
-    """The launch that prompts join: the one with in-process drafts if they are to have such, else
-    any."""
+    """Return the launch that prompts join: the one with in-process drafts if the prompts need them,
+    else any."""
     own = [group for group in groups if group.has_in_process_drafts]
     if own or drafted:
         return own[0] if own else None

@@ -9,25 +9,23 @@ from outrider.engine.device.graphs.shapes import AcceptanceMode, DraftKind, Roun
 
 
 class MeasuredRoundTimes:
-    """Seconds of the rounds of a shape family.
-
-    None for each until `set_measurements`, and always without graphs.
-    """
+    """Measured round durations of a shape family, in seconds. All are None before
+    `set_measurements`, and always without CUDA graphs."""
 
     def __init__(self, family: ShapeFamily) -> None:
         self._family = family
         self._seconds: Mapping[RoundShape, float] = {}
         self._plain: dict[tuple[int, int, int], float | None] = {}
-        """What `plain_round_s` answered."""
+        """Cached results of `plain_s`."""
 
     def set_measurements(self, seconds: Mapping[RoundShape, float]) -> None:
-        """Seconds of each shape of the family."""
+        """Set the duration of each shape of the family, in seconds."""
         self._seconds = seconds
         self._plain.clear()
 
     def plain_s(self, rows: int, *, own_nodes: int = 0, chunks: int = 0) -> float | None:
-        """Seconds of a round without drafts from outside, with own ones in rows of so many nodes
-        or none (0)."""
+        """Return the seconds of a round without proposals; None if unknown. `own_nodes` is the
+        number of nodes of rows with in-process drafts, or 0."""
         asked = rows, own_nodes, chunks
         if asked not in self._plain:
             drafts = DraftKind.IN_PROCESS if own_nodes else DraftKind.NONE
@@ -36,7 +34,8 @@ class MeasuredRoundTimes:
         return self._plain[asked]
 
     def drafted_round_s(self, rows: int, nodes: int) -> float | None:
-        """Seconds of a round that verifies so many nodes of each row from outside."""
+        """Return the seconds of a round that verifies proposals of `nodes` nodes in each row; None
+        if unknown."""
         return self._of(rows, nodes, DraftKind.CHAIN)
 
     def _of(self, rows: int, nodes: int, drafts: DraftKind, chunks: int = 0) -> float | None:

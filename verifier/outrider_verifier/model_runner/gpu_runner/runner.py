@@ -82,7 +82,7 @@ from outrider_verifier.state.session_phase import ENDED
 
 logger = logging.getLogger(__name__)
 _TREE_TOP_K: Final = 4
-"""Children that are tried of a node of a tree beside chains."""
+"""Branching factor of the trees that the planner may use instead of chains."""
 
 
 class GpuModelRunner:
@@ -102,20 +102,20 @@ class GpuModelRunner:
         feature_dtype: TensorDtype,
         throttle: RoundThrottle | None = None,
     ) -> None:
-        """`throttle`: what makes rounds last longer; None: nothing."""
+        """`throttle` makes rounds last longer, for tests; None does not."""
         self._slots = slots
         self.rounds = rounds
         self.in_process_drafter = in_process_drafter
-        """What drafts in this process; None: nothing does."""
+        """The drafter in this process; None if there is none."""
         self.remote_drafter = remote_drafter
-        """What drafts on another device, once a drafter is attached; None: nothing may."""
+        """The exchange with a drafter on another device; None if it is off."""
         self._draft_nodes = 0
-        """Nodes of a row that verifies drafts that lie on this device, the root included; 0: there
-        are none."""
+        """Number of nodes of a row with drafts on this device, including the root; 0 if there are
+        none."""
         self._draft_levels = 0
-        """Levels of these drafts, at most."""
+        """Maximum depth of these drafts."""
         self._wanted_nodes = 0
-        """The shape that rounds are to have where they can; 0: any."""
+        """Number of nodes of the requested draft shape; 0 if none was requested."""
         if in_process_drafter is not None:
             self._draft_nodes = 1 + in_process_drafter.shape.num_nodes
             self._draft_levels = max(shape.levels for shape in in_process_drafter.shapes)
@@ -127,18 +127,18 @@ class GpuModelRunner:
         self._device = device
         self.slot_headroom = slack
         self.device_slots = DeviceSlotTable(slots, in_process_drafter, remote_drafter)
-        """Where sessions are on the device."""
+        """Device slots of the sessions."""
         self._throttle = throttle
         self._reserve: ShmAllocator | None = None
-        """Places for features; None: there are none."""
+        """Function that reserves shared memory for features; None if there is none."""
         self._asking: set[int] = set()
-        """Tickets of sessions that ask for log-probabilities."""
+        """Tickets of sessions that request log-probabilities."""
         self._constrained: set[int] = set()
-        """Tickets of sessions in a grammar, and of those whose ids are limited."""
+        """Tickets of sessions with a grammar or a limited set of ids."""
         self._collected = 0.0
-        """When the last round had been collected."""
+        """Time at which the last round was collected."""
         self.round_times = MeasuredRoundTimes(rounds.family)
-        """What rounds take, as measured when the runner was warmed up."""
+        """Round durations that were measured at warm-up."""
 
     @classmethod
     def build(
@@ -152,9 +152,9 @@ class GpuModelRunner:
         throttle: RoundThrottle | None = None,
         exchange_timeout_ms: float = 0.0,
     ) -> GpuModelRunner:
-        """The engine of a loaded target; `head` drafts in this process (colocated, fused) and
-        `throttle` makes rounds last longer. `exchange_timeout_ms`: how long a round waits for
-        drafts of a drafter on another device of this host; 0: there is none."""
+        """Build the runner of a loaded target. `head` drafts in this process (colocated, fused) and
+        `throttle` makes rounds last longer. `exchange_timeout_ms` is the time that a round waits
+        for drafts of a drafter on another GPU of this host; 0 turns the exchange off."""
         is_exchanging = head is None and projection is not None and exchange_timeout_ms > 0.0
         drafts_here = head is not None or is_exchanging
         shape = InProcessDraftShape(
@@ -223,13 +223,13 @@ class GpuModelRunner:
         )
 
     def compile_kernels(self, check: Callable[[], None] | None = None) -> None:
-        """Compile the kernels of all rounds, in parallel; reads no weights, which may be copied
-        meanwhile. `check` is called now and then and raises to give up."""
+        """Compile the kernels of all rounds in parallel. No weights are read, so that they may be
+        copied meanwhile. `check` is called between kernels and raises to give up."""
         compile_shapes(self.rounds, self._device, check)
 
     def warm_up(self) -> None:
-        """Compile the kernels, capture the graph of every shape of the family and time it: no
-        request meets one for the first time."""
+        """Compile the kernels, and capture and time the graph of every shape, so that no request
+        waits for that."""
         if not self.rounds.graphs.enabled:
             return
         seconds: Mapping[RoundShape, float] = warm_up_shapes(self.rounds, self._device)
@@ -238,37 +238,38 @@ class GpuModelRunner:
         self.round_times.set_measurements(seconds)
 
     def release(self) -> None:
-        """Give back what the engine itself holds of the target's pool."""
+        """Return the blocks of the target's pool that the runner itself holds."""
         self._slots.release_padding()
 
     @property
     def in_process_draft_length(self) -> int:
-        """Drafts of a round of the in-process drafter."""
+        """Number of draft tokens per round of the in-process drafter."""
         return 0 if self.in_process_drafter is None else self.in_process_drafter.shape.num_nodes
 
     @property
     def table_blocks(self) -> int:
-        """KV blocks of a session, at most."""
+        """Maximum number of KV blocks of a session."""
         return self._slots.sequence.tables.shape[1]
 
     def detach_remote_drafter(self) -> None:
-        """The drafter on another device is gone: no session has drafts of it any more."""
+        """Record that the drafter on another device is gone, so that no session has drafts of
+        it."""
         assert self.remote_drafter is not None
         self.remote_drafter.detach()
         self.device_slots.forget_remote_drafts()
 
     @property
     def chunk_tokens(self) -> int:
-        """Prompt tokens of a piece."""
+        """Number of prompt tokens of a prefill chunk."""
         return CHUNK_TOKENS
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Prompt tokens that one round takes."""
+        """Maximum number of prompt tokens of a round."""
         return self.rounds.family.max_prefill_tokens
 
     def plain_round_s(self, rows: int, *, own: bool, chunks: int = 0) -> float | None:
-        """See `MeasuredRoundTimes.plain_s`; with drafts of the shape in force."""
+        """See `ModelRunner`. In-process drafts have the present draft shape."""
         nodes = self._draft_nodes if own else 0
         return self.round_times.plain_s(rows, own_nodes=nodes, chunks=chunks)
 
@@ -298,7 +299,7 @@ class GpuModelRunner:
         self._wanted_nodes = num_nodes
 
     def _prepare_draft_shape(self, rows: int) -> None:
-        """Before a round of so many sessions: have drafts of the shape that it is to have."""
+        """Switch to the draft shape of a round of `rows` sessions."""
         drafter, wanted = self.in_process_drafter, self._wanted_nodes
         if drafter is None or not wanted:
             return
@@ -311,16 +312,16 @@ class GpuModelRunner:
             self.device_slots.forget_in_process_drafts()
 
     def verify_round_s(self, rows: int, nodes: int) -> float | None:
-        """Seconds of a round of rows with drafts from outside."""
+        """See `ModelRunner`."""
         return self.round_times.drafted_round_s(rows, nodes)
 
     @property
     def is_usable(self) -> bool:
-        """Whether the device still works; waits for all that was launched."""
+        """Return whether the device still works. Waits for all launches."""
         return is_device_usable(self._device)
 
     def enter_thread(self) -> None:
-        """To be called once by the thread that will run the rounds."""
+        """Prepare the thread that runs the rounds. This thread calls it once."""
         init_launching_thread(self._device)
 
     def pin_memory(self, memory: NDArray[np.uint8]) -> bool:
@@ -332,7 +333,7 @@ class GpuModelRunner:
         self._reserve = reserve
 
     def make_swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
-        """Room for the KV of the target, and of the in-process drafter."""
+        """Return host memory for the KV of the target and of the in-process drafter."""
         storages = [pool.storage]
         if self.in_process_drafter is not None:
             storages.append(self.in_process_drafter.storage)
@@ -348,13 +349,13 @@ class GpuModelRunner:
             self._constrained.add(session.ticket)
 
     def close_session(self, session: Session) -> None:
-        """Take the slot back, or forget the copy."""
+        """Free the session's device slot, or drop its copy in host memory."""
         self._asking.discard(session.ticket)
         self._constrained.discard(session.ticket)
         self.device_slots.close_session(session)
 
     def record_new_blocks(self, session: Session) -> None:
-        """The next submit tells the device, or `upload_new_blocks`."""
+        """Queue the upload of new blocks for `upload_new_blocks` or the next `submit_round`."""
         self.device_slots.queue_new_blocks(session)
 
     def upload_new_blocks(self) -> None:
@@ -382,7 +383,7 @@ class GpuModelRunner:
     def submit_round(
         self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
     ) -> GpuInFlightRound:
-        """Launch the round."""
+        """Launch the round on the device."""
         self._prepare_draft_shape(len(verify))
         self.device_slots.upload_changes()
         device_slots = self.device_slots.get_slots([row.session for row in verify])
@@ -426,8 +427,8 @@ class GpuModelRunner:
     def _shm_target_of(
         self, group: LaunchGroup
     ) -> Callable[[int], NDArray[np.uint8] | None] | None:
-        """Where the features of a round of one launch may be put for the drafter that will hear of
-        them."""
+        """Return shared memory for the features of a round of one launch; None if its drafter
+        cannot read them there."""
         if self._reserve is None or not (group.rows and has_drafter_link(group.rows[0].session)):
             return None
         group.shm_link_id = group.link_id
@@ -436,13 +437,13 @@ class GpuModelRunner:
     # ---- collecting ----------------------------------------------------------------------------
 
     def is_finished(self, flight: RoundHandle) -> bool:
-        """Whether all launches of the round have ended."""
+        """Return whether all launches of the round have ended."""
         assert isinstance(flight, GpuInFlightRound)
         groups = (group.launched for group in flight.groups)
         return all(launched is None or launched.result.has_arrived for launched in groups)
 
     def collect_round(self, flight: RoundHandle) -> RunnerOutput:
-        """Wait for the launches, move the host's view on."""
+        """Wait for the launches and update the host's view of the sessions."""
         assert isinstance(flight, GpuInFlightRound)
         rows = sum(row.num_tokens for row in flight.prefill)
         prompts: list[RowOutput | None] = [None] * len(flight.prefill)
@@ -472,7 +473,7 @@ class GpuModelRunner:
         )
 
     def _begin_under_masks(self, group: LaunchGroup, launched: LaunchedRound) -> None:
-        """Before anything else is done with what a launch emitted: the device has nothing to do."""
+        """Start masked drafts before the host handles the results, because the device is idle."""
         drafts = self.rounds.form_drafts
         if drafts is None or not group.has_in_process_drafts:
             return
@@ -494,7 +495,7 @@ class GpuModelRunner:
     def _read(
         self, group: LaunchGroup, launched: LaunchedRound, logprobs: dict[int, PathLogprobs]
     ) -> LaunchResults:
-        """Outcomes of rows that the device judged."""
+        """Return the results of rows whose acceptance ran on the device."""
         words_of_rows, _ = launched.read_outcome()
         words = words_of_rows[: len(group.rows)]
         counts = words[:, 0].tolist()
@@ -508,7 +509,7 @@ class GpuModelRunner:
         return LaunchResults(group, words, counts, features, drafted, logprobs, in_place)
 
     def _read_chunk(self, chunk: PromptChunk, launched: LaunchedRound) -> RowOutput:
-        """The outcome of prompt tokens that ran as pieces."""
+        """Return the result of a prompt that ran as prefill chunks."""
         row, session = chunk.row, chunk.row.session
         if session.phase is not ENDED:
             session.kv.advance(row.num_tokens)
@@ -539,7 +540,8 @@ def _remote_drafter(
     *,
     timeout_ms: float,
 ) -> RemoteDrafter:
-    """What exchanges with a drafter on another device; its buffers hold any round of `family`."""
+    """Return the exchange with a drafter on another device; its buffers hold any round of
+    `family`."""
     shapes = [shape for shape in family.all_shapes() if shape.draft_kind is DraftKind.IN_PROCESS]
     num_slots = slots.padding + 1
     shape = ExchangeShape(
