@@ -39,9 +39,10 @@ from outrider_verifier.state.commands import (
 )
 
 DISCONNECT_TIMEOUT_S = 5.0
-"""How long a drafter that flooded is refused."""
+"""Time for which a drafter that sent too much is refused, in seconds."""
 MAX_BACKLOG_COMMANDS = 256
-"""Commands that may wait for the engine thread before drafters are read no further."""
+"""Number of waiting commands of the engine thread from which messages of drafters are no longer
+read."""
 BACKLOG_POLL_S = 0.002
 
 GreetingT = TypeVar("GreetingT", Hello, ShmAnswer)
@@ -76,7 +77,7 @@ class DrafterConnections:
         queue_bytes: int,
         backlog: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`backlog`: commands that the engine thread has not taken yet."""
+        """`backlog` returns the number of commands that wait for the engine thread."""
         self._identity = identity
         self._checks = DrafterMessageChecker(identity)
         self._post = post
@@ -84,17 +85,18 @@ class DrafterConnections:
         self._queue_bytes = queue_bytes
         self._backlog = backlog
         self._cut: dict[DrafterId, float] = {}
-        """Until when drafters that flooded are not heard, on the event loop's clock."""
+        """Time until which a drafter that sent too much is refused, by drafter, on the event loop's
+        clock."""
         self._peers: dict[int, _Peer] = {}
         self._numbers = itertools.count(1)
         self.counters: Counter[str] = self._checks.counters
         """Monotonic counts for metrics."""
         self.shm_channels: ShmListener | None = None
-        """Where drafters of this host may join; None: they get no shared-memory channels."""
+        """Listener of the shared-memory channels; None if drafters of this host get none."""
 
     @property
     def links(self) -> list[ExchangeLink]:
-        """The drafters attached now."""
+        """Links of the drafters that are attached now."""
         return [peer.link for peer in self._peers.values()]
 
     def send_messages(self, link_id: int, *messages: VerifierMessage) -> None:
@@ -116,11 +118,9 @@ class DrafterConnections:
             peer.lost.set()
 
     async def serve_connection(self, connection: VerifierConnection) -> None:
-        """Serve one drafter's connection until it ends; the transport closes it afterwards.
-
-        Raises FailedPreconditionError or InvalidMessageError if its hello is no good,
-        UnavailableError if it was cut off a moment ago; that is what the drafter is told.
-        """
+        """Serve one drafter's connection until it ends; the transport closes it afterwards. Raises
+        FailedPreconditionError or InvalidMessageError for an invalid hello, and UnavailableError if
+        the drafter was disconnected recently. The drafter receives the error."""
         link, shm_channel = await self._shake_hands(connection)
         peer = _Peer(link, connection, SendQueue(connection, size_of=_message_bytes))
         self._replace_older(link.drafter_id)
@@ -147,8 +147,8 @@ class DrafterConnections:
             peer.lost.set()
 
     def disconnect_drafter(self, link_id: int) -> None:
-        """End the connection of a drafter that sends more than anybody asked for, and have none
-        with it for a while."""
+        """End the connection of a drafter that sends too much, and refuse it for
+        DISCONNECT_TIMEOUT_S."""
         peer = self._peers.get(link_id)
         if peer is None:
             return
@@ -179,7 +179,7 @@ class DrafterConnections:
         return link, shm_channel
 
     async def _hear(self, connection: VerifierConnection, kind: type[GreetingT]) -> GreetingT:
-        """The one message that may come now."""
+        """Receive the only message that the protocol allows now."""
         try:
             async with asyncio.timeout(self._hello_s):
                 message = await connection.receive()
@@ -192,7 +192,7 @@ class DrafterConnections:
     async def _welcome(
         self, connection: VerifierConnection, *, wants_shm_channel: bool
     ) -> ShmChannel | None:
-        """Answer a hello; the drafter's shared-memory channel, if it is on this host and has joined
+        """Answer a hello. Return the drafter's shared-memory channel, or None if it did not join
         one."""
         listener, welcome = self.shm_channels, self._identity.welcome
         if listener is None or not wants_shm_channel:
@@ -255,7 +255,7 @@ class DrafterConnections:
             await self._wait_for_engine()
 
     async def _wait_for_engine(self) -> None:
-        """Read no further while the engine thread is behind: what waits for it is memory."""
+        """Wait while the engine thread has too many waiting commands, because each takes memory."""
         while self._backlog() > MAX_BACKLOG_COMMANDS:
             await asyncio.sleep(BACKLOG_POLL_S)
 

@@ -38,7 +38,8 @@ def build_engine(
     outbox: Outbox,
     remote_draft_length: Callable[[SessionSpec], int] = lambda _: 0,
 ) -> tuple[EngineCore, RoundExecutor]:
-    """Everything that the engine thread will own. `remote_draft_length`: see `EngineCore`."""
+    """Build all objects that the engine thread owns. `remote_draft_length` is that of
+    `EngineCore`."""
     # A session that waits keeps its proposals, its features and its drafter.
     places = config.max_sessions + config.max_waiting
     store = _store(config, projection, max_sessions=places, block_tokens=pool.block_tokens)
@@ -87,7 +88,8 @@ def build_engine(
 
 
 def max_round_prompt_tokens(config: VerifierConfig, projection: FeatureProjector | None) -> int:
-    """Prompt tokens of a round or of a catch-up verdict, whose features fit half a message."""
+    """Return the maximum number of prompt tokens of a round or a catch-up verdict: their features
+    fit half a message."""
     if projection is None:
         return config.resolved_prefill_tokens
     token_bytes = projection.hidden_size * np.dtype(_numpy_name(config.feature_dtype)).itemsize
@@ -95,7 +97,7 @@ def max_round_prompt_tokens(config: VerifierConfig, projection: FeatureProjector
 
 
 def _numpy_name(dtype: TensorDtype) -> str:
-    """The element type of arrays in which features are held; numpy has no bfloat16."""
+    """Return the numpy element type of feature arrays; numpy has no bfloat16."""
     return "uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value
 
 

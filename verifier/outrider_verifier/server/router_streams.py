@@ -53,30 +53,31 @@ from outrider_verifier.state.effects import EventBatch
 
 NO_ROUTER: Final = -1
 _PLACES: Final = 1 << 24
-"""Tickets are that far apart; between them lies the place in the columns."""
+"""Factor of the generation in a ticket: a ticket is generation * _PLACES + the session's column
+index."""
 _FIRST_PLACES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ServedSession:
-    """Whose session it is."""
+    """Router and handle of a session."""
 
     router: int
-    """The number of the router's connection, at least 0."""
+    """Number of the router's connection, at least 0."""
     handle: int
     session_id: SessionId
 
 
 class SessionRegistry:
-    """Sessions that are served or being opened, by ticket."""
+    """Registry of the sessions that are served or being opened, by ticket."""
 
     def __init__(self) -> None:
         self._served: dict[int, ServedSession] = {}
         self._numbers = itertools.count(1)
         self._free: list[int] = []
-        """Places that nobody has."""
+        """Free column indices."""
         self._tickets = np.empty(0, np.int64)
-        """[places] whose they are; of those that are free, nobody's."""
+        """Ticket of the session at each column index; the entries of free indices are not valid."""
         self._routers = np.empty(0, np.int64)
         self._handles = np.empty(0, np.uint32)
 
@@ -84,18 +85,18 @@ class SessionRegistry:
         return len(self._served)
 
     def items(self) -> list[tuple[int, ServedSession]]:
-        """All of them, by ticket."""
+        """Return all tickets and sessions."""
         return list(self._served.items())
 
     def __getitem__(self, ticket: int) -> ServedSession:
         return self._served[ticket]
 
     def get(self, ticket: int) -> ServedSession | None:
-        """The session with this ticket, if there is one."""
+        """Return the session with this ticket, or None."""
         return self._served.get(ticket)
 
     def add(self, served: ServedSession) -> int:
-        """A ticket for a session, which no other has had."""
+        """Add a session and return its ticket, which was never used before."""
         if not self._free:
             self._grow()
         place = self._free.pop()
@@ -106,7 +107,7 @@ class SessionRegistry:
         return ticket
 
     def pop(self, ticket: int) -> ServedSession | None:
-        """Forget a session; idempotent."""
+        """Remove a session and return it, or None if it is not registered."""
         served = self._served.pop(ticket, None)
         if served is not None:
             place = ticket % _PLACES
@@ -115,8 +116,8 @@ class SessionRegistry:
         return served
 
     def owners(self, tickets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        """[n] the number of each session's router, NOBODY where it is not served any more; [n]
-        their handles. All `tickets` are of `add`."""
+        """Return the number of each session's router, int64 [n], NOBODY for sessions that are no
+        longer served; and the handles, uint32 [n]. All `tickets` must come from `add`."""
         places = tickets % _PLACES
         there = self._tickets[places] == tickets
         return np.where(there, self._routers[places], NO_ROUTER), self._handles[places]
@@ -133,8 +134,8 @@ class SessionRegistry:
 def split_by_router(
     batch: EventBatch, routers: NDArray[np.int64], handles: NDArray[np.uint32]
 ) -> Iterator[tuple[int, SessionEvents]]:
-    """The events of each router, in order. `routers`: [n] whose each event is, negative: nobody's;
-    `handles`: [n] of their sessions."""
+    """Return the events of each router, in order. `routers` [n] is the router of each event,
+    negative for none; `handles` [n] are the handles of the sessions."""
     order = np.argsort(routers, kind="stable")
     owners = routers[order]
     edges = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
@@ -168,7 +169,7 @@ def split_by_router(
 
 
 def _logprobs(told: dict[int, PathLogprobs], rows: NDArray[np.intp]) -> EventLogprobs | None:
-    """The columns of these rows; None where none of them has any."""
+    """Return the log-probabilities of these rows as columns; None if no row has any."""
     mine = [told.get(row) for row in rows.tolist()]
     entries = [entry for entry in mine if entry is not None]
     if not entries:
@@ -183,9 +184,10 @@ def _logprobs(told: dict[int, PathLogprobs], rows: NDArray[np.intp]) -> EventLog
 logger = logging.getLogger(__name__)
 
 MAX_OPENING = 1024
-"""Sessions of one router whose opening the engine has not answered; more are refused."""
+"""Maximum number of sessions of one router that wait for the engine to open them; more are
+refused."""
 MAX_UNREAD_BYTES = 8 << 20
-"""What may wait for a router that does not read before it is disconnected."""
+"""Maximum unsent bytes of a router; a router with more is disconnected."""
 _MESSAGE_BYTES = 256
 
 
@@ -205,10 +207,10 @@ class _Router:
     connection: ServingConnection
     outgoing: SendQueue[SessionsMessage]
     tickets: dict[int, int] = field(default_factory=dict)
-    """The session of each handle that is served or being opened."""
+    """Ticket of each handle whose session is served or being opened."""
     opening: int = 0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to end the connection: it does not read."""
+    """Set to end the connection because the router does not read."""
 
 
 class RouterStreams:
@@ -222,27 +224,29 @@ class RouterStreams:
         on_change: Callable[[int], None],
         forms: GrammarPreparation,
     ) -> None:
-        """`admit` raises while no session may be opened; `on_change` hears how many there are;
-        `forms` compiles structured outputs."""
+        """`admit` raises if no session may be opened. `on_change` is called with the number of
+        sessions. `forms` compiles the grammars of structured outputs."""
         self._forms = forms
         self._compiling: dict[int, asyncio.Task[None]] = {}
-        """Sessions that the engine has not been told of, by ticket."""
+        """Compilations of the grammars of sessions that are not opened in the engine yet, by
+        ticket."""
         self._post = post
         self._admit = admit
         self._on_change = on_change
         self._served = SessionRegistry()
         self._moving: dict[int, tuple[DrafterId | None] | None] = {}
-        """Sessions that the engine is moving, and where each is to go after that."""
+        """Sessions that the engine is moving to another drafter; the value is the next move, or
+        None."""
         self._numbers = itertools.count()
         self._routers: dict[int, _Router] = {}
-        """By number."""
+        """Connected routers by number."""
         self._spans = VerifierSpans()
         self._drains_until: float | None = None
-        """Time of the event loop at which the sessions must be gone; None: they may stay."""
+        """Deadline of the drain, on the event loop's clock; None if the verifier does not drain."""
         self.counters: Counter[str] = Counter()
         """Monotonic counts for metrics."""
         self.compilations = 0
-        """Grammars whose compilation has ended, with a grammar or without."""
+        """Number of grammar compilations that have ended, successfully or not."""
 
     @property
     def num_sessions(self) -> int:
@@ -280,13 +284,14 @@ class RouterStreams:
                 logger.error("a router's stream failed", exc_info=result, extra=_facts(router))
 
     def announce_drain(self, seconds: float) -> None:
-        """Tell all routers, also those to come, that sessions are served for so long yet."""
+        """Announce to all present and future routers that sessions are served for `seconds` more
+        seconds."""
         self._drains_until = asyncio.get_running_loop().time() + seconds
         for router in self._routers.values():
             self._tell_of_drain(router, self._drains_until)
 
     def fail_all_sessions(self, error: OutriderError) -> None:
-        """Fail every session that is left."""
+        """Fail all remaining sessions with `error`."""
         for ticket, served in self._served.items():
             self.fail_session(ticket, error)
             self._post(CloseSession(served.session_id, ticket))
@@ -303,7 +308,7 @@ class RouterStreams:
             self._forget(ticket)
 
     def fail_session(self, ticket: int, error: OutriderError) -> None:
-        """Tell a session's router that the session was refused or failed."""
+        """Report to a session's router that the session was refused or failed."""
         self._spans.end_span(ticket, error)
         served = self._forget(ticket)
         if served is not None:
@@ -313,7 +318,7 @@ class RouterStreams:
             self._tell(router, make_failure(served.handle, error))
 
     def announce_drafter(self, ticket: int, drafter_id: DrafterId | None) -> None:
-        """Tell a session's router which drafter it has now that it was to be moved."""
+        """Report to a session's router the session's drafter after a move."""
         served, wish = self._served.get(ticket), self._moving.pop(ticket, None)
         if served is None:
             return
@@ -376,7 +381,7 @@ class RouterStreams:
         task.add_done_callback(lambda _: self._compiling.pop(ticket, None))
 
     async def _compile(self, ticket: int, spec: SessionSpec, answer: asyncio.Future[None]) -> None:
-        """Compile a session's grammar, then tell the engine of the session."""
+        """Compile a session's grammar, then open the session in the engine."""
         try:
             form = await self._forms.begin(spec)
         except asyncio.CancelledError:

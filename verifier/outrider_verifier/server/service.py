@@ -76,8 +76,8 @@ logger = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.02
 _STOP_TIMEOUT_S = 10.0
 MAX_COMMANDS = 4096
-"""Commands that may wait for the engine thread; beyond them requests are refused, and proposals
-dropped: a round without one is slower, never wrong."""
+"""Maximum number of commands that wait for the engine thread. Beyond it requests are refused and
+proposals are dropped, which makes rounds slower but never wrong."""
 
 
 class VerifierService(SessionIteratorMixin):
@@ -120,7 +120,7 @@ class VerifierService(SessionIteratorMixin):
         runner = runner or CpuModelRunner.build(config, target, projection)
         self._in_process_draft_length = runner.in_process_draft_length
         self._kv_blocks = pool.free_blocks
-        """Blocks that sessions can get; what the runner took for itself is out of their reach."""
+        """Number of KV blocks that sessions can use, without those that the runner itself holds."""
         # A session longer than the whole budget could never be admitted.
         fits = self._kv_blocks * pool.block_tokens + 1 - runner.slot_headroom.max_slots
         limits = (config.max_context_len, max_context_len, fits)
@@ -139,7 +139,7 @@ class VerifierService(SessionIteratorMixin):
         )
         runner.set_feature_allocator(self._shm_channels.reserve)
         self.outbox = Outbox(self._shm_channels, self._send_effects)
-        """Effects of the engine thread that were not handed over yet."""
+        """Effects of the engine thread that were not performed yet."""
         self._exchange: DeviceExchange | None = None
         self.core, self.rounds = build_engine(
             config,
@@ -151,8 +151,8 @@ class VerifierService(SessionIteratorMixin):
             self.outbox,
             lambda spec: 0 if self._exchange is None else self._exchange.draft_length(spec),
         )
-        """State of all sessions, and what runs their rounds. The engine thread owns both once it
-        has started; benchmarks and tests that never start it drive rounds by themselves."""
+        """State of all sessions, and the object that runs their rounds. The engine thread owns both
+        after its start; benchmarks and tests that never start it run rounds themselves."""
         self.drafter_connections = DrafterConnections(
             self._identity(),
             post=self._post,
@@ -177,10 +177,10 @@ class VerifierService(SessionIteratorMixin):
         self._draining = False
         self._stopped = False
         self.lost = asyncio.Event()
-        """Set when the device does not work any more, or the engine thread hangs, after all
-        sessions have failed."""
+        """Set after all sessions have failed because the device is lost or the engine thread
+        hangs."""
         self.is_stalled = False
-        """Whether the engine thread hangs: nothing may wait for it."""
+        """Whether the engine thread hangs, so that nothing may wait for it."""
         self._watchdog: Watchdog | None = None
 
     def _make_exchange(self, runner: ModelRunner) -> DeviceExchange | None:
@@ -236,10 +236,9 @@ class VerifierService(SessionIteratorMixin):
             self._watchdog.start()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new sessions, and let routers take the running ones elsewhere or see them end.
-
-        What is left when time has run out fails, so that routers go on with it; then False.
-        """
+        """Refuse new sessions, and wait until routers have moved the running sessions or the
+        sessions have ended. After `timeout_s` seconds fail the remaining sessions, so that routers
+        resume them elsewhere, and return False."""
         self._draining = True
         self.router_streams.announce_drain(timeout_s)
         deadline = time.monotonic() + timeout_s
@@ -250,7 +249,7 @@ class VerifierService(SessionIteratorMixin):
         return left == 0
 
     async def stop(self) -> None:
-        """Fail what still runs and end the engine thread; idempotent."""
+        """Fail all running sessions and end the engine thread; idempotent."""
         self._stopped = True
         if self._watchdog is not None:
             self._watchdog.stop()
@@ -265,7 +264,7 @@ class VerifierService(SessionIteratorMixin):
     # ---- VerifierEndpoint ----------------------------------------------------------------------
 
     async def info(self) -> VerifierInfo:
-        """Identity, capacity and load."""
+        """Return the verifier's identity, capacity and load."""
         self._check_device()
         medians, counters = self.metrics.medians, self.core.counters
         return VerifierInfo(
@@ -310,11 +309,12 @@ class VerifierService(SessionIteratorMixin):
 
     @property
     def backlog(self) -> int:
-        """Commands that wait for the engine thread."""
+        """Number of commands that wait for the engine thread."""
         return 0 if self._loop is None else self._loop.backlog
 
     def read_counters(self) -> dict[str, int]:
-        """Monotonic counts of the engine and of all connections, by their names in metrics."""
+        """Return the monotonic counters of the engine and of all connections, by their names in
+        metrics."""
         # The engine thread writes to the first one: only a copy at once is safe.
         counters = Counter({**self.core.counters, "commands_refused": self._overflows})
         counters.update(self.drafter_connections.counters)
@@ -325,24 +325,25 @@ class VerifierService(SessionIteratorMixin):
         return counters
 
     async def sessions(self) -> RouterConnection:
-        """A stream of sessions for a caller in this process."""
+        """Return a session stream for a caller in this process."""
         self.start()
         return open_local_sessions(self)
 
     async def serve_sessions(self, connection: ServingConnection) -> None:
-        """Serve one router's stream of sessions; its end, however it comes, frees them all."""
+        """Serve one router's session stream until it ends, then free all its sessions."""
         self.start()
         await self.router_streams.serve_router(connection)
 
     async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
-        """Change a session's plan; NotFoundError if there is none."""
+        """Change a session's speculation plan. Raises NotFoundError if there is no such session."""
         self.start()
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._post(SetPlan(session_id, plan, answer))
         await answer
 
     async def close_session(self, session_id: SessionId) -> None:
-        """End a session, whose stream then ends with CANCELLED; returns when all is free."""
+        """Close a session, whose stream then ends with CANCELLED. Returns when its resources are
+        free."""
         self.start()
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._post(CloseSession(session_id, answer=answer))
@@ -368,7 +369,8 @@ class VerifierService(SessionIteratorMixin):
 
     @staticmethod
     def _must_take(command: Command) -> bool:
-        """Whether a command is bounded by itself: one an opened session or connection."""
+        """Return whether a command is accepted beyond MAX_COMMANDS, because there is at most one
+        per open session or connection."""
         unanswered_close = isinstance(command, CloseSession) and command.answer is None
         droppable = OpenSession | SetPlan | CloseSession | ProposalsReceived | MalformedMessage
         return unanswered_close or not isinstance(command, droppable)
@@ -392,7 +394,7 @@ class VerifierService(SessionIteratorMixin):
             self._running_on.call_soon_threadsafe(self._on_lost)
 
     def _on_lost(self) -> None:
-        """The engine thread has ended because the device is lost; all it told has come."""
+        """Fail all sessions after the engine thread has ended because the device is lost."""
         loop, self._loop = self._loop, None
         self._close_shm_channels()
         self.lost.set()
@@ -400,7 +402,8 @@ class VerifierService(SessionIteratorMixin):
             self._refuse(command, device_lost_error())
 
     def _on_stall(self, silent_s: float) -> None:
-        """The engine thread hangs: leave it alone, and let routers go on elsewhere."""
+        """Fail all sessions because the engine thread hangs, so that routers resume them
+        elsewhere."""
         self.is_stalled = True
         loop, self._loop = self._loop, None
         self._close_shm_channels()
@@ -433,7 +436,8 @@ class VerifierService(SessionIteratorMixin):
         self.start()
 
     def perform_effects(self, effects: list[Effect]) -> None:
-        """Perform what a round (or a command) asked for; drafters first, each told all at once."""
+        """Perform the effects of a round or a command: first the messages to drafters, joined per
+        drafter."""
         for link_id, messages in messages_by_link(effects).items():
             self.drafter_connections.send_messages(link_id, *messages)
         for effect in effects:
@@ -456,8 +460,8 @@ class VerifierService(SessionIteratorMixin):
                     assert_never(effect)
 
     def _steps(self) -> int:
-        """What tells a router that its sessions make progress: steps of the engine, and grammars
-        that were compiled before the engine hears of a session."""
+        """Return a counter by which routers see progress: steps of the engine and finished grammar
+        compilations."""
         engine = 0 if self._loop is None else self._loop.session_steps
         return engine + self.router_streams.compilations
 
@@ -502,7 +506,7 @@ class VerifierService(SessionIteratorMixin):
 
 
 def draining_error() -> UnavailableError:
-    """The error of sessions that a verifier takes no more, or serves no longer."""
+    """Return the error for sessions that a draining verifier refuses or no longer serves."""
     return UnavailableError("the verifier is about to stop", reason="DRAINING")
 
 

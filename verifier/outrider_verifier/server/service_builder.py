@@ -46,12 +46,10 @@ def build_service(
     busy_cores: BusyCores | None = None,
     hooks: VerifierHooks | None = None,
 ) -> VerifierService:
-    """Load everything that `config` names; the service keeps `busy_cores` while it serves. `hooks`:
-    what `config.hooks` has installed; None: nothing.
-
-    Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
-    together.
-    """
+    """Build the service: load all models that `config` names. The service keeps `busy_cores`
+    busy-polling while it serves. `hooks` are the hooks that `config.hooks` has installed, or None.
+    Raises InvalidRequestError, NotFoundError or FailedPreconditionError if the parts do not fit
+    together."""
     times = StartTimes()
     if not config.model:
         raise InvalidRequestError("`model` must be given", reason="INVALID_CONFIG")
@@ -122,10 +120,10 @@ def build_model_runner(
     copies: WeightCopies | None = None,
     times: StartTimes | None = None,
 ) -> ModelRunner:
-    """What runs the rounds: the host's engine on a CPU, the device's wherever it can do more.
-
-    `throttle` makes the rounds last longer. `copies`: what fills the target's weights, over when
-    this returns; raises the error of a copy that failed. `times`: where the stages are added."""
+    """Build the model runner: the CPU runner, or the GPU runner wherever `uses_gpu_runner`.
+    `throttle` makes the rounds last longer. `copies` fill the target's weights and have ended when
+    this returns; raises the error of a copy that failed. The times of the stages are added to
+    `times`."""
     times = times or StartTimes()
     if not uses_gpu_runner(config):
         return CpuModelRunner.build(config, target, projection, throttle=throttle)
@@ -156,7 +154,8 @@ def build_model_runner(
 
 
 def uses_gpu_runner(config: VerifierConfig) -> bool:
-    """Whether rounds need the device engine: on a GPU, and on a CPU for what only it can do."""
+    """Return whether rounds need the GPU runner: on a GPU, and on a CPU for features that only it
+    has."""
     on_device = torch.device(config.device).type != "cpu"
     return (
         on_device
@@ -167,8 +166,8 @@ def uses_gpu_runner(config: VerifierConfig) -> bool:
 
 
 def _load_target(config: VerifierConfig, path: Path, copies: WeightCopies | None) -> TargetModel:
-    """The target and a KV pool of the size that was asked for, or that the device has room for;
-    `copies`: see `load_target`."""
+    """Load the target, with a KV pool of the configured size or of the size that fits the device.
+    `copies` is that of `load_target`."""
     sized = config.kv_tokens == 0 and torch.device(config.device).type == "cuda"
     return load_target(
         path,
@@ -183,7 +182,7 @@ def _load_target(config: VerifierConfig, path: Path, copies: WeightCopies | None
 
 
 def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
-    """Tokens of KV that the device has room for beside the weights, which are there already."""
+    """Return the number of KV tokens that fit the device beside the loaded weights."""
     # Not before it is a GPU that is served: a CPU needs no triton, which this asks for.
     from outrider.engine.device.inputs.token_masks import mask_bytes
     from outrider_verifier.model_runner.gpu_runner.shape_family import shape_family_for
@@ -226,7 +225,7 @@ def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
 
 
 def _size_of(directory: Path) -> int:
-    """Bytes of the files of a checkpoint."""
+    """Return the size of a checkpoint's files in bytes."""
     return sum(file.stat().st_size for file in directory.glob("*") if file.is_file())
 
 
@@ -239,7 +238,7 @@ def _check_head(config: VerifierConfig, target: ModelConfig) -> None:
 
 
 def _load_in_process_drafter(config: VerifierConfig, target: TargetModel) -> DraftHead:
-    """The head of `feature_head`, on the target's device, with the target's embedding."""
+    """Load the head of `feature_head` on the target's device, with the target's embedding."""
     path, num_layers = config.feature_head, target.config.num_layers
     shape = load_head_config(path, num_target_layers=num_layers)
     # Only a head over the whole vocabulary can be without an output projection of its own.
