@@ -50,7 +50,8 @@ def embed_torch(tokens: Tensor, embedding: Tensor, *, out: Tensor | None = None)
 def embed_triton(
     tokens: Tensor, embedding: Tensor, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, HalfNormed]:
-    """One program for each part of a row; the norm is half done (see `linear.HalfNormed`)."""
+    """Triton launch of `embed`, one program per part of a row; the norm is half done (see
+    `linear.HalfNormed`)."""
     rows, hidden = tokens.shape[0], embedding.shape[1]
     parts = cdiv(hidden, _BLOCK)
     out = torch.empty((rows, hidden), dtype=embedding.dtype, device=embedding.device)

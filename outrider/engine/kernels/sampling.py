@@ -214,7 +214,8 @@ def tile_columns(rows: int, columns: int) -> int:
 
 
 def num_warps_for(tile: int) -> int:
-    """Warps of a program over so many columns: eight columns a thread, two to eight warps."""
+    """Return the number of warps of a program over `tile` columns: eight columns per thread, two to
+    eight warps."""
     return min(max(tile // 256, 2), 8)
 
 

@@ -37,8 +37,8 @@ class SequenceState(NamedTuple):
     """int32 [X, T]: pool blocks in order; slot i of a sequence is pool slot
     tables[x, i // block_tokens] * block_tokens + i % block_tokens."""
     lengths: Tensor
-    """int32 [X]: tokens of the committed prefix, the root included; KV is written for
-    lengths - 1 of them."""
+    """Number of committed tokens, including the root, int32 [X]; KV is written for lengths - 1 of
+    them."""
     roots: Tensor
     """int32 [X]: the newest committed token, not yet run."""
 
@@ -111,5 +111,5 @@ def stream_keys(sampling: SamplingParams) -> list[int]:
 
 
 def stream_key_row(sampling: SamplingParams) -> NDArray[np.int64]:
-    """The same, int64 [NUM_STREAMS]."""
+    """Return the stream keys of a session, int64 [NUM_STREAMS]."""
     return np.array(stream_keys(sampling), dtype=np.uint64).view(np.int64)

@@ -51,7 +51,7 @@ class FrontierRows(NamedTuple):
 
 
 def num_candidates(top_k: int, width: int, depth: int) -> int:
-    """Candidates of a tree of `depth` levels whose steps run `width` rows."""
+    """Return the number of candidates of a tree of `depth` levels whose steps run `width` rows."""
     return top_k + (depth - 1) * width * top_k
 
 
@@ -92,7 +92,7 @@ def select_frontier_torch(
     *,
     width: int,
 ) -> FrontierRows:
-    """What `select_frontier` computes."""
+    """PyTorch reference of `select_frontier`."""
     batch, top_k = candidates.scores.shape[0], logprobs.shape[1]
     added = logprobs.clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     scores = added.view(batch, -1, top_k)
@@ -235,16 +235,14 @@ def _frontier_kernel(
 
 
 def grow_mask(mask: Tensor | None, parents: Tensor) -> Tensor:
-    """What the rows of the next step see of all draft rows: their parent's view and themselves.
-
-    mask uint8 [B, P, W] of the previous step (None: there was none, W = 0); parents int32 [B, F]
-    as in `FrontierRows`. uint8 [B, F, W + F].
-    """
+    """Return which draft rows each row of the next step sees, uint8 [B, F, W + F]: those that its
+    parent sees, and itself. mask: uint8 [B, P, W] of the previous step, or None if there was none
+    (W = 0). parents: int32 [B, F], see `FrontierRows`."""
     return (grow_mask_triton if parents.is_cuda else grow_mask_torch)(mask, parents)
 
 
 def grow_mask_torch(mask: Tensor | None, parents: Tensor) -> Tensor:
-    """What `grow_mask` computes."""
+    """PyTorch reference of `grow_mask`."""
     batch, width = parents.shape
     own = torch.eye(width, dtype=torch.uint8, device=parents.device).expand(batch, -1, -1)
     if mask is None:

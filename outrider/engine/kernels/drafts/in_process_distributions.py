@@ -45,11 +45,9 @@ def write_distributions(
 
 
 def draft_probs(logits: Tensor, state: SamplingState, slots: Tensor) -> Tensor:
-    """The distribution that `choose_tokens` draws from, float32 [R, V]; T = 0 counts as 1.
-
-    A row is zero where there is no such distribution: where no score is finite, or where several
-    are so large that noise does not tell them apart and always the first of them is drawn.
-    """
+    """Return the distribution that `choose_tokens` draws from, float32 [R, V]; T = 0 counts as 1. A
+    row is zero if there is no such distribution: no score is finite, or several scores are so large
+    that the noise is lost in rounding and the first of them is always drawn."""
     heat = state.temperatures[slots.long()]
     scores = scaled_scores(logits, torch.where(heat > 0, heat, torch.ones_like(heat)))
     distribution, tops = scores.softmax(dim=-1), scores.amax(dim=-1)

@@ -45,13 +45,11 @@ def draft_layout(
     step_rows: int,
     block_tokens: int,
 ) -> DraftLayout:
-    """Lay out new rows and the steps after them.
-
-    counts int32 [B]: new rows that are there, the others and all of a session with 0 are written
-    nowhere; starts int32 [B]: position of the first one, its KV slot too; tables int32 [X, T];
-    slots int32 [B]. Row f of step s (from 1) takes position live + s and KV slot
-    live + 1 + (s - 1) * F + f: what it predicts is the token at position live + 2 + s.
-    """
+    """Lay out new rows and the steps after them. counts: int32 [B], number of new rows of each
+    session; other rows, and all rows of a session with 0, are not written. starts: int32 [B],
+    position and KV slot of the first new row. tables: int32 [X, T]. slots: int32 [B]. Row f of step
+    s (from 1) has position live + s and KV slot live + 1 + (s - 1) * F + f; it predicts the token
+    at position live + 2 + s."""
     launch = draft_layout_triton if counts.is_cuda else draft_layout_torch
     return launch(
         counts,
@@ -76,7 +74,7 @@ def draft_layout_torch(
     step_rows: int,
     block_tokens: int,
 ) -> DraftLayout:
-    """What `draft_layout` computes."""
+    """PyTorch reference of `draft_layout`."""
     device = counts.device
     rows = torch.arange(num_rows, dtype=torch.int32, device=device)
     last = counts.clamp(min=1) - 1
@@ -255,7 +253,7 @@ def head_inputs_torch(
     rows: Tensor | None = None,
     norm_before_residual: bool = False,
 ) -> BlockInputs:
-    """What `head_inputs` computes."""
+    """PyTorch reference of `head_inputs`."""
     found = tokens.clamp(min=0).long()
     if ids is not None:
         found = ids[found].long()

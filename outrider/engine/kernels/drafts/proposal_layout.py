@@ -42,7 +42,7 @@ def layout_proposals(parents: Tensor, live: Tensor) -> ProposalLayout:
 
 
 def layout_proposals_torch(parents: Tensor, live: Tensor) -> ProposalLayout:
-    """What `layout_proposals` computes."""
+    """PyTorch reference of `layout_proposals`."""
     batch, count = parents.shape
     nodes = torch.arange(count, device=parents.device)
     seen = torch.zeros((batch, 1 + count, count), dtype=torch.uint8, device=parents.device)

@@ -20,9 +20,8 @@ _TILE = 2048
 
 
 def mask_drafts(logits: Tensor, allowed_tokens: AllowedTokenBits, ids: Tensor) -> None:
-    """Make logits float32 [B, Vd], in place, -inf where the bits of a row do not have the target id
-    (ids: int64 [Vd]) of a column. Rows whose place is 0 are left as they are, whatever is there.
-    """
+    """Set logits, float32 [B, Vd], to -inf in place where a row's bits do not allow the column's
+    target id (ids: int64 [Vd]). Rows with place 0 are left unchanged."""
     function = mask_drafts_triton if logits.is_cuda else mask_drafts_torch
     function(logits, allowed_tokens, ids)
 

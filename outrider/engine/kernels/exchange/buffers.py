@@ -59,9 +59,9 @@ outcomes of the next round: ahead_number int32 [1]: number of the round behind w
 drafted; ahead_digests int64 [X, F]: of the prefixes that they make; ahead_tokens int32 [X, F,
 K]."""
 DECODE_ROWS: Final = VERDICT_FIELDS.index("slots")
-"""Place of the first array of the decode rows."""
+"""Index of the first field of the decode rows."""
 CHUNK_ROWS: Final = VERDICT_FIELDS.index("chunk_slots")
-"""The same of the prefill chunks."""
+"""Index of the first field of the prefill chunks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,7 @@ class ExchangeBuffer:
 
 
 class ExchangeState(NamedTuple):
-    """Where one side of a pair stands; private memory of its device."""
+    """Progress of one side of a pair, in private memory of its device."""
 
     words: Tensor
     """int32 [4]: number of the last round that this side has put (verifier) or taken (drafter);

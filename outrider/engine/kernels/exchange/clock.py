@@ -15,8 +15,8 @@ from outrider.engine.kernels.exchange.numbers import device_clock
 
 
 def write_clock(moment: Tensor, address: Tensor) -> None:
-    """Write this moment, nanoseconds of the device's clock, into `moment`, int64 [1] in memory of
-    the host. address: int64 [1] on the device: where `moment` lies."""
+    """Write the device's clock, in nanoseconds, to `moment`, int64 [1] in host memory. address:
+    int64 [1] on the device, the address of `moment`."""
     if address.is_cuda:
         write_clock_triton(moment, address)
     else:

@@ -47,7 +47,8 @@ class TakenDistributions(NamedTuple):
     """int32 [X, K, E]"""
 
     def with_ranges(self, ranges: Tensor) -> SparseDistribution:
-        """As acceptance takes them; ranges: int32 [R, N, 2], see `take_distributions`."""
+        """Return the distributions in the form that acceptance takes. ranges: int32 [R, N, 2], see
+        `take_distributions`."""
         return SparseDistribution(self.ids.view(-1), self.counts.view(-1), ranges)
 
 

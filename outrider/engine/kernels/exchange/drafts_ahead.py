@@ -29,7 +29,7 @@ from outrider.engine.kernels.exchange.verdicts import TakenRows
 from outrider.engine.kernels.runtime import next_power_of_2
 
 NOT_CHOSEN: Final = -1
-"""A session whose outcome was not drafted for."""
+"""Marks a session whose outcome has no draft."""
 AHEAD_NUMBER: Final = DRAFT_FIELDS.index("ahead_number")
 """Place of the number behind the outcomes, in a draft buffer; the two arrays follow."""
 _NUMBER = tl.constexpr(AHEAD_NUMBER)
@@ -39,7 +39,8 @@ class ChosenDrafts(NamedTuple):
     """Drafts of outcomes that came true, in private memory of the verifier's device; static."""
 
     outcomes: Tensor
-    """int32 [X]: the outcome whose draft the session's next round verifies; `NOT_CHOSEN`: none."""
+    """Outcome whose draft the session's next round verifies, int32 [X]; `NOT_CHOSEN` if there is
+    none."""
     tokens: Tensor
     """int32 [X, K]: its tokens, checked; -1: no node."""
 

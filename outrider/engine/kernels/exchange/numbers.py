@@ -124,11 +124,9 @@ def is_round_there(verdicts: ExchangeBuffer, state: ExchangeState) -> bool:
 
 
 def reserve_bank(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
-    """See, on the verifier, whether the ring of `depth` banks has one for the next round: its
-    drafter must have taken the round that is in it. Else close the exchange.
-
-    drafts: the draft buffer, whose number says how far the drafter is.
-    """
+    """On the verifier, check that the ring of `depth` banks has a free bank for the next round: the
+    drafter must have taken the round in it. Otherwise close the exchange. drafts: the draft buffer,
+    whose number is the last round that the drafter has taken."""
     if state.words.is_cuda:
         reserve_bank_triton(drafts, state, depth=depth)
     else:
@@ -184,8 +182,8 @@ def publish_number_torch(
 def publish_number_triton(
     buffer: ExchangeBuffer, state: ExchangeState, *, step: int, rows: int = 0
 ) -> None:
-    """Triton launch of `publish_number`. The launch before it is complete when it begins, and what
-    it releases covers that."""
+    """Triton launch of `publish_number`. The launches before it have ended when it begins, so its
+    release covers their writes."""
     _publish[(1,)](
         buffer.addresses,
         state.words,

@@ -30,7 +30,7 @@ from outrider.engine.kernels.exchange.numbers import device_clock
 from outrider.engine.kernels.runtime import next_power_of_2
 
 NO_SLOT: Final = -1
-"""In place of a slot: there is no row."""
+"""Slot number of a row that does not exist."""
 FAULT_NONE: Final = 0
 FAULT_ABSENT: Final = 1
 """There is no row, or the exchange is closed."""
@@ -59,12 +59,12 @@ _BLOCK: Final = 2048
 
 
 class FollowedSlots(NamedTuple):
-    """What a drafter's device knows of the sessions that it follows."""
+    """State of the sessions that a drafter follows, on the drafter's device."""
 
     slot_of: Tensor
     """int32 [X]: the drafter's slot of each of the verifier's; `NO_SLOT`: not followed."""
     num_rows: Tensor
-    """int32 [Y]: draft rows whose KV is there; the next row begins here."""
+    """Number of draft rows with KV, int32 [Y]; the next row is written there."""
     max_rows: Tensor
     """int32 [Y]: rows that KV is reserved for, drafts included."""
 
@@ -244,7 +244,8 @@ def put_rows_triton(
 
 @triton.jit
 def bank_offset(number, bank_bytes, DEPTH: tl.constexpr):
-    """Bytes from the first bank to that of a round, whose number may be negative."""
+    """Return the offset of a round's bank from the first bank, in bytes; the round number may be
+    negative."""
     bank = number % DEPTH
     bank = tl.where(bank < 0, bank + DEPTH, bank)
     return bank.to(tl.int64) * bank_bytes

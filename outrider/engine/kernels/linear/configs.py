@@ -26,7 +26,7 @@ class LinearConfig(NamedTuple):
     """Launch configuration of one skinny product."""
 
     block_m: int
-    """Rows of x in a tile, all of them: 16, 32 or 64."""
+    """Rows of x in a tile: 16, 32 or 64."""
     block_n: int
     """Output columns of a tile; a gated tile reads twice as many weight rows."""
     block_k: int

@@ -31,7 +31,7 @@ SPLIT_NORM_ROWS: Final = 32
 """Norms of up to this many rows are split around their products. With more, each program of the
 second product adds up so many squares that a kernel for the norm costs less (decision 10)."""
 KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-"""Of the operands that the kernel multiplies."""
+"""Dtypes of the operands that the kernel multiplies."""
 
 
 class HalfNormed(NamedTuple):

@@ -103,7 +103,7 @@ def rotary_qkv_torch(
     num_heads: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """What `rotary_qkv` computes in one step, by torch operators."""
+    """PyTorch reference of `rotary_qkv` in one step."""
     wide = torch.promote_types(x.dtype, torch.float32)
     qkv = fused_linear_torch(x, weight_NK, bias=bias, out_dtype=wide)
     query = rotary_write_torch(

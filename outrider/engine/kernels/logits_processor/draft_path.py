@@ -17,4 +17,4 @@ class OutputPath(NamedTuple):
     """uint8 [B, n, W], of any stride but 1 in the last place: 1 where row i of a session has token
     w on its path."""
     num_visible: int = 0
-    """Without a mask: row i of a session has the first seen + i tokens on its path."""
+    """Without a mask, row i of a session has the first num_visible + i tokens on its path."""
