@@ -68,8 +68,8 @@ def is_alive(target: FaultTarget) -> bool:
 def pick_fault(
     targets: list[FaultTarget], kinds: tuple[FaultKind, ...], rng: random.Random
 ) -> tuple[FaultKind, FaultTarget] | None:
-    """What happens next, and to whom; None if nobody is left. Only what runs is hit: a keeper's
-    new process has another id."""
+    """Return the next fault and its target; None if no process is left. Only running processes are
+    targets; a restarted process has another id."""
     left = [target for target in targets if is_alive(target)]
     return (rng.choice(kinds), rng.choice(left)) if left else None
 

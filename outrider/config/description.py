@@ -21,7 +21,7 @@ from typing import Any, Union
 from outrider.config.annotations import KeysOf, OneOf
 
 GENERATED_DEFAULT = object()
-"""Marks the default of a field whose value is generated anew in every process."""
+"""Marks the default of a field whose value every process generates."""
 REQUIRED = object()
 """Marks a field without a default, which must be set."""
 

@@ -18,7 +18,7 @@ _SECRET = re.compile(r"(^|_)(secret|password|passphrase|token|api_key|headers)$"
 
 
 def as_toml(loaded: LoadedConfig[object]) -> str:
-    """A file that gives the same configuration; what is unset is a comment."""
+    """Return a TOML file that gives the same configuration; unset keys are comments."""
     lines = []
     for key, value, source in _values(loaded):
         text = f"# {key} is unset" if value is None else f"{key} = {toml_value(value)}"
@@ -27,7 +27,7 @@ def as_toml(loaded: LoadedConfig[object]) -> str:
 
 
 def as_json(loaded: LoadedConfig[object]) -> str:
-    """One object: by dotted key the `value` and its `source`."""
+    """Return a JSON object with the `value` and the `source` of each dotted key."""
     values = {key: {"value": value, "source": source} for key, value, source in _values(loaded)}
     return json.dumps(values, indent=2) + "\n"
 

@@ -40,7 +40,7 @@ class EnvironmentSetting:
     path: tuple[str, ...]
     """Names of the tables that lead to it, and its own."""
     value: object
-    """As TOML would have it; None: unset."""
+    """Value as TOML would give it; None if it is unset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class ProcessEnvironment:
     """The variables of one process."""
 
     prefix: str
-    """What their names begin with, such as OUTRIDER_ROUTER_."""
+    """Prefix of the variables' names, such as OUTRIDER_ROUTER_."""
     variables: Mapping[str, str]
     """All variables, those of others among them."""
 
     @classmethod
     def for_role(cls, role: str) -> ProcessEnvironment:
-        """Those of this process, which is a `role`: router, verifier, drafter or ray."""
+        """Return the environment of this process; `role` is router, verifier, drafter or ray."""
         return cls(f"OUTRIDER_{role.upper()}_", os.environ)
 
     @property
@@ -63,11 +63,9 @@ class ProcessEnvironment:
         return self.variables.get(self.prefix + CONFIG_FILE) or None
 
     def settings(self, config: type) -> Iterator[EnvironmentSetting]:
-        """The values for a dataclass, by name of their variables.
-
-        Raises InvalidRequestError (reason INVALID_CONFIG) for a variable with this prefix that is
-        no field, or whose text is none of its type.
-        """
+        """Yield the values for a configuration dataclass, by the names of their variables. Raises
+        InvalidRequestError (reason INVALID_CONFIG) for a variable with this prefix that is not a
+        field, or whose text does not have the field's type."""
         for variable in sorted(self.variables):
             text = self.variables[variable]
             if not variable.startswith(self.prefix) or _is_service_link(variable, text):

@@ -16,7 +16,7 @@ from outrider.errors import NotFoundError
 ConfigT = TypeVar("ConfigT")
 
 FLAG_SOURCE = "flag"
-"""Where a value came from that an override gave."""
+"""Source of a value that came from an override."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,10 @@ class LoadedConfig(Generic[ConfigT]):
 
     config: ConfigT
     sources: Mapping[str, str]
-    """By dotted key: the file's path, the variable's name, or `flag`; defaults are not in it."""
+    """Source of each value by dotted key: the file's path, the variable's name, or `flag`. Defaults
+    are omitted."""
     overridden: Mapping[str, str] = field(default_factory=dict)
-    """By dotted key: the file or the variable whose value a flag has replaced by another one."""
+    """File or variable whose value a flag has replaced, by dotted key."""
 
 
 def load_config(
@@ -79,10 +80,8 @@ def parse_config(
     argv: Sequence[str] | None,
     role: str,
 ) -> LoadedConfig[ConfigT]:
-    """The configuration of a process by its command line: `--config` and flags named like fields.
-
-    Raises like `load_config`; ends the process as argparse does for what is no flag.
-    """
+    """Return the configuration of a process from its command line: `--config` and flags named like
+    fields. Raises like `load_config`. Ends the process as argparse does for an unknown flag."""
     flags = vars(parser.parse_args(argv))
     path = flags.pop("config")
     return load_with_sources(cls, path, flags, environment=ProcessEnvironment.for_role(role))

@@ -22,7 +22,8 @@ class ConfiguredProcess:
     """One kind of process."""
 
     role: str
-    """Its name here, in variables (OUTRIDER_<ROLE>_...) and of its files."""
+    """Name of the process here, in environment variables (OUTRIDER_<ROLE>_...) and in file
+    names."""
     title: str
     package: str
     config_name: str
@@ -36,15 +37,15 @@ class ConfiguredProcess:
 
     @property
     def parser(self) -> argparse.ArgumentParser:
-        """Its command line. Raises NotFoundError."""
+        """Return the parser of the process's command line. Raises NotFoundError."""
         parser = self._module("__main__").make_parser()
         assert isinstance(parser, argparse.ArgumentParser)
         return parser
 
     def load(self, argv: Sequence[str]) -> LoadedConfig[Any]:
-        """Its configuration by this command line, its environment and its file; the further files
-        that it reads before it loads a model are checked, too. Raises NotFoundError,
-        InvalidRequestError and FailedPreconditionError."""
+        """Load the configuration of the process from this command line, the environment and the
+        file. Also checks the other files that the process reads before it loads a model. Raises
+        NotFoundError, InvalidRequestError and FailedPreconditionError."""
         loaded = parse_config(self.config, self.parser, argv, self.role)
         check_files = getattr(self._module("__main__"), "check_files", None)
         if check_files is not None:
@@ -53,7 +54,7 @@ class ConfiguredProcess:
 
     @property
     def table(self) -> ConfigTable:
-        """Its keys. Raises NotFoundError."""
+        """Return the configuration keys of the process. Raises NotFoundError."""
         return describe_config(self.config)
 
     def _module(self, name: str) -> Any:

@@ -17,8 +17,8 @@ from outrider.grammar.json_numbers import check_numbers
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 
 MAX_NESTING: Final = 128
-"""Brackets that may be open at once in a regular expression or a Lark grammar, and arrays and
-objects of a JSON schema that may lie in one another."""
+"""Maximum nesting depth of brackets in a regular expression or a Lark grammar, and of arrays and
+objects in a JSON schema."""
 MAX_RULES: Final = 4_000
 """Rules and terminals that a Lark grammar may define."""
 MAX_REFERENCES: Final = 4_000

@@ -13,7 +13,7 @@ _REASONS: Final = {
     "MaxTokensParser": "it has no end within the bound on its tokens",
     "InternalError": "the grammar library failed",
 }
-"""By the names of the library's stop reasons."""
+"""Error messages by the names of the library's stop reasons."""
 _ROW: Final = re.compile(r"Current row has \d+ items; max is (\d+)")
 """The library's message about its limit on simultaneous parser states."""
 _MARK: Final = "<non-verbose/>"

@@ -52,8 +52,8 @@ FEATURE_METHODS = (DraftMethod.EAGLE3, DraftMethod.EAGLE)
 
 
 def default_method(offered: Sequence[DraftMethod]) -> DraftMethod | None:
-    """Draft source of requests that name none, where a fleet offers these; None leaves it to the
-    router, whose default is eagle3."""
+    """Return the draft method of requests that name none, for a fleet that offers these methods;
+    None leaves the choice to the router, whose default is eagle3."""
     return None if not offered or DraftMethod.EAGLE3 in offered else offered[0]
 
 

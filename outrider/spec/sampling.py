@@ -84,8 +84,8 @@ class SamplingParams:
     rule: Rule = Rule.COUPLED
     """Acceptance rule at temperature > 0."""
     draft_key: int | None = None
-    """Where the seed is withheld, the key of the one stream that drafts are drawn with (0 if the
-    rule draws none): all that a drafter is told of the noise. See `for_drafter`."""
+    """Key of the noise stream for drawing drafts, for a drafter that does not get the seed; 0 if
+    the rule draws none. See `for_drafter`."""
 
     def __post_init__(self) -> None:
         _require(

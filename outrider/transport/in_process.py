@@ -40,7 +40,7 @@ ReceiveT = TypeVar("ReceiveT")
 EndpointT = TypeVar("EndpointT")
 
 _ENDPOINT_GRACE_S = 2.0
-"""How long an endpoint may take to notice that its exchange is gone."""
+"""Time that an endpoint gets to notice that its exchange is gone, in seconds."""
 
 
 def _lost(peer: str) -> ConnectionLostError:

@@ -99,7 +99,7 @@ RULE_NUMBERS = {
 
 
 _STREAMS = tuple(NoiseStream)
-"""Going through an enumeration takes longer than what is asked of it here."""
+"""All noise streams, because iterating over the enumeration itself is slow."""
 
 
 def stream_keys(sampling: SamplingParams) -> list[int]:

@@ -11,7 +11,7 @@ from outrider.errors import NotFoundError, ResourceExhaustedError
 from outrider.transport.grpc.error_status import Context
 
 SERVICE_NAME = "grpc.health.v1.Health"
-"""Also a service whose status may be asked for: serving as long as the process answers."""
+"""The health service itself also has a status: serving as long as the process answers."""
 MAX_WATCHERS = 64
 """Streams of changes at once: they are open to everybody."""
 

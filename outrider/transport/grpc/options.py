@@ -45,8 +45,8 @@ class GrpcConfig:
     client.
     """
     share_port: bool = False
-    """Whether servers of other processes may have the same port; the system gives each connection
-    to one of them."""
+    """Whether other processes may listen on the same port; the system assigns each connection to
+    one of them."""
     shm_channels: bool = False
     """Whether streams of sessions go by shared-memory channels where both ends are on one host and
     wish so."""

@@ -30,7 +30,8 @@ class GrpcService:
     register: Callable[[grpc.aio.Server], None]
     """Adds the handlers, e.g. a generated `add_XServicer_to_server` bound to a servicer."""
     roles: tuple[CertificateRole, ...] = ()
-    """Whose certificates it is for, where they are asked for; empty: anybody's."""
+    """Roles of the client certificates that the port accepts, if it requires certificates; empty
+    accepts every role."""
 
 
 class GrpcServer:

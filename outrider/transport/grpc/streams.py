@@ -16,9 +16,9 @@ from outrider.transport.bounded_queue import BoundedQueue
 from outrider.transport.grpc.eager_coroutine import EagerCoroutine
 
 FLUSH_TIMEOUT_S = 0.5
-"""How long `close` waits for queued frames to be taken by the peer."""
+"""Time that `close` waits for the peer to read queued frames, in seconds."""
 INBOX_FRAMES = 64
-"""Frames that wait to be taken before no more are read."""
+"""Maximum number of received frames that wait for the receiver; with more, reading stops."""
 
 
 class StreamFrames:
@@ -133,7 +133,7 @@ def _size(frame: bytes | EagerCoroutine) -> int:
 
 
 def to_lost_error(error: OutriderError) -> ConnectionLostError:
-    """The error as whoever sends is told of it."""
+    """Return the error as ConnectionLostError, for the sender."""
     if isinstance(error, ConnectionLostError):
         return error
     return ConnectionLostError(error.message, reason=error.reason)

@@ -62,7 +62,7 @@ class ActorFrames:
         return self._inbox.take_all()
 
     async def close(self) -> None:
-        """Push what is queued (within a bound), then tell the host."""
+        """Send queued frames within a bounded time, then close the stream at the host."""
         if self._closing:
             return
         self._closing = True

@@ -154,7 +154,7 @@ class CpuModelRunner:
         return False
 
     def set_feature_allocator(self, reserve: ShmAllocator) -> None:
-        """The same."""
+        """See `ModelRunner`. Nothing is needed here."""
 
     @staticmethod
     def make_swap_space(budget_bytes: int, pool: KVPool) -> SwapSpace:
@@ -172,7 +172,7 @@ class CpuModelRunner:
         """Do nothing: a forward reads the blocks themselves."""
 
     def upload_new_blocks(self) -> None:
-        """The same."""
+        """See `ModelRunner`. Nothing is needed here."""
 
     def suspend_session(self, session: Session, swap: SwapSpace | None) -> bool:
         """See `ModelRunner`."""

@@ -196,8 +196,8 @@ class ModelRunner(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether the device still works. It is read only after a failure. False is final: this
-        process can run no more rounds. Must not raise."""
+        """Return whether the device still works. It is called only after a failure. False is final:
+        this process can run no more rounds. Must not raise."""
         ...
 
     def enter_thread(self) -> None:
@@ -205,8 +205,8 @@ class ModelRunner(Protocol):
         ...
 
     def pin_memory(self, memory: NDArray[np.uint8]) -> bool:
-        """Whether features can be put into memory that a shared-memory channel shares, from here on
-        until nobody looks at it any more."""
+        """Return whether features can be written to this memory of a shared-memory channel, and pin
+        it for the device if needed."""
         ...
 
     def set_feature_allocator(self, reserve: ShmAllocator) -> None:
