@@ -14,7 +14,7 @@ PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "ray", "numpy", "trit
 
 
 def describe() -> dict[str, Any]:
-    """Commit, date, versions and processor; what is not known is left out."""
+    """Return commit, date, versions and processor; unknown entries are omitted."""
     versions = {}
     for name in PACKAGES:
         try:

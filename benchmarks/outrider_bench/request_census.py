@@ -37,7 +37,7 @@ from outrider_bench.hooks.call_census import CallCensus
 READY_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.1
 _MAX_TOKENS: Final = 64
-"""Tokens of an answer, so many that it has not ended when its first text is there."""
+"""Length of an answer in tokens: long enough that it has not ended when its first text arrives."""
 
 
 def count_requests(

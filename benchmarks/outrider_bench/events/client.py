@@ -34,7 +34,7 @@ class Received:
             self.requests += 1
 
     async def follow_http(self, address: str, max_tokens: int) -> None:
-        """The same over HTTP, reading no more than it takes to count."""
+        """Follow one request over HTTP, and parse only what counting needs."""
         host, _, port = address.rpartition(":")
         body = {"prompt": "events", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         content = json.dumps({**body, "temperature": 0}).encode()

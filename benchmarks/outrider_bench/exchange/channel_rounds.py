@@ -66,8 +66,8 @@ def run_transport(
 def measure(
     channel: BenchChannel, sessions: int, *, rounds: int, pause_s: float, width: int
 ) -> list[float]:
-    """The verifier's working thread: microseconds of each round trip, behind a pause that stands
-    for the verifier's work."""
+    """Return the microseconds of each round trip of the verifier's working thread, after a pause
+    that stands for the verifier's work."""
     keep_freed_memory()
     messages = [
         verdicts(sessions, tokens=accepted_tokens(number), width=width)

@@ -120,7 +120,7 @@ class StreamChannel:
         self.incoming: Iterator[bytes] = iter(())
 
     def outgoing(self) -> Iterator[bytes]:
-        """What gRPC's own thread writes."""
+        """Yield the frames that gRPC's own thread writes."""
         while True:
             yield self._leaving.get()
 

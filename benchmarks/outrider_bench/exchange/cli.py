@@ -52,11 +52,11 @@ class TransportTimes(NamedTuple):
     """Outcome of a transport."""
 
     measured: str
-    """What its microseconds are."""
+    """Meaning of the measured microseconds."""
     idle_us: list[list[float]]
-    """Of each case: microseconds of each round."""
+    """Microseconds of each round, by case."""
     figures: list[dict[str, Any]]
-    """Of each case: what else was found."""
+    """Other figures, by case."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

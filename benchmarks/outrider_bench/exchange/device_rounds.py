@@ -65,11 +65,11 @@ from outrider_bench.exchange.payload import DRAFT_LENGTH, FEATURE_SIZE
 VOCAB: Final = 32_000
 CHAIN: Final = DRAFT_LENGTH
 AHEAD: Final = 2
-"""Rounds that a side launches before it waits for the first of them."""
+"""Number of rounds that a side launches before it waits for the first of them."""
 BOUND_US: Final = 30_000
 """Microseconds that the verifier's device waits for drafts at most."""
 CPU_BOUND_US: Final = 2_000_000
-"""The same of a verifier on a CPU, where other processes may hold its drafter up."""
+"""Time bound of waits of a verifier on a CPU, where other processes may delay its drafter."""
 WARM_ROUNDS: Final = 20
 LINK_TIMEOUT_S: Final = 180.0
 """Seconds that a process waits for the other one, which may be compiling kernels, at most."""
@@ -78,7 +78,7 @@ _ERROR: Final = "error: "
 
 
 class RoundDevices(NamedTuple):
-    """Where both sides of a measurement run."""
+    """Devices of both sides of a measurement."""
 
     verifier: str
     drafter: str
@@ -88,9 +88,9 @@ class RoundTimes(NamedTuple):
     """Outcome of a measurement."""
 
     idle_us: list[float]
-    """Of each round: microseconds beyond the work of both sides."""
+    """Microseconds of each round beyond the work of both sides."""
     attach_ms: float
-    """What mapping the drafter's memory took."""
+    """Milliseconds to map the drafter's memory."""
     mismatches: int
     """Rounds in which a side found other values than those that had to be there, or too late."""
     is_open: bool
@@ -98,14 +98,14 @@ class RoundTimes(NamedTuple):
 
 
 class RoundSettings(NamedTuple):
-    """What both sides of a measurement agree on."""
+    """Settings that both sides of a measurement share."""
 
     rows: int
     rounds: int
     verify_us: int
     """Time of the verifier's work, microseconds; 0: none."""
     draft_us: int
-    """The same of the drafter's."""
+    """Microseconds of the drafter's work."""
     width: int = FEATURE_SIZE
     """Width of a feature."""
 
@@ -553,8 +553,8 @@ def measure_rounds(
 def measure_killed_drafter(
     kind: str, devices: RoundDevices, *, width: int = FEATURE_SIZE
 ) -> dict[str, Any]:
-    """How long the verifier waits for a drafter that is killed, and what rounds with a new one
-    take then. Raises UnavailableError."""
+    """Measure how long the verifier waits for a drafter that is killed, and the rounds with its
+    successor. Raises UnavailableError."""
     device = _use_device(devices.verifier)
     clock, settings = _clock_mhz(device), RoundSettings(8, 4000, 2000, 500, width)
     with _drafter(devices.drafter) as (link, peer):

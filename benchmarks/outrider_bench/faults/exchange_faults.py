@@ -51,7 +51,8 @@ KINDS: Final = (*GARBAGE, "stop", "cancel", "kill")
 NEAR_TIE: Final = {"float32": 1e-3, "bfloat16": 0.25}
 """Largest difference of two log-probabilities that sums in another order can turn over."""
 KV_TOKENS: Final = 65536
-"""Of a verifier on a GPU, which would take all memory: a drafter has no room for that."""
+"""KV tokens of a verifier on a GPU; by default it would take all memory and leave none for a
+drafter."""
 _OPENED, _LOST = "exchanging between devices", "the exchange between devices is lost"
 _MAX_STOP_S, _MAX_GARBAGE_S = 1.0, 0.5
 _POLL_S: Final = 0.02

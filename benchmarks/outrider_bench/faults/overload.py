@@ -17,7 +17,7 @@ from outrider_bench.prompts import BenchPrompt, load_prompts
 from outrider_bench.report import print_progress, print_result
 
 SETTLE_S = 5.0
-"""What is still held this long after the last stream counts as leaked."""
+"""Time after the last stream, in seconds, after which held resources count as leaked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

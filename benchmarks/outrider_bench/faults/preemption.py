@@ -43,13 +43,14 @@ from outrider_bench.report import percentiles, print_progress, print_result
 
 BLOCK: Final = 16
 NODES: Final = 8
-"""Of a draft, if there were any: what a reservation must count in is small beside an answer."""
+"""Maximum number of draft nodes; small, so that reservations for drafts are small beside an
+answer."""
 URGENT_TOKENS: Final = 8
-"""Of an answer of a higher priority."""
+"""Length of an answer of higher priority, in tokens."""
 PAUSE_S: Final = 0.05
 """Between two such sessions, in the mean."""
 SHARE: Final = 4
-"""The crowd needs so many times the blocks that there are."""
+"""Factor by which the requests together exceed the available blocks."""
 PARTS: Final = ("crowd", "urgent", "at_once")
 CONFIGURATIONS: Final[dict[str, dict[str, object]]] = {
     "waiting": {"max_preemptions": 0},

@@ -15,7 +15,7 @@ from outrider.client.local.cluster import LocalCluster
 from outrider.errors import InvalidRequestError
 
 SETTLE_S = 20.0
-"""What is still held this long after the last request counts as leaked."""
+"""Time after the last request, in seconds, after which held resources count as leaked."""
 SPARE_DESCRIPTORS = 2
 _PAGE_KB = os.sysconf("SC_PAGE_SIZE") / 1024.0
 
@@ -82,10 +82,10 @@ class UsageSeries:
 
     looks: list[FleetUsage] = field(default_factory=list)
     done: list[float] = field(default_factory=list)
-    """What was done by the time of each look: requests, or minutes."""
+    """Requests finished, or minutes passed, at each sample."""
 
     def add(self, held: FleetUsage, done: float) -> None:
-        """One more look."""
+        """Add a sample."""
         self.looks.append(held)
         self.done.append(done)
 
@@ -102,15 +102,13 @@ class UsageSeries:
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of the line through points that has the least squares."""
+    """Return the slope of the least-squares line through points."""
     return float(np.polyfit(np.asarray(x), np.asarray(y), 1)[0])
 
 
 def describe_leaks(before: FleetUsage, after: FleetUsage) -> dict[str, object]:
-    """What an idle fleet holds now and should not; empty: nothing.
-
-    Descriptors count beyond those of a connection or two, which a look itself needs.
-    """
+    """Return the resources that an idle fleet holds but should not; empty if there are none. A few
+    file descriptors are allowed, because taking a sample needs connections."""
     found: dict[str, object] = {}
     for name in ("running", "queued", "sessions", "used_blocks", "drafter_sessions"):
         if getattr(after, name):

@@ -49,9 +49,9 @@ class RollingResult:
     """Answers and errors of all sessions."""
 
     codes: Counter[str] = field(default_factory=Counter)
-    """How requests ended, by error code."""
+    """Number of ended requests by error code."""
     changed: int = 0
-    """Whole answers that are not those of a calm fleet."""
+    """Number of complete answers that differ from those of an undisturbed fleet."""
     answer_s: list[float] = field(default_factory=list)
     pause_s: list[float] = field(default_factory=list)
     """Longest time without a message, of each answer."""
@@ -82,11 +82,11 @@ class ClosedLoopClients:
             self._calm = await asyncio.gather(*(one(client, case) for case in cases))
 
     async def run(self) -> None:
-        """Ask on and on, all of them, until `end`."""
+        """Send requests from all sessions repeatedly until `end`."""
         await asyncio.gather(*map(self._session, range(self._count)))
 
     def end(self) -> None:
-        """Let every session hear its answer and ask no more."""
+        """Let every session finish its answer and send no further request."""
         self._over.set()
 
     async def _session(self, number: int) -> None:
@@ -181,9 +181,9 @@ class ProcessRestart:
     """Duration of one restart, seconds."""
 
     ending_s: float
-    """From SIGTERM to its end."""
+    """Seconds from SIGTERM to the end of the process."""
     back_s: float
-    """From there until the router sees everybody again."""
+    """Seconds from there until the router sees all processes again."""
 
 
 def _restart_all(fleet: LocalCluster, args: argparse.Namespace) -> dict[str, list[ProcessRestart]]:

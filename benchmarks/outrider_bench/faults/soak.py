@@ -22,7 +22,7 @@ from outrider_bench.prompts import load_prompts
 from outrider_bench.report import percentiles, print_progress, print_result
 
 WARM_SHARE = 0.1
-"""Of the time, before memory is looked at for the first time."""
+"""Share of the run before the first memory sample."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ DEAD_LENGTHS = (3, 5, 7)
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure all five; one that fails is told and left out."""
+    """Measure all five ideas; one that fails is reported and omitted."""
     found: dict[str, Any] = {}
     figures: dict[str, object] = {}
     ideas: tuple[tuple[str, Callable[[Bench], tuple[Any, dict[str, object]]]], ...] = (

@@ -53,7 +53,7 @@ def run(bench: Bench) -> dict[str, object]:
 
 
 def table(bench: Bench) -> dict[str, dict[str, dict[str, Any]]]:
-    """By rule and temperature; measured once a run."""
+    """Return the acceptance table by rule and temperature; it is measured once per run."""
     if "acceptance" not in bench.memo:
         bench.memo["acceptance"] = run_loop(_measure(bench))
     found: dict[str, dict[str, dict[str, Any]]] = bench.memo["acceptance"]
@@ -91,7 +91,8 @@ async def _measure(bench: Bench) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def describe_wave(wave: ServiceWave) -> dict[str, Any]:
-    """Tokens a round of the answers that do not loop, and the time of a token over all of them."""
+    """Return the tokens per round of answers that do not repeat themselves, and the time per token
+    over all answers."""
     clean = [stream for stream in wave.streams if not is_loop(stream.tokens)]
     rounds = sum(stream.stats.rounds for stream in clean)
     emitted = sum(stream.stats.emitted for stream in clean)

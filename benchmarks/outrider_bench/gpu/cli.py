@@ -79,7 +79,8 @@ def chosen(only: str | None) -> list[str]:
 
 
 def run_all(bench: Any, names: list[str]) -> list[str]:
-    """Run parts one after the other; a part that fails is told and left behind. Their names."""
+    """Run parts one after the other; a part that fails is reported and skipped. Return the names of
+    the failed parts."""
     from outrider_bench.gpu.summary import write_summary
     from outrider_bench.gpu.support.benchmark_context import free_memory
 

@@ -41,7 +41,7 @@ from outrider_bench.gpu.support.trace import TrackSpan
 BATCHES = (1, 8)
 DRAFT_LENGTH = 3
 BUSY_POLLING_SUFFIX = "-awake"
-"""Ends the name of a placement whose processes keep CPU cores busy-polling."""
+"""Suffix of placements whose processes keep CPU cores busy-polling."""
 REQUESTS = 8
 """Requests of a batch of one; larger batches serve one wave."""
 

@@ -63,7 +63,8 @@ def run(bench: Bench) -> dict[str, object]:
 
 
 def measure_placement(bench: Bench, models: LoadedModels, placement: str) -> dict[str, Any]:
-    """One placement: rounds without swaps, with swaps one after another, and without again."""
+    """Measure one placement: rounds without swaps, with swaps one after another, and without swaps
+    again."""
     own = placement == FUSED
     length, others = bench.drafts[0], min(OTHERS, max(bench.batches))
     setup = ServingSetup(
@@ -209,7 +210,7 @@ class RoundSpan:
 
     @property
     def tokens_s(self) -> float:
-        """Of all sessions."""
+        """Tokens per second of all sessions."""
         return self.tokens / self.seconds
 
 
@@ -290,7 +291,7 @@ class RoundDriver:
     def run(
         self, sessions: list[Session], rounds: int, swaps: SessionSwapper | None = None
     ) -> RoundSpan:
-        """So many rounds of all these sessions; all is settled at the end."""
+        """Run `rounds` rounds of all these sessions and collect all results."""
         tokens, flight = 0, None
         began = time.perf_counter()
         for _ in range(max(1, rounds)):

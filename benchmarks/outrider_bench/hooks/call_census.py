@@ -45,7 +45,8 @@ TIMED_KINDS: Final = frozenset(
 TIMED_MODULES: Final = ("outrider.transport.grpc.", "outrider.transport.heartbeat")
 """Where callbacks begin that are about these alone."""
 MAX_LOOKS: Final = 16
-"""Calls of a function by a module, in a round, whose values are looked at: each look takes time."""
+"""Maximum number of calls of a function by a module in a round whose values are examined, because
+each examination takes time."""
 _EVENTS: Final = frozenset({"call", "return"})
 _LOOK_S: Final = 0.01
 
@@ -80,7 +81,7 @@ class _ThreadRun(threading.local):
 
 
 class CallCensus:
-    """What a profile function sees of the calls of its threads while it is asked to look."""
+    """Calls that a profile function sees in its threads between `begin` and `end`."""
 
     def __init__(self, round_begin: tuple[str, str] | None = None) -> None:
         """`round_begin`: module and name of the function with whose call a round begins; None: all

@@ -80,7 +80,7 @@ class GarbageWriter:
             self._targets[side] = memory
 
     def remove_target(self, side: ExchangeSide) -> None:
-        """Write there no more."""
+        """Stop writing to this side."""
         with self._lock:
             self._targets.pop(side, None)
 

@@ -36,7 +36,7 @@ _MAX_HELD: Final = 256 << 20
 _CONNECT_S: Final = 5.0
 _READ_BYTES: Final = 1 << 18
 _MAX_READS: Final = 16
-"""Reads of one end at once: it must not keep the others waiting."""
+"""Maximum number of consecutive reads from one end, so that other ends do not wait."""
 
 
 class RelayEndpoint(Protocol):
@@ -48,7 +48,7 @@ class RelayEndpoint(Protocol):
 
     @property
     def num_unsent(self) -> int:
-        """How much found no room yet; `flush` tries again."""
+        """Number of unsent bytes; `flush` tries to send them."""
         ...
 
     def send(self, *frames: bytes) -> None:
@@ -60,7 +60,7 @@ class RelayEndpoint(Protocol):
         ...
 
     def receive(self) -> list[bytes]:
-        """What has come. Raises ConnectionLostError at the end."""
+        """Return the received frames. Raises ConnectionLostError at the end."""
         ...
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class TcpEndpoint:
                 self._unsent.popleft()
 
     def receive(self) -> list[bytes]:
-        """What has come, in pieces. Raises ConnectionLostError at the end."""
+        """Return the received bytes in pieces. Raises ConnectionLostError at the end."""
         pieces: list[bytes] = []
         while len(pieces) < _MAX_READS:
             try:
@@ -130,7 +130,7 @@ class TcpEndpoint:
 
 
 class RelayDirection:
-    """From one end to the other: what has come and is not due yet, in order."""
+    """Frames in transit from one end to the other, in order, until they are due."""
 
     def __init__(self, source: RelayEndpoint, sink: RelayEndpoint, delay_s: float) -> None:
         self.source, self.sink = source, sink
@@ -146,7 +146,7 @@ class RelayDirection:
 
     @property
     def due(self) -> float | None:
-        """When there is something to do next."""
+        """Time of the next frame that becomes due; None if there is none."""
         return self._held[0][0] if self._held else self._ended_at
 
     def over(self, now: float) -> bool:
@@ -165,7 +165,8 @@ class RelayDirection:
         self._size += sum(map(len, frames))
 
     def deliver_due(self, now: float) -> None:
-        """Hand over what is due. Raises ConnectionLostError when nobody is there to take it."""
+        """Deliver the frames that are due. Raises ConnectionLostError if the receiving end is
+        gone."""
         while self._held and self._held[0][0] <= now:
             frame = self._held.popleft()[1]
             self._size -= len(frame)
@@ -189,14 +190,15 @@ class Relay:
         return len(self._links)
 
     def join(self, one: RelayEndpoint, other: RelayEndpoint) -> None:
-        """Carry what either of two ends says to the other one, until one of them ends."""
+        """Relay frames between two ends until one of them ends."""
         delay_s = self._delay_s
         self._links.append(
             (RelayDirection(one, other, delay_s), RelayDirection(other, one, delay_s))
         )
 
     def listen(self, host: str, port: int) -> str:
-        """An address whose connections are carried to another. Raises OSError."""
+        """Listen for connections and relay them to HOST:PORT. Return the address of the listener.
+        Raises OSError."""
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setblocking(False)
         self._listeners[listener] = (host, port)
@@ -224,7 +226,7 @@ class Relay:
         return not ready.isdisjoint(others)
 
     def close(self) -> None:
-        """Close everything; what is held is dropped."""
+        """Close everything and drop the frames in transit."""
         for one, _ in self._links:
             one.source.close()
             one.sink.close()

@@ -90,7 +90,7 @@ class SlowDialer:
         return await self._dialer.drafter(address)
 
     async def close_channel(self, address: str) -> None:
-        """Close the channel to an address whose process is gone, if there is one."""
+        """Close the channel to an address whose process has ended, if there is one."""
         await self._dialer.close_channel(address)
 
     async def close(self) -> None:

@@ -84,7 +84,7 @@ class SlowProposer:
         self.feature_fingerprint = source.feature_fingerprint
 
     def convert_features(self, wire: WireTensor) -> NDArray[np.generic]:
-        """As the source wants to find them."""
+        """Convert features to the form that the wrapped proposer needs."""
         return self._source.convert_features(wire)
 
     @property
@@ -93,7 +93,7 @@ class SlowProposer:
         return self._source.is_usable
 
     def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
-        """Take in what is new of these sessions."""
+        """Process new tokens and features of these sessions."""
         began = self._now()
         self._source.catch_up(sessions)
         self._go_on_since(began)
@@ -103,7 +103,7 @@ class SlowProposer:
         return self._slowly(lambda: self._source.draft_sessions(sessions))
 
     def release_session(self, session: FollowedSession) -> None:
-        """Free what is kept of a session."""
+        """Free the state of a session."""
         self._source.release_session(session)
 
     def _slowly(self, work: Callable[[], Iterator[StepT]]) -> Iterator[StepT]:
@@ -120,7 +120,7 @@ class SlowProposer:
 
 
 class SlowLookAheadProposer(SlowProposer):
-    """The same of a source that can draft ahead."""
+    """Slow version of a proposer that supports look-ahead."""
 
     def __init__(
         self, source: LookAheadProposer, factor: float, now: Callable[[], float], wait: Waits
@@ -129,7 +129,7 @@ class SlowLookAheadProposer(SlowProposer):
         self._ahead = source
 
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
-        """What the target may emit at each place of these proposals."""
+        """Return the tokens that the target may emit at each place of these proposals."""
         began = self._now()
         scored = self._ahead.score_proposals(lives)
         self._go_on_since(began)

@@ -27,7 +27,7 @@ class Steps:
         self._last = 0
 
     def begin(self) -> None:
-        """A step begins: what was before is nobody's."""
+        """Begin a step; buffers of earlier steps may be reused."""
         self._last = time.thread_time_ns()
 
     def mark(self, name: str) -> None:
@@ -99,7 +99,7 @@ class CannedReadback:
 
     @property
     def has_arrived(self) -> bool:
-        """It is there."""
+        """Return True: the data is present at once."""
         return True
 
     def wait_tensor(self) -> Tensor:
@@ -108,7 +108,7 @@ class CannedReadback:
         return self._tensor
 
     def wait_array(self) -> np.ndarray[Any, Any]:
-        """As `wait_tensor`, in numpy."""
+        """Return the data as a numpy array, as `wait_tensor` does as a tensor."""
         self._arrived()
         return self._array
 

@@ -38,7 +38,7 @@ class InProcessSide(LookAheadSide):
 
 
 def run(counts: Sequence[int], rounds: int, length: int) -> None:
-    """Print microseconds by step, and of a whole round, with so many sessions."""
+    """Print the microseconds of each step and of a whole round, for each number of sessions."""
     found: dict[str, Steps] = {}
     with torch.inference_mode():
         for count in counts:

@@ -24,7 +24,7 @@ from outrider_bench.host.scripted_verifier import LENGTH, VerifierSide
 T = TypeVar("T")
 
 EMITTED = tuple(range(7, 7 + LENGTH))
-"""What every canned round emits; see `host`."""
+"""Tokens that every scripted round emits."""
 _DRAFT = DraftTree(
     np.full(LENGTH, 5, dtype=np.int32),
     np.arange(-1, LENGTH - 1, dtype=np.int32),
@@ -89,8 +89,8 @@ class LookAheadHits(VerifierSide):
 
 
 def measure(sessions: int, rounds: int, *, offered: int, pause_s: float) -> Steps:
-    """Run so many rounds, all of them hits; `pause_s`: for how long the device works, so that
-    nothing is in the caches when a round lands."""
+    """Run `rounds` rounds that are all hits. `pause_s` is the time for which the device works,
+    after which CPU caches are cold."""
     steps = Steps()
     with torch.inference_mode():
         verifier = LookAheadHits(sessions, steps, offered=offered)

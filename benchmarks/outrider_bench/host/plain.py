@@ -18,14 +18,14 @@ from outrider_bench.host.fake_device import Steps, steps_table
 from outrider_bench.host.scripted_verifier import WIDTH, LookAheadSide
 
 LOST: Final = "head, nobody drafts"
-"""Nothing else keeps them from speculating."""
+"""Name of the case in which only the missing drafter prevents speculation."""
 WAYS: Final = {
     "no drafter": None,
     "n-gram, paused": DraftMethod.NGRAM,
     "head, paused": DraftMethod.EAGLE3,
     LOST: DraftMethod.EAGLE3,
 }
-"""How sessions come to decode plainly, and the drafts that they did without."""
+"""Ways in which sessions come to decode without drafts, and their speculation plans."""
 
 
 class PlainSide(LookAheadSide):
@@ -65,7 +65,7 @@ class PlainSide(LookAheadSide):
 
 
 def measure(sessions: int, rounds: int) -> dict[str, Steps]:
-    """Run so many rounds of each way in turn; steps by way."""
+    """Run `rounds` rounds of each way in turn. Return the times of the steps by way."""
     with torch.inference_mode():
         sides = {way: PlainSide(sessions, rounds, way) for way in WAYS}
         for _ in range(rounds):
@@ -75,7 +75,7 @@ def measure(sessions: int, rounds: int) -> dict[str, Steps]:
 
 
 def run(counts: Sequence[int], rounds: int) -> None:
-    """Print microseconds by step, and of a whole round, of each way with so many sessions."""
+    """Print the microseconds of each step and of a whole round, by way and number of sessions."""
     found = {
         f"{count}, {name}": steps
         for count in counts

@@ -34,7 +34,7 @@ from outrider_bench.report import format_table
 ANSWER: Final = 1800
 """Tokens; a session that ends is replaced."""
 SPREAD: Final = (0.5, 1.5)
-"""Of answers, if their mean length is said, from and to."""
+"""Smallest and largest length of answers, as shares of their mean length."""
 OPENED: Final = 0.75
 """Share of the sessions that are there once all have been opened."""
 WARM_S: Final = 3.0

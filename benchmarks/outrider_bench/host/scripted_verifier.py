@@ -34,12 +34,12 @@ from outrider_bench.host.fake_device import BESIDE, CannedDownloads, CannedGraph
 
 WIDTH: Final = 4096
 LENGTH: Final = 4
-"""Drafted tokens; all of them but one stand."""
+"""Number of draft tokens per round; all but one are accepted."""
 PROMPT: Final = 48
 SHAPE: Final = replace(
     TINY, hidden_size=WIDTH, vocab_size=4096, num_kv_heads=1, max_position_embeddings=4096
 )
-"""Of the target."""
+"""Shape of the target model."""
 _LINK: Final = 1
 _NAME: Final = DrafterId("bench")
 _DRAFTER: Final = ExchangeLink(
@@ -59,7 +59,7 @@ def spec_of(
     plan: SpeculationPlan,
     drafter_id: DrafterId | None = None,
 ) -> SessionSpec:
-    """A greedy session with so many tokens of prompt."""
+    """Return the specification of a greedy session with a prompt of the given length."""
     return SessionSpec(
         session_id=SessionId(name),
         epoch=0,
@@ -205,7 +205,7 @@ class VerifierSide:
     def open_one(
         self, ticket: int, prompt: int, max_new_tokens: int, plan: SpeculationPlan, *, drafted: bool
     ) -> None:
-        """Open a session with so many tokens of prompt; it waits for the next round."""
+        """Open a session with a prompt of the given length; it waits for the next round."""
         drafter_id = _NAME if drafted else None
         spec = spec_of(f"s{ticket}", prompt, max_new_tokens, plan, drafter_id)
         nobody: Any = None
@@ -220,7 +220,8 @@ class VerifierSide:
         self.deliver_verdicts()
 
     def round(self) -> None:
-        """Plan, launch and settle a round; the drafter is told by its lane."""
+        """Plan, launch and commit a round; the drafter receives its messages by the shared-memory
+        channel."""
         self._steps.begin()
         plan = self._rounds.plan_round(time.monotonic())
         assert not plan.is_empty, "nothing to do"
@@ -231,8 +232,8 @@ class VerifierSide:
         self.deliver_verdicts()
 
     def deliver_verdicts(self) -> int:
-        """Send what was posted for the drafter since the last time, so many messages; other effects
-        are dropped."""
+        """Send the messages for the drafter since the last call and return their number; other
+        effects are dropped."""
         effects = self.service.outbox.take_effects()
         told = [effect for effect in effects if isinstance(effect, SendMessage)]
         for link_id, messages in messages_by_link(told).items():
@@ -241,7 +242,7 @@ class VerifierSide:
         return len(told)
 
     def offer(self, frames: list[bytes]) -> None:
-        """Proposals have come."""
+        """Process received proposal frames."""
         for frame in frames:
             self._steps.begin()
             for message in decode_drafter_messages(frame):

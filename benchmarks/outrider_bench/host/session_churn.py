@@ -16,7 +16,7 @@ from outrider_bench.host.plain import WAYS, PlainSide
 from outrider_bench.report import format_table
 
 WIDTH: Final = 512
-"""Of a small model's features."""
+"""Feature width of a small model."""
 PROMPTS: Final = (60, 180)
 """Tokens, from and to."""
 SETTLING: Final = 60
@@ -37,7 +37,7 @@ class ChurningSide(PlainSide):
         self.deliver_verdicts()
 
     def replacing_round(self) -> None:
-        """Open what is missing, plan and submit a round, settle the one before it."""
+        """Open missing sessions, plan and submit a round, and collect the round before it."""
         self._steps.begin()
         while len(self._core.sessions) < self._sessions:
             self.opened += 1

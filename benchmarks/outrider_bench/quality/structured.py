@@ -35,7 +35,7 @@ WORDS += ["active", "level", "size", "note"]
 TOPICS = ["a fruit", "a city", "a film", "a bird", "a meal", "a planet", "a song", "a tool"]
 TOPICS += ["a sport", "a book"]
 FREE_TOKENS = 50
-"""Of an answer without a form."""
+"""Length of an answer without structured output, in tokens."""
 
 
 def schemas(count: int, seed: int) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ class AnswerCount:
 
     valid: int = 0
     cut: int = 0
-    """By max_tokens, and said so."""
+    """Number of answers that max_tokens ended, with that finish reason."""
     wrong: int = 0
     rounds: int = 0
     emitted: int = 0

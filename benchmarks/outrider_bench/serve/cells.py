@@ -15,7 +15,7 @@ from outrider.spec.sampling import Rule
 
 PLAIN: Final = "plain"
 PLACEMENTS: Final = (PLAIN, SEPARATE, COLOCATED, FUSED)
-"""Plain is first wherever several are measured: the others are compared with it."""
+"""Placements; plain decoding comes first, because the others are compared with it."""
 IN_PROCESS_PLACEMENTS: Final = (COLOCATED, FUSED)
 NONE, AUTO, NGRAM = "none", "auto", "ngram"
 TREE_TOP_K: Final = 8
@@ -55,7 +55,7 @@ class DraftSetting:
 
     @property
     def shape(self) -> str:
-        """The name without what it says of look-ahead."""
+        """Name without the part about look-ahead."""
         if self.method is DraftMethod.NONE:
             return NONE
         if self.method is not DraftMethod.EAGLE3:
@@ -65,7 +65,7 @@ class DraftSetting:
         return f"{'chain' if self.top_k == 1 else 'tree'}-{self.tokens}"
 
     def options(self) -> GenerateOptions:
-        """What a request asks for."""
+        """Request options of the cell."""
         if self.method is DraftMethod.NONE:
             return {"speculate": False}
         wanted: GenerateOptions = {"drafter": self.method}
@@ -79,7 +79,7 @@ class DraftSetting:
         return wanted
 
     def within(self) -> DraftSetting:
-        """The same, made within a verifier: there is no exchange to be ahead of."""
+        """Return the same setting for drafts made in the verifier, without look-ahead."""
         return replace(self, look_ahead=None, fan_out=None)
 
 
@@ -135,7 +135,7 @@ class SamplingSetting:
     """Whether answers go on to --max-tokens."""
 
     def options(self) -> dict[str, Any]:
-        """What a request asks for; what is the default is not said."""
+        """Request options that differ from the defaults."""
         wanted: dict[str, Any] = {"temperature": self.temperature}
         if self.temperature > 0.0:
             wanted["rule"] = self.rule
@@ -173,9 +173,9 @@ class DrafterHandicap:
     """Artificial delay of a drafter, to measure its cost; the default is none."""
 
     exchange_delay_ms: float = 0.0
-    """Of all that it exchanges with a verifier, each way."""
+    """Delay of all messages with a verifier in each direction, in milliseconds."""
     drafter_slowdown: float = 1.0
-    """How many times as long its drafts take."""
+    """Factor by which the drafter is slowed down."""
 
     def __str__(self) -> str:
         parts = []
@@ -217,7 +217,7 @@ class BenchCell:
 
     @property
     def plain(self) -> BenchCell:
-        """The same requests without drafts, of the same services."""
+        """Return the cell of the same requests without drafts on the same services."""
         sampling = replace(self.sampling, rule=Rule.COUPLED.value)
         return replace(
             self,
@@ -294,24 +294,24 @@ def handicap_of(cell: dict[str, Any]) -> str:
 
 
 def cell_key(cell: dict[str, Any]) -> tuple[object, ...]:
-    """What identifies a cell of service.json: of two with one key the later one stays."""
+    """Return the key of a cell of service.json; of two cells with one key the later one is kept."""
     return _values(cell)
 
 
 def plain_key(cell: dict[str, Any]) -> tuple[object, ...]:
-    """What a cell and the plain decoding that it is compared with have in common."""
+    """Return the key that a cell shares with the plain decoding that it is compared with."""
     # Plain decoding has nothing to accept: its text is drawn alike under every rule.
     return _values(cell, but=(*_PLACING, "rule"))
 
 
 def lock_step_key(cell: dict[str, Any]) -> tuple[object, ...]:
-    """What a cell and the one in lock-step that it is compared with have in common."""
+    """Return the key that a cell shares with the cell in lock-step that it is compared with."""
     shape = str(cell["drafts"]).partition("+")[0]
     return (shape, *_values(cell, but=_AHEAD_KEYS))
 
 
 def greedy_key(cell: dict[str, Any]) -> tuple[object, ...]:
-    """What a cell and the greedy one that its rounds are compared with have in common."""
+    """Return the key that a cell shares with the greedy cell that its rounds are compared with."""
     return _values(cell, but=_SAMPLING)
 
 

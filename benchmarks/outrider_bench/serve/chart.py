@@ -43,7 +43,7 @@ def chart_lines(cells: Sequence[dict[str, Any]]) -> dict[str, ChartLine]:
 
 
 def chart_title(cells: Sequence[dict[str, Any]]) -> str:
-    """What the picture shows."""
+    """Return the title of the chart."""
     (model, max_tokens, temperature, top_p, *_), rule = _commonest(cells)
     drawn = "greedy" if temperature == 0.0 else f"T = {temperature:g}, top_p = {top_p:g}, {rule}"
     return f"{model}: tokens/s by sessions, {drawn}, answers up to {max_tokens} tokens"

@@ -23,11 +23,12 @@ from outrider_bench.serve.workload import BenchRequest, split_sessions
 
 MAX_PROCESSES: Final = 8
 SERVING_CORES: Final = 4
-"""Cores left to verifier, drafter and router where there are so many."""
+"""Number of cores left to verifier, drafter and router, if the machine has enough."""
 HEAD_START_S: Final = 0.05
-"""From the last client's readiness to the first request: all begin at one time."""
+"""Seconds from the readiness of the last client to the first request, so that all start
+together."""
 TIMEOUT_S: Final = 300.0
-"""Of one request, and of the clients' first word."""
+"""Timeout of one request and of the clients' start, in seconds."""
 
 _clock = time.monotonic
 
@@ -53,7 +54,7 @@ class WaveReport:
 
 
 def default_processes() -> int:
-    """As many as there are cores to spare, at least one and at most MOST."""
+    """Return the number of spare cores, within the allowed number of client processes."""
     return min(MAX_PROCESSES, max(1, len(os.sched_getaffinity(0)) - SERVING_CORES))
 
 

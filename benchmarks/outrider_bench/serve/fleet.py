@@ -61,8 +61,8 @@ class ServiceMachine:
     trace_dir: Path | None = None
     round_ms: float = 0.0
     row_us: float = 0.0
-    """What rounds are made to take, by the hook `outrider_bench.hooks.round_delay`; 0: what they
-    do."""
+    """Microseconds per row that `outrider_bench.hooks.round_delay` makes rounds take; 0 leaves them
+    unchanged."""
 
     @property
     def exchanges_on_device(self) -> bool:
@@ -112,7 +112,7 @@ class RunningFleet:
 
 
 def mean_of(values: Iterable[float]) -> float | None:
-    """Of those that are known, which are not 0; None if none is."""
+    """Return the mean of the values that are not 0; None if there are none."""
     known = [value for value in values if value > 0.0]
     return sum(known) / len(known) if known else None
 
@@ -219,7 +219,7 @@ def local_config(machine: ServiceMachine, service: BenchService) -> LocalFleetCo
 
 
 def verifier_hooks(machine: ServiceMachine) -> tuple[str, ...]:
-    """What makes the verifiers' rounds last longer, if anything does."""
+    """Return the verifier hooks that make rounds last longer."""
     if not machine.round_ms:
         return ()
     options = f"round_ms={machine.round_ms},row_us={machine.row_us}"
@@ -227,7 +227,7 @@ def verifier_hooks(machine: ServiceMachine) -> tuple[str, ...]:
 
 
 def drafter_hooks(handicap: DrafterHandicap) -> tuple[str, ...]:
-    """What makes the drafters suffer a handicap, if there is one."""
+    """Return the drafter hooks of a handicap."""
     hooks = []
     if handicap.exchange_delay_ms:
         hooks.append(f"outrider_bench.hooks.slow_link:delay_ms={handicap.exchange_delay_ms}")
@@ -256,13 +256,13 @@ def start_service(machine: ServiceMachine, service: BenchService) -> Iterator[Ru
 
 
 def connect_router(address: str) -> RunningFleet:
-    """What runs behind a router. Raises UnavailableError where none answers."""
+    """Return the fleet behind a router. Raises UnavailableError if no router answers."""
     with Client(address, retry=RetryPolicy(max_attempts=1)) as client:
         return RunningFleet(address, client.server_info())
 
 
 def placement_of(info: ServerInfo) -> str:
-    """What a fleet looks like from its router; fused and colocated are alike from there."""
+    """Return the placement that a router reports; it cannot tell fused from colocated."""
     if any(verifier.in_process_methods for verifier in info.verifiers):
         return IN_PROCESS_PLACEMENTS[0]
     return SEPARATE if info.drafters else PLAIN

@@ -19,9 +19,9 @@ from outrider_bench.serve.wave_metrics import RequestWave, rounded
 from outrider_bench.serve.workload import WaveSize, make_load
 
 IN_TURN: Final = ("steady_tokens_per_s", "round_ms", "ttft_ms", "itl_ms", "per_token_ms")
-"""What is said of the last of the plain waves, to tell where the others lose."""
+"""Figures of the last plain wave that other cells repeat for comparison."""
 START_S = 30.0
-"""What starting services takes at least: with less of the budget left none are started."""
+"""Minimum seconds to start services; with less of the budget left none are started."""
 
 
 @dataclass(slots=True)
@@ -58,10 +58,10 @@ class CellMeter:
     in_turn: bool = False
     """Whether each wave of a cell with drafts comes after one of the same requests without any."""
     about: dict[str, Any]
-    """What every cell says of the machine."""
+    """Facts about the machine that every cell contains."""
     lab: RoundBaseline = field(default_factory=RoundBaseline)
     start_s: float = 0.0
-    """What starting the services took until they were ready."""
+    """Seconds until the services were ready."""
     plain: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
     """Plain cells of this run by `plain_key`."""
     lock_step: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)

@@ -69,7 +69,7 @@ class AttentionShape(NamedTuple):
 
 
 WIDE_TREE = AttentionShape(1, 64)
-"""The shape whose best candidates are printed."""
+"""Shape for which the best candidates are printed."""
 TIMED = (
     WIDE_TREE,
     *(AttentionShape(batch, nodes) for batch in (1, 8, 32, 64) for nodes in (1, 4, 6, 8)),
@@ -129,7 +129,7 @@ def attend(
     shape: AttentionShape,
     layer: int,
 ) -> Tensor:
-    """One layer's attention."""
+    """Run the attention of one layer."""
     layer %= storage.shape[1]
     return tree_attention(
         bucket.qkv[:, :HEADS],
@@ -148,7 +148,7 @@ def attend(
 
 
 def default_config(shape: AttentionShape) -> AttentionConfig:
-    """What the engine takes for this shape."""
+    """Return the configuration that the engine takes for this shape."""
     return choose_config(
         batch=shape.batch,
         num_nodes=shape.nodes,

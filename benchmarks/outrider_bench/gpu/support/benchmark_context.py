@@ -92,7 +92,7 @@ class Bench:
 
     @property
     def device(self) -> torch.device:
-        """Where the target runs."""
+        """Device of the target."""
         device = torch.device(self.args.device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -100,7 +100,7 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and KV."""
+        """Dtype of weights and KV."""
         dtype: torch.dtype = getattr(torch, self.args.dtype)
         return dtype
 

@@ -33,7 +33,7 @@ class SessionStreamLog:
 
     opened: float
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """When each event came and how many tokens it carried."""
+    """Time and number of tokens of each event."""
     tokens: list[int] = field(default_factory=list)
     stats: SpecStats = field(default_factory=SpecStats)
 

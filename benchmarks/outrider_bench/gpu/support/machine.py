@@ -7,4 +7,5 @@ from typing import Final
 DEVICE_COPY_BYTES_S: Final = 4.3e12
 """Rate of a device copy on an H200, for the floor: bytes of weights over it."""
 BUSY_POLLING_CORES: Final = 3
-"""Of each process that serves over gRPC: its event loop, its working thread, gRPC's own."""
+"""Busy-polling cores of each process that serves over gRPC: for its event loop, its working thread
+and gRPC's own thread."""

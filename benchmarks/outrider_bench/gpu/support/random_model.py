@@ -56,7 +56,7 @@ TINY: Final = replace(
     num_kv_heads=2,
     head_dim=16,
 )
-"""For runs without an accelerator: the same code, no meaning."""
+"""Tiny model for runs without an accelerator; its figures have no meaning."""
 
 SHAPES: Final = {"llama-8b": LLAMA_8B, "tiny": TINY}
 
@@ -211,8 +211,8 @@ def widened_target(
 def write_drafter_files(
     model: Path, head: Path, out: Path, spec: WideSpec, target: TargetModel
 ) -> tuple[Path, Path]:
-    """What a drafter process needs of a widened model: a directory with its configuration,
-    tokenizer and embedding, and the widened head. Their paths."""
+    """Write the files that a drafter process needs of a widened model: a directory with
+    configuration, tokenizer and embedding, and the widened head. Return both paths."""
     wide_model, wide_head = out / "target", out / "head"
     wide_model.mkdir(parents=True, exist_ok=True)
     raw = json.dumps(hf_config(target.config))

@@ -53,7 +53,7 @@ class LoadedModels:
     """A target and its in-process drafter, and the location of the files for a drafter process."""
 
     name: str
-    """What the results call it: it says whether weights are random."""
+    """Name in the results; it says whether the weights are random."""
     target: TargetModel
     head: Eagle3Head | None = None
     projection: FeatureProjection | None = None
@@ -119,7 +119,7 @@ class RunningService:
     recorder: Any = None
     drafter_device: str = ""
     cores: set[int] = field(default_factory=set)
-    """Where other processes may run."""
+    """CPU cores for other processes."""
     reports: list[Any] = field(default_factory=list)
     """Every round's `RoundReport`."""
 
@@ -234,7 +234,7 @@ def release_runner(runner: Any) -> None:
 
 
 def drafter_device(setup: ServingSetup, target: TargetModel) -> str:
-    """Where a separate drafter's head lives."""
+    """Return the device of a separate drafter's head."""
     if setup.drafter_device:
         return setup.drafter_device
     if target.device.type != "cuda":

@@ -118,8 +118,8 @@ class VerifyBench:
         self._random = np.random.default_rng(0)
 
     def time_ms(self, rows: int, nodes: int, context: int, *, repeats: int) -> list[float]:
-        """Milliseconds of each verify of `rows` x `nodes`; the context grows by what is emitted
-        (a token a round, nearly always)."""
+        """Return the milliseconds of each verify round of `rows` x `nodes`. The context grows by
+        the emitted tokens, nearly always one per round."""
         slots, rounds, pool = self._runner._slots, self._runner.rounds, self._models.target.pool
         length = self._max_tokens + _ROOM
         sequences: list[KVSequence] = [pool.allocate(length) for _ in range(rows)]
@@ -217,7 +217,7 @@ class DraftBench:
     def tree(
         self, rows: int, *, new_rows: int, num_nodes: int, top_k: int, depth: int
     ) -> Callable[[], TreeDraft]:
-        """The same catch-up, with a tree."""
+        """Run the same catch-up with a tree."""
         inputs, state = self._inputs(rows, new_rows), self._runner._slots.sampling
         return partial(
             self.program.draft_tree,

@@ -19,7 +19,7 @@ COLOURS = (
     *("#ff8ab7", "#1f7a8c", "#8c8c1f", "#7d4e57", "#5b5f97", "#c05621"),
 )
 _IDLE = "#c8c8c8"
-"""Of spans in which nothing happens: their names begin with "wait"."""
+"""Colour of idle spans, whose names begin with "wait"."""
 _MIN_LABEL_PX = 7.0
 """Width of a letter, about: bars that are too short for their name go without."""
 

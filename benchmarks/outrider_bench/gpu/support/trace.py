@@ -20,7 +20,7 @@ class TrackSpan:
 
     @property
     def ms(self) -> float:
-        """Its length."""
+        """Length of the span in milliseconds."""
         return self.end_ms - self.start_ms
 
 
