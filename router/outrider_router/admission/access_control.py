@@ -228,7 +228,10 @@ class AccessControl:
         if not key.max_concurrent:
             return
         if count > key.max_concurrent:
-            raise _too_many(f"the API key {name!r} may have {key.max_concurrent} requests", count)
+            raise _too_many(
+                f"the API key {name!r} may have at most {key.max_concurrent} requests in progress",
+                count,
+            )
         if self._held.get(name, 0) + count > key.max_concurrent:
             self._metrics.refusals.labels(KEY_BUSY).inc()
             raise ResourceExhaustedError(
@@ -244,7 +247,9 @@ class AccessControl:
         burst = key.requests_burst or max(1.0, key.requests_per_s)
         # A single request passes whenever the bucket is full, however small the bucket is.
         if count > max(1.0, burst):
-            raise _too_many(f"the API key {name!r} may send {burst:g} requests", count)
+            raise _too_many(
+                f"the API key {name!r} may send at most {burst:g} requests at once", count
+            )
         of, bucket = self._buckets.get(name, (None, None))
         if bucket is None or of != key:
             bucket = TokenBucket(key.requests_per_s, burst, now)
@@ -306,7 +311,7 @@ def _cut(request: GenerateRequest, key: ApiKey, default_max_tokens: int) -> Gene
 
 def _too_many(bound: str, count: int) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{bound} at once, and these are {count}: every answer is one",
+        f"{bound}, and this request counts as {count}, because each choice counts as one",
         reason=KEY_TOO_MANY,
         param="n",
     )

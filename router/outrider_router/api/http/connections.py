@@ -22,7 +22,7 @@ SMALL_CHUNK_BYTES: Final = 1024
 _FULL: Final = HttpError(
     status=503,
     type="service_unavailable_error",
-    message="As many connections as there may be are waiting for answers.",
+    message="The maximum number of HTTP connections is in use.",
     code=CONNECTIONS_EXHAUSTED.lower(),
     retry_after_s=1.0,
 )

@@ -131,28 +131,32 @@ class StreamOptions(StrictModel):
     """Options of the token counts in a stream."""
 
     include_usage: bool | None = Field(
-        default=None, description="One more chunk at the end, with `usage`."
+        default=None, description="Whether a last chunk with `usage` is added to the stream."
     )
-    continuous_usage_stats: bool | None = Field(default=None, description="`usage` in every chunk.")
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="Whether every chunk has `usage`."
+    )
 
 
 class GenerationRequest(StructuredOutputFields):
     """Fields that completions and chat requests share."""
 
     model: ModelOrUserName | None = Field(
-        default=None, description="A served model; without it the one there is."
+        default=None,
+        description="Name of a served model. May be omitted if only one model is served.",
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Ge(1), Le(MAX_CHOICES)] | None = Field(
-        default=None, description="Answers to each prompt. Answer i has the seed `seed + i`."
+        default=None, description="Number of choices per prompt. Choice i has the seed `seed + i`."
     )
     temperature: Annotated[float, Ge(0), Le(MAX_TEMPERATURE)] | None = Field(
-        default=None, description="0 decodes greedily; default 1."
+        default=None, description="Sampling temperature. 0 decodes greedily. The default is 1."
     )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Ge(-1), Le(MAX_VOCAB_SIZE)] | None = Field(
-        default=None, description="-1 and 0 keep all ids."
+        default=None,
+        description="Number of most probable token ids to keep. -1 and 0 keep all ids.",
     )
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
     presence_penalty: Annotated[float, Ge(-2), Le(2)] | None = None
@@ -168,9 +172,12 @@ class GenerationRequest(StructuredOutputFields):
             BeforeValidator(_few_biases),
         ]
         | None
-    ) = Field(default=None, description="By token id, as text.")
+    ) = Field(
+        default=None,
+        description="Amounts that are added to logits. Each key is a token id, as a string.",
+    )
     seed: Annotated[int, Ge(MIN_SEED), Le(UINT64_MAX)] | None = Field(
-        default=None, description="64 bits; a negative one stands for itself plus 2^64."
+        default=None, description="Sampling seed of 64 bits. 2^64 is added to a negative seed."
     )
     stop: StopValue | None = None
     max_tokens: Annotated[int, Ge(1), Le(MAX_SEQUENCE_LEN)] | None = None
@@ -180,34 +187,40 @@ class GenerationRequest(StructuredOutputFields):
     banned_token_ids: Annotated[list[TokenIdNumber], _size(0, MAX_BANNED_IDS)] | None = None
     allowed_token_ids: Annotated[list[TokenIdNumber], _size(1, MAX_ALLOWED_IDS)] | None = Field(
         default=None,
-        description="Only these are emitted, an end-of-turn id if it is one of them.",
+        description="The only token ids that may be generated. An end-of-turn id must be in "
+        "the list to be generated.",
     )
     bad_words: Annotated[list[BadWord], _size(0, MAX_BAD_WORD_TEXTS)] | None = Field(
         default=None,
-        description="Never emitted in the tokens that write them, alone and behind a space.",
+        description="Words that are not generated. A word stands for the token sequences that the "
+        "tokenizer makes of it, both alone and after a space.",
     )
     include_stop_str_in_output: bool | None = Field(
-        default=None, description="Whether what ends the text is part of it."
+        default=None, description="Whether the stop string or stop token is part of the text."
     )
     skip_special_tokens: bool | None = Field(
-        default=None, description="False: special tokens are part of the text."
+        default=None,
+        description="Whether special tokens are left out of the text. The default is true.",
     )
     return_token_ids: bool | None = Field(
-        default=None, description="The ids of prompts and answers."
+        default=None, description="Whether the response has the token ids of prompt and answer."
     )
     return_tokens_as_token_ids: bool | None = Field(
-        default=None, description="Tokens of logprobs are called token_id:N."
+        default=None, description="Whether tokens of `logprobs` are written as `token_id:N`."
     )
     priority: Annotated[int, Ge(-MAX_PRIORITY), Le(MAX_PRIORITY)] | None = Field(
-        default=None, description="Greater goes first (vLLM: lesser)."
+        default=None,
+        description="Requests with a greater priority go first. (In vLLM, smaller goes first.)",
     )
     rule: Literal["greedy", "coupled", "rejection", "target-only"] | None = Field(
-        default=None, description="Acceptance rule at temperature > 0; default coupled."
+        default=None, description="Acceptance rule at temperature > 0. The default is `coupled`."
     )
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
-        default=None, description="Seconds until the request ends with 504, as a deadline of gRPC."
+        default=None, description="Time in seconds after which the request ends with status 504."
     )
-    speculate: bool | None = Field(default=None, description="False decodes plainly.")
+    speculate: bool | None = Field(
+        default=None, description="Whether speculative decoding is used."
+    )
     drafter: Literal["none", "eagle3", "eagle", "ngram", "model"] | None = None
     draft_tokens: Annotated[int, Ge(0), Le(MAX_DRAFT_TOKENS)] | None = None
     draft_top_k: Annotated[int, Ge(1), Le(MAX_DRAFT_TOP_K)] | None = None
@@ -221,10 +234,12 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompts
     logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = Field(
         default=None,
-        description="So many alternatives beside each token; 0: the token's own alone.",
+        description="Number of most probable tokens to return per position. 0 returns only the log-"
+        "probability of the generated token.",
     )
     echo: bool | None = Field(
-        default=None, description="The text begins with the prompt; without `logprobs`."
+        default=None,
+        description="Whether the text begins with the prompt. Not allowed with `logprobs`.",
     )
 
 
@@ -254,34 +269,35 @@ class ChatCompletionRequest(GenerationRequest):
 
     messages: Annotated[list[ChatRequestMessage], _size(1, MAX_CHAT_MESSAGES)]
     max_completion_tokens: Annotated[int, Ge(1), Le(MAX_SEQUENCE_LEN)] | None = Field(
-        default=None, description="The newer name of max_tokens, and stronger."
+        default=None, description="Largest number of generated tokens. Overrides `max_tokens`."
     )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = Field(
-        default=None, description="So many alternatives beside each token; needs `logprobs`."
+        default=None,
+        description="Number of most probable tokens to return per position. Needs `logprobs`.",
     )
 
 
 class TokenizeRequest(StrictModel):
-    """Body of POST /tokenize: exactly one of a text and a conversation."""
+    """Body of POST /tokenize, with exactly one of `prompt` and `messages`."""
 
     model: ModelOrUserName | None = None
     prompt: Annotated[str, Len(0, MAX_TOKENIZED_CHARS)] | None = None
     messages: Annotated[list[ChatRequestMessage], _size(1, MAX_CHAT_MESSAGES)] | None = None
     add_special_tokens: bool | None = Field(
         default=None,
-        description="Of a text: whether a BOS is put first, by default yes. The chat template "
-        "writes that of a conversation: true is refused there.",
+        description="Whether a BOS token is put before `prompt`. The default is true. Must not be "
+        "true with `messages`, where the chat template writes the BOS token.",
     )
     add_generation_prompt: bool | None = Field(
         default=None,
-        description="Of a conversation: whether the beginning of the next answer is put last, by "
-        "default yes, unless `continue_final_message`.",
+        description="Whether the header of the next assistant message is added after `messages`. "
+        "The default is true, unless `continue_final_message` is true.",
     )
     continue_final_message: bool | None = Field(
         default=None,
-        description="Of a conversation: whether it ends within the last message, so that the "
-        "model continues that. Not with `add_generation_prompt`.",
+        description="Whether the last message is left open, so that the model continues it. Must "
+        "not be true together with `add_generation_prompt`.",
     )
     return_token_strs: bool | None = None
 

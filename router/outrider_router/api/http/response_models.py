@@ -21,7 +21,7 @@ class ErrorBody(BaseModel):
     message: str
     type: str
     param: str | None
-    code: str = Field(description="A stable name of the reason, for machines.")
+    code: str = Field(description="Stable, machine-readable name of the reason.")
 
 
 class ErrorResponse(BaseModel):
@@ -49,16 +49,22 @@ class UsageBody(BaseModel):
 class SpeculationBody(BaseModel):
     """Speculative decoding statistics of this request."""
 
-    mean_acceptance_length: float = Field(description="1 + accepted / rounds with a proposal.")
-    draft_acceptance_rate: float = Field(description="Accepted of all draft tokens.")
-    num_spec_steps: Count = Field(description="Rounds with a proposal.")
+    mean_acceptance_length: float = Field(
+        description="1 + accepted draft tokens / rounds with a proposal."
+    )
+    draft_acceptance_rate: float = Field(description="Accepted draft tokens / all draft tokens.")
+    num_spec_steps: Count = Field(description="Number of rounds with a proposal.")
     num_draft_tokens: Count
     num_accepted_draft_tokens: Count
     accepted_per_position: list[Count]
-    rounds: Count = Field(description="All verify rounds that emitted tokens.")
+    rounds: Count = Field(description="Number of all verify rounds that emitted tokens.")
     tokens_per_round: float
-    fallback_rounds: Count = Field(description="Rounds without the proposal that was wanted.")
-    paused_rounds: Count = Field(description="Rounds that the planner had decoded plainly.")
+    fallback_rounds: Count = Field(
+        description="Number of rounds without a proposal although the request uses speculation."
+    )
+    paused_rounds: Count = Field(
+        description="Number of rounds without drafts because the planner turned speculation off."
+    )
 
 
 class MetricsBody(BaseModel):
@@ -93,10 +99,14 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
-    stop_reason: str | int | None = Field(description="The client's stop that ended it.")
-    token_ids: list[Count] | None = Field(default=None, description="With `return_token_ids`.")
+    stop_reason: str | int | None = Field(
+        description="The stop string or stop token id of the request that ended the choice."
+    )
+    token_ids: list[Count] | None = Field(
+        default=None, description="Generated token ids. Present with `return_token_ids`."
+    )
     prompt_token_ids: list[Count] | None = Field(
-        default=None, description="With `return_token_ids`."
+        default=None, description="Token ids of the prompt. Present with `return_token_ids`."
     )
 
 
@@ -143,8 +153,12 @@ class ChatChoice(BaseModel):
     message: ChatMessageBody
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
-    stop_reason: str | int | None = Field(description="The client's stop that ended it.")
-    token_ids: list[Count] | None = Field(default=None, description="With `return_token_ids`.")
+    stop_reason: str | int | None = Field(
+        description="The stop string or stop token id of the request that ended the choice."
+    )
+    token_ids: list[Count] | None = Field(
+        default=None, description="Generated token ids. Present with `return_token_ids`."
+    )
 
 
 class ChatCompletionResponse(GenerationResponse):
@@ -153,7 +167,7 @@ class ChatCompletionResponse(GenerationResponse):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_token_ids: list[Count] | None = Field(
-        default=None, description="With `return_token_ids`."
+        default=None, description="Token ids of the prompt. Present with `return_token_ids`."
     )
 
 
@@ -166,7 +180,9 @@ class ModelCard(BaseModel):
     owned_by: str = "outrider"
     root: str
     parent: str | None = None
-    max_model_len: Count = Field(description="Most tokens of prompt and answer.")
+    max_model_len: Count = Field(
+        description="Largest number of tokens of prompt and answer together."
+    )
 
 
 class ModelList(BaseModel):
@@ -204,18 +220,18 @@ class DetokenizeResponse(BaseModel):
 
 
 _SAYS = {
-    400: "The request is malformed, or asks for what is not supported.",
-    401: "No valid key.",
-    404: "The model is not served here.",
+    400: "The request is malformed or uses an unsupported feature.",
+    401: "The request has no valid API key.",
+    404: "The model is not served.",
     405: "The method is not allowed.",
-    409: "A request of this X-Request-Id is running.",
+    409: "A request with this X-Request-Id is running.",
     413: "The body is too large.",
-    415: "The body is not said to be JSON.",
-    429: "A bound was reached; Retry-After says when to come back.",
-    499: "The request was aborted by its id.",
-    500: "A bug, or peers that do not fit together.",
-    503: "No verifier can serve it now, or the router is about to stop.",
-    504: "The deadline passed.",
+    415: "The Content-Type is not JSON, or the body is compressed.",
+    429: "A limit was reached. Retry-After gives the time to wait before a retry.",
+    499: "The request was aborted by its request id.",
+    500: "An internal error or incompatible processes.",
+    503: "No verifier can serve the request now, or the router is shutting down.",
+    504: "The deadline of the request passed.",
 }
 
 
@@ -232,6 +248,6 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 GENERATION_ERRORS = error_responses(404, 409, 499, 503, 504)
 """Error responses of the generation routes."""
 STREAM_RESPONSE: dict[str, Any] = {
-    "description": "The answer; with `stream`, server-sent events that end with `[DONE]`.",
+    "description": "The answer. With `stream`, server-sent events that end with `[DONE]`.",
     "content": {"text/event-stream": {"schema": {"type": "string"}}},
 }

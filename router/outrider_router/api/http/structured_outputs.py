@@ -61,7 +61,7 @@ class StructuredOutputs(StrictModel):
     json_object: bool | None = None
     regex: NonEmptyText | None = None
     choice: Choices | None = None
-    grammar: NonEmptyText | None = Field(default=None, description="In Lark's syntax.")
+    grammar: NonEmptyText | None = Field(default=None, description="A grammar in Lark's syntax.")
 
 
 class StructuredOutputFields(StrictModel):
@@ -69,7 +69,9 @@ class StructuredOutputFields(StrictModel):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | None = Field(default=None, description="structured_outputs.json")
+    guided_json: Schema | None = Field(
+        default=None, description="Same as `structured_outputs.json`."
+    )
     guided_regex: NonEmptyText | None = None
     guided_choice: Choices | None = None
     guided_grammar: NonEmptyText | None = None

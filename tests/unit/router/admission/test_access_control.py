@@ -164,7 +164,7 @@ def test_more_at_once_than_a_key_ever_has_is_no_matter_of_waiting(
 ) -> None:
     bed = Bed(write(path, a=limits))
     caller = bed.access_control.authorize(bearer("a"))
-    with pytest.raises(InvalidRequestError, match=f"these are {most + 1}") as refused:
+    with pytest.raises(InvalidRequestError, match=f"this request counts as {most + 1}") as refused:
         bed.access_control.enter_requests(caller, [REQUEST] * (most + 1))
     assert refused.value.reason == "KEY_TOO_MANY"
     assert len(bed.access_control.enter_requests(caller, [REQUEST] * most)) == most

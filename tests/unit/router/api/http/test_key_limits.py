@@ -47,7 +47,8 @@ async def test_n_answers_come_in_together_or_are_a_mistake(tmp_path: Path) -> No
         refused = await client.post("/v1/completions", json=completion(4))
         error = refused.json()["error"]
         assert (refused.status_code, error["code"]) == (400, "key_too_many")
-        assert "may have 3 requests at once, and these are 4" in error["message"]
+        assert "may have at most 3 requests in progress" in error["message"]
+        assert "this request counts as 4" in error["message"]
         assert "retry-after" not in refused.headers
         assert len(verifier.specs) == before, "not one of them was served"
         await assert_all_freed(router, verifier)
