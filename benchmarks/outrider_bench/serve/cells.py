@@ -214,6 +214,8 @@ class BenchCell:
     """Whether the verifiers keep what others may begin with."""
     device_exchange: bool = False
     """Whether drafts and features pass between devices."""
+    batch_invariant: bool = False
+    """Whether the verifiers compute the same bits for a token whatever runs beside it."""
 
     @property
     def plain(self) -> BenchCell:
@@ -249,6 +251,7 @@ class BenchCell:
             "routers": self.routers,
             "prefix_cache": self.prefix_cache,
             "device_exchange": self.device_exchange,
+            "batch_invariant": self.batch_invariant,
         }
 
     def __str__(self) -> str:
@@ -260,6 +263,7 @@ class BenchCell:
         fronts = f", {self.routers} routers" if self.routers > 1 else ""
         cold = "" if self.prefix_cache else ", no prefix cache"
         cold += ", device exchange" if self.device_exchange else ""
+        cold += ", batch-invariant" if self.batch_invariant else ""
         drafts = f"{self.placement} {self.drafts.name}"
         return f"{drafts}, {parameters}{bias}, {load}{slowed}{fronts}{cold}"
 
@@ -269,8 +273,14 @@ KEY_FIELDS: Final = (
     *("repetition_penalty", "logit_bias", "sessions", "rate", "max_tokens", "busy_polling_cores"),
     *("look_ahead", "fan_out", "exchange_delay_ms", "drafter_slowdown"),
     *("planner", "verifiers", "drafters", "routers", "prefix_cache", "device_exchange"),
+    "batch_invariant",
 )
-_BEFORE: Final = {"routers": 1, "prefix_cache": False, "device_exchange": False}
+_BEFORE: Final = {
+    "routers": 1,
+    "prefix_cache": False,
+    "device_exchange": False,
+    "batch_invariant": False,
+}
 """What cells had that say nothing of it: results from before there was such a thing."""
 _AHEAD_KEYS: Final = ("drafts", "look_ahead", "fan_out")
 _PLACING: Final = (

@@ -38,180 +38,236 @@ HEADERS: Final = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
-    add("--router", metavar="HOST:PORT", help="a running router; default: start what is needed")
+    add(
+        "--router",
+        metavar="HOST:PORT",
+        help="Address of a running router. Default: start the services.",
+    )
     add(
         "--placement",
         metavar="A,B",
-        help="plain, separate, colocated, fused; plain is always measured, unless it "
-        "has waves --in-turn; default: plain,separate",
+        help="Placements to measure: plain, separate, colocated, fused. plain is always measured, "
+        "unless --in-turn adds plain waves. Default: plain,separate.",
     )
     add(
         "--model",
         default=DEFAULT_MODEL,
-        help="name, directory, or widened (8B cost); with a --router of this host the directory of "
-        "what it serves, for the lab's rounds",
+        help="Name or directory of the model, or `widened` for a random model with the cost of 8B. "
+        "With --router, the directory of the model that it serves.",
     )
-    add("--wide", metavar="SHAPE", help="widen --model: HIDDEN,INNER,LAYERS,HEADS,KV_HEADS")
-    add("--head", type=Path, help="draft head; default: the one that ships for the model")
-    add("--draft-model", metavar="NAME|DIR", help="for --drafter model")
+    add(
+        "--wide",
+        metavar="SHAPE",
+        help="Shape of a widened model: HIDDEN,INNER,LAYERS,HEADS,KV_HEADS.",
+    )
+    add("--head", type=Path, help="Draft head. Default: the head shipped for the model.")
+    add("--draft-model", metavar="NAME|DIR", help="Model that drafts with --drafter model.")
     add(
         "--verifiers",
         type=integer_at_least(1),
         metavar="N",
         default=1,
-        help="of a placement; default: 1",
+        help="Number of verifiers of a placement. Default: 1.",
     )
     add(
         "--drafters",
         type=integer_at_least(1),
         metavar="N",
         default=1,
-        help="that these share; default: 1",
+        help="Number of drafters, which all verifiers share. Default: 1.",
     )
     add(
         "--routers",
         type=integer_at_least(1),
         metavar="N",
         default=1,
-        help="at one address, or with --router what runs there; default: 1",
+        help="Number of routers at one address; with --router, the number that runs. Default: 1.",
     )
     add(
         "--no-prefix-cache",
         action="store_true",
-        help="every prompt is computed from its beginning; with --router say so if it is",
+        help="Compute every prompt from its beginning. With --router, state it if that is so.",
     )
     add(
         "--device-exchange",
         choices=EXCHANGE_MODES,
         nargs="?",
         const=ON,
-        help="whether separate drafters exchange with verifiers between devices; with --router say "
-        "on if they do; default: auto, where each has a GPU of its own",
+        help="Whether separate drafters exchange with verifiers between devices. With --router, "
+        "state `on` if they do. Default: auto, which is on if each process has its own GPU.",
     )
-    add("--device", choices=DEVICES, help="default: cuda where there is one")
-    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
-    add("--threads", type=integer_at_least(1), help="compute threads of verifier and drafter each")
+    add(
+        "--batch-invariant",
+        action="store_true",
+        help="Verifiers compute the same bits for a token whatever runs beside it. With --router, "
+        "state it if they do.",
+    )
+    add("--device", choices=DEVICES, help="Device of the models. Default: cuda if there is a GPU.")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="Dtype of the models. Default: bfloat16 on GPUs, else float32.",
+    )
+    add("--threads", type=integer_at_least(1), help="Compute threads of each verifier and drafter.")
     add(
         "--busy-polling-cores",
         type=integer_at_least(0),
-        help="CPU cores that each model process keeps busy-polling; default: "
-        f"{BUSY_POLLING_CORES} for separate drafters where there are cores to spare",
+        help="CPU cores that each model process keeps busy-polling. Default: "
+        f"{BUSY_POLLING_CORES} with separate drafters, if there are enough cores.",
     )
     add(
         "--planner",
         choices=PLANNERS,
-        help="fixed: sessions speculate as asked, whatever that gives; default: automatic",
+        help="fixed: sessions speculate as requested, even if it is slower. Default: automatic.",
     )
     _add_drafts(parser)
     _add_load(parser)
-    add("--out", type=Path, metavar="FILE", help="service.json to merge the cells into")
-    add("--merge", type=Path, nargs="+", metavar="FILE", help="merge these into --out, no runs")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="File (service.json) into which the cells are merged.",
+    )
+    add(
+        "--merge",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="Merge these files into --out and measure nothing.",
+    )
     add(
         "--keep-plain",
         action="store_true",
-        help="plain cells that --out has of this commit and machine are not measured again",
+        help="Do not measure plain cells again that --out has for this commit and machine.",
     )
-    add("--plot", type=Path, metavar="FILE.svg", help="tokens/s over sessions")
-    add("--trace-dir", type=Path, help="where started processes leave their timelines")
-    add("--log-dir", type=Path, help="where the logs of started processes stay")
-    add("--json", action="store_true", help="last line of the output is one JSON object")
+    add("--plot", type=Path, metavar="FILE.svg", help="Chart of tokens/s over sessions.")
+    add("--trace-dir", type=Path, help="Directory for the timelines of started processes.")
+    add("--log-dir", type=Path, help="Directory for the logs of started processes.")
+    add("--json", action="store_true", help="Print one JSON object as the last line.")
 
 
 def _add_drafts(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--drafter", choices=DRAFTERS, default=DRAFTERS[0], help="default: eagle3")
+    add("--drafter", choices=DRAFTERS, default=DRAFTERS[0], help="Draft method. Default: eagle3.")
     add(
         "--draft-tokens",
         type=integer_at_least(1),
         metavar="N",
-        help="a round; default: the server's own",
+        help="Draft tokens per round. Default: that of the server.",
     )
     add(
         "--draft-top-k",
         type=integer_at_least(1),
         metavar="K",
         default=1,
-        help="1 (default) is a chain",
+        help="Branching factor of drafts; 1 (default) drafts chains.",
     )
     add(
         "--drafts",
         metavar="A,B",
-        help="several at once, instead of the three: auto, ngram, chain-3, tree-32, tree-32x4; "
-        "chain-3+ahead, +ahead16 (outcomes) and +lockstep say what --look-ahead does",
+        help="Several drafts in one run, instead of the three flags above: auto, ngram, chain-3, "
+        "tree-32, tree-32x4. The suffixes +ahead, +ahead16 (16 outcomes) and +lockstep replace "
+        "--look-ahead.",
     )
     add(
         "--look-ahead",
         metavar="A,B",
-        help="each of the drafts in each of these ways: 0 in lock-step, 1 ahead of verdicts (with "
-        "--planner fixed always, else where it pays), auto as the router says; default: auto",
+        help="Look-ahead of each of the drafts: 0 in lock-step, 1 ahead of verdicts (always with "
+        "--planner fixed, else if it is faster), auto for the router's default. Default: auto.",
     )
     add(
         "--fan-out",
         metavar="N",
         type=parse_fan_out,
-        help="outcomes drafted ahead; default: drafter's",
+        help="Outcomes drafted ahead. Default: that of the drafter.",
     )
     add(
         "--exchange-delay-ms",
         metavar="A,B",
-        help="each way between verifier and drafter; a start of services each; default: 0",
+        help="Delays between verifier and drafter in each direction; the services start once for "
+        "each. Default: 0.",
     )
     add(
         "--round-ms",
         type=number_at_least(0.0),
         default=0.0,
-        help="EMULATED: rounds of one row last so long, as with a larger model",
+        help="EMULATED: duration of a round of one row, to stand for a larger model.",
     )
     add(
         "--row-us",
         type=number_at_least(0.0),
         default=0.0,
-        help="of each further row of such a round",
+        help="EMULATED: microseconds that each further row adds to such a round.",
     )
     add(
         "--drafter-slowdown",
         metavar="A,B",
-        help="how many times as long drafts take, by waiting; a start of services each; default: 1",
+        help="Factors by which drafts take longer; the services start once for each. Default: 1.",
     )
-    add("--temperature", metavar="A,B", help="0 (default) is greedy; of a grid: 0 to 2")
+    add(
+        "--temperature",
+        metavar="A,B",
+        help="Temperatures. Default: 0, which is greedy; 0 to 2 with --grid.",
+    )
     add("--rule", choices=[rule.value for rule in Rule], default=Rule.COUPLED.value)
     add("--top-p", type=float, default=1.0)
     add("--min-p", type=float, default=0.0)
     add("--repetition-penalty", type=float, default=1.0)
-    add("--sampling", metavar="A,B", help=f"several at once, instead: {', '.join(SETS)}")
-    add("--ignore-eos", action="store_true", help="answers go on to --max-tokens")
+    add(
+        "--sampling", metavar="A,B", help=f"Several sets of sampling parameters: {', '.join(SETS)}."
+    )
+    add("--ignore-eos", action="store_true", help="Answers continue up to --max-tokens.")
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--sessions", metavar="A,B", help="requests at a time; default: 1,8,32")
-    add("--rate", type=float, metavar="R", help="instead: R requests/s that arrive at random")
+    add("--sessions", metavar="A,B", help="Numbers of concurrent requests. Default: 1,8,32.")
+    add(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="Instead of --sessions: R requests/s with random arrival times.",
+    )
     add(
         "--prompts",
         type=Path,
         default=DEFAULT_PROMPTS,
-        help="JSONL, see outrider_bench.long_prompts for long ones; default: the bundled 40",
+        help="JSONL file of prompts; see outrider_bench.long_prompts for long ones. Default: the "
+        "bundled 40.",
     )
-    add("--limit", type=integer_at_least(1), help="number of prompts; default: all")
-    add("--max-tokens", type=integer_at_least(2), metavar="N", help="default: 256; of a grid: 64")
-    add("--waves", type=integer_at_least(1), help="default: 3; of a grid: 2; the last is reported")
+    add("--limit", type=integer_at_least(1), help="Number of prompts. Default: all.")
+    add(
+        "--max-tokens",
+        type=integer_at_least(2),
+        metavar="N",
+        help="Length of answers. Default: 256; 64 with --grid.",
+    )
+    add(
+        "--waves",
+        type=integer_at_least(1),
+        help="Waves of requests; the last is reported. Default: 3; 2 with --grid.",
+    )
     add(
         "--in-turn",
         action="store_true",
-        help="before each wave with drafts one of the same requests without, of the same services",
+        help="Before each wave with drafts, run the same requests without drafts.",
     )
     add(
         "--requests",
         type=integer_at_least(1),
-        help="of a wave, at least; default: 16; of a grid: 8",
+        help="Minimum number of requests of a wave. Default: 16; 8 with --grid.",
     )
     add(
         "--clients",
         type=integer_at_least(1),
-        help="client processes; default: what cores allow, up to 8",
+        help="Client processes. Default: as many as the cores allow, up to 8.",
     )
-    add("--grid", action="store_true", help="temperatures x sessions x placements x drafts, short")
-    add("--budget-s", type=float, help="leave out the cells that would end later than this")
+    add(
+        "--grid",
+        action="store_true",
+        help="Measure all combinations of temperatures, sessions, placements and drafts briefly.",
+    )
+    add("--budget-s", type=float, help="Skip cells that would end after this many seconds.")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -229,7 +285,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _busy_polling_cores(args: argparse.Namespace) -> dict[str, int]:
-    """Awake cores by placement."""
+    """Return the busy-polling cores of each model process, by placement."""
     if args.busy_polling_cores is not None:
         return {placement: args.busy_polling_cores for placement in PLACEMENTS}
     spare = len(os.sched_getaffinity(0)) > 4 * BUSY_POLLING_CORES

@@ -57,6 +57,7 @@ class ServiceMachine:
     device_exchange: str = AUTO
     """Whether separate drafters exchange with verifiers between devices: see
     `LocalFleetConfig`."""
+    batch_invariant: bool = False
     log_dir: Path | None = None
     trace_dir: Path | None = None
     round_ms: float = 0.0
@@ -203,6 +204,7 @@ def local_config(machine: ServiceMachine, service: BenchService) -> LocalFleetCo
         device=machine.device,
         placement=service.placement if own else SEPARATE,
         device_exchange=machine.device_exchange,
+        batch_invariant=machine.batch_invariant,
         draft_length=shapes[0][0] if (own or machine.exchanges_on_device) and shapes else None,
         draft_top_k=shapes[0][1] if own and shapes else None,
         kv_tokens=budget if machine.device == CPU else None,

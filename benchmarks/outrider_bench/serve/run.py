@@ -143,6 +143,7 @@ class BenchRun:
             routers=args.routers,
             prefix_cache=not args.no_prefix_cache,
             device_exchange=args.device_exchange or AUTO,
+            batch_invariant=args.batch_invariant,
             max_tokens=self._max_tokens,
             threads=args.threads,
             planner=args.planner,
@@ -242,6 +243,7 @@ class BenchRun:
                         routers=self._args.routers,
                         prefix_cache=not self._args.no_prefix_cache,
                         device_exchange=exchanges and service.placement == SEPARATE,
+                        batch_invariant=self._args.batch_invariant,
                     )
                     if service.placement == PLAIN:
                         cell = cell.plain
