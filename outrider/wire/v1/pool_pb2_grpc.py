@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PoolServiceStub(object):
-    """Served by a router where it is told to.
+    """Served by a router that has such an address.
     """
 
     def __init__(self, channel):
@@ -48,19 +48,19 @@ class PoolServiceStub(object):
 
 
 class PoolServiceServicer(object):
-    """Served by a router where it is told to.
+    """Served by a router that has such an address.
     """
 
     def AddDrafter(self, request, context):
-        """Look for a drafter and give it sessions, those that run too. Idempotent; does not wait until
-        the drafter is there: GetServerInfo tells.
+        """Add a drafter, and assign new and running sessions to it. Idempotent. Does not wait for the
+        drafter: GetServerInfo shows whether it is connected.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoveDrafter(self, request, context):
-        """Give a drafter's sessions to the others, detach it from the verifiers, and forget it. When
+        """Move a drafter's sessions to other drafters, detach it from the verifiers, and remove it. When
         this returns, its process may end without harm. NOT_FOUND if there is none at this address.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -89,7 +89,7 @@ def add_PoolServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PoolService(object):
-    """Served by a router where it is told to.
+    """Served by a router that has such an address.
     """
 
     @staticmethod
