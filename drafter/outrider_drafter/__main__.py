@@ -58,56 +58,67 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="outrider-drafter", description="Propose draft trees for a verifier's sessions."
     )
-    parser.add_argument("--config", metavar="FILE.toml", help="configuration file")
-    parser.add_argument("--listen", metavar="HOST:PORT", help="address of the control service")
-    parser.add_argument("--model", metavar="DIR|NAME", help="the target: vocabulary and embedding")
-    parser.add_argument("--head", metavar="DIR", help="EAGLE head")
-    parser.add_argument("--draft-model", metavar="DIR|NAME", help="small model, same tokenizer")
+    parser.add_argument("--config", metavar="FILE.toml", help="Configuration file.")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="Address of the control service.")
     parser.add_argument(
-        "--methods", type=comma_list, metavar="A,B", help="eagle3, eagle, ngram, model"
+        "--model", metavar="DIR|NAME", help="Target model, for its vocabulary and embedding."
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="element type of the draft models")
-    parser.add_argument("--device", help="torch device")
+    parser.add_argument("--head", metavar="DIR", help="EAGLE head.")
+    parser.add_argument(
+        "--draft-model", metavar="DIR|NAME", help="Small draft model with the target's tokenizer."
+    )
+    parser.add_argument(
+        "--methods",
+        type=comma_list,
+        metavar="A,B",
+        help="Draft methods: eagle3, eagle, ngram, model.",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="Dtype of the draft models.")
+    parser.add_argument("--device", help="torch device of the models.")
     parser.add_argument(
         "--cuda-graphs",
         action=argparse.BooleanOptionalAction,
-        help="run a head's drafts as captured CUDA graphs (the default)",
+        help="Draft by captured CUDA graphs on a GPU. Default: on.",
     )
-    parser.add_argument("--threads", type=int, help="threads of CPU operators")
+    parser.add_argument("--threads", type=int, help="Compute threads of torch.")
     parser.add_argument(
         "--shared-memory",
         action=argparse.BooleanOptionalAction,
-        help="exchange through shared memory on one host (the default)",
+        help="Use shared memory with verifiers of the same host. Default: on.",
     )
     parser.add_argument(
         "--device-exchange",
         choices=EXCHANGE_MODES,
         nargs="?",
         const=ON,
-        help="exchange drafts and features between devices of one host; default: auto",
+        help="Exchange drafts and features directly between GPUs of one host. Default: auto.",
     )
     parser.add_argument(
-        "--busy-polling-cores", type=int, help="cores kept from going idle while serving"
+        "--busy-polling-cores", type=int, help="CPU cores kept busy-polling while serving."
     )
     parser.add_argument(
-        "--drain-timeout-s", type=float, help="time to hand sessions over after SIGTERM"
+        "--drain-timeout-s", type=float, help="Seconds to hand sessions over after SIGTERM."
     )
-    parser.add_argument("--drafter-id", metavar="NAME", help="stable name of this drafter")
-    parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")
+    parser.add_argument("--drafter-id", metavar="NAME", help="Stable name of this drafter.")
+    parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one.")
     parser.add_argument(
-        "--health-listen", metavar="HOST:PORT", help="address of a port that serves health alone"
+        "--health-listen", metavar="HOST:PORT", help="Address that serves only the health service."
     )
-    parser.add_argument("--trace-file", metavar="FILE.json", help="timeline, written at the end")
+    parser.add_argument(
+        "--trace-file",
+        metavar="FILE.json",
+        help="File for the timeline, which is written at the end.",
+    )
     parser.add_argument(
         "--hook",
         dest="hooks",
         action="append",
         metavar="MODULE[:KEY=VALUE,...]",
-        help="module of the operator's own to run in this process; may be repeated",
+        help="Python module to load into this process. May be repeated.",
     )
     add_tls_arguments(parser)
     add_tracing_flags(parser)
-    parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
+    parser.add_argument("--log-level", help="Log level: DEBUG, INFO, WARNING or ERROR.")
     return parser
 
 

@@ -57,26 +57,32 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="outrider-verifier", description="Host the target model and verify drafts."
     )
-    parser.add_argument("--config", metavar="FILE.toml", help="configuration file")
-    parser.add_argument("--model", metavar="NAME|DIR|FILE", help="the target")
-    parser.add_argument("--listen", metavar="HOST:PORT", help="address of the gRPC services")
-    parser.add_argument("--feature-head", metavar="DIR", help="head whose projection runs here")
-    parser.add_argument("--dtype", choices=DTYPES, help="element type of the target")
-    parser.add_argument("--device", help="torch device")
-    parser.add_argument("--placement", choices=PLACEMENTS, help="where drafts are made")
-    parser.add_argument("--planner", choices=PLANNERS, help="whether plans follow measurements")
+    parser.add_argument("--config", metavar="FILE.toml", help="Configuration file.")
+    parser.add_argument("--model", metavar="NAME|DIR|FILE", help="Target model.")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="Address of the gRPC services.")
     parser.add_argument(
-        "--draft-length", type=int, help="draft tokens a round of an in-process drafter"
+        "--feature-head",
+        metavar="DIR",
+        help="Draft head whose feature projection runs in this process.",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="Dtype of the target.")
+    parser.add_argument("--device", help="torch device of the models.")
+    parser.add_argument("--placement", choices=PLACEMENTS, help="Where drafts are made.")
+    parser.add_argument(
+        "--planner", choices=PLANNERS, help="Whether speculation adapts to measurements."
     )
     parser.add_argument(
-        "--draft-top-k", type=int, help="children an in-process drafter tries of a node"
+        "--draft-length", type=int, help="Draft tokens per round of an in-process drafter."
+    )
+    parser.add_argument(
+        "--draft-top-k", type=int, help="Branching factor of an in-process drafter's trees."
     )
     parser.add_argument(
         "--no-cuda-graphs",
         dest="cuda_graphs",
         action="store_const",
         const=False,
-        help="launch kernels one by one",
+        help="Launch kernels one by one instead of replaying CUDA graphs.",
     )
     parser.add_argument(
         "--batch-invariant",
@@ -86,49 +92,61 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--simulated-acceptance",
         metavar="MEAN|R1,R2,...",
-        help="benchmarks only: drafts are accepted by chance",
+        help="Benchmarks only: accept drafts at random.",
     )
-    parser.add_argument("--kv-tokens", type=int, help="KV budget in tokens; 0 sizes it")
+    parser.add_argument(
+        "--kv-tokens", type=int, help="KV cache size in tokens; 0 takes the free memory."
+    )
     parser.add_argument(
         "--prefix-cache",
         action=argparse.BooleanOptionalAction,
-        help="let sessions begin with KV of others that began alike",
+        help="Reuse the KV cache of earlier prompts with the same prefix.",
     )
-    parser.add_argument("--memory-fraction", type=float, help="share of the device's memory")
-    parser.add_argument("--max-sessions", type=int, help="sessions served at once")
-    parser.add_argument("--max-context-len", type=int, help="longest prompt plus output, tokens")
-    parser.add_argument("--threads", type=int, help="compute threads of torch")
+    parser.add_argument(
+        "--memory-fraction", type=float, help="Share of the device's memory that may be used."
+    )
+    parser.add_argument(
+        "--max-sessions", type=int, help="Maximum number of sessions that run at once."
+    )
+    parser.add_argument(
+        "--max-context-len", type=int, help="Maximum length of prompt and output in tokens."
+    )
+    parser.add_argument("--threads", type=int, help="Compute threads of torch.")
     parser.add_argument(
         "--shared-memory",
         action=argparse.BooleanOptionalAction,
-        help="reach drafters and routers of one host without the network (the default)",
+        help="Use shared memory with drafters and routers of the same host. Default: on.",
     )
     parser.add_argument(
         "--device-exchange",
         choices=EXCHANGE_MODES,
         nargs="?",
         const=ON,
-        help="exchange drafts and features between devices of one host; default: auto",
+        help="Exchange drafts and features directly between GPUs of one host. Default: auto.",
     )
     parser.add_argument(
-        "--busy-polling-cores", type=int, help="cores kept from going idle while serving"
+        "--busy-polling-cores", type=int, help="CPU cores kept busy-polling while serving."
     )
-    parser.add_argument("--verifier-id", metavar="NAME", help="stable name of this verifier")
-    parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")
+    parser.add_argument("--verifier-id", metavar="NAME", help="Stable name of this verifier.")
+    parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one.")
     parser.add_argument(
-        "--health-listen", metavar="HOST:PORT", help="address of a port that serves health alone"
+        "--health-listen", metavar="HOST:PORT", help="Address that serves only the health service."
     )
     parser.add_argument(
         "--hook",
         dest="hooks",
         action="append",
         metavar="MODULE[:KEY=VALUE,...]",
-        help="module of the operator's own to run in this process; may be repeated",
+        help="Python module to load into this process. May be repeated.",
     )
-    parser.add_argument("--trace-file", metavar="FILE.json", help="timeline, written at the end")
+    parser.add_argument(
+        "--trace-file",
+        metavar="FILE.json",
+        help="File for the timeline, which is written at the end.",
+    )
     add_tls_arguments(parser)
     add_tracing_flags(parser)
-    parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
+    parser.add_argument("--log-level", help="Log level: DEBUG, INFO, WARNING or ERROR.")
     return parser
 
 
