@@ -24,7 +24,7 @@ class RetryPolicy:
     first_delay_s: float = 0.5
     """Delay before the second attempt in seconds; it doubles with each further attempt."""
     max_delay_s: float = 8.0
-    """Maximum delay in seconds; a longer hint of the server is still respected."""
+    """Maximum delay in seconds, before jitter. A longer hint of the server is still respected."""
     max_hint_s: float = 60.0
     """Maximum delay that a server may ask for, in seconds. If the server asks for a longer one, the
     error is raised at once."""

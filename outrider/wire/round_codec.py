@@ -259,7 +259,7 @@ def _distributions(content: _Contents, node_counts: Indices) -> DraftDistributio
         return None
     given = _flags(_sized(raw, len(node_counts), "has_distribution").copy(), "has_distribution")
     _sized(sizes, int((node_counts[given] + 1).sum()), "distribution_lens")
-    entries = check_number(int(sizes.sum()), "law entries", high=MAX_DISTRIBUTION_ENTRIES)
+    entries = check_number(int(sizes.sum()), "distribution entries", high=MAX_DISTRIBUTION_ENTRIES)
     return DraftDistributions(
         has_distribution=given,
         sizes=sizes,

@@ -108,7 +108,7 @@ BAD_PROPOSALS: dict[str, tuple[Change, str]] = {
     ),
     "huge law": (
         lambda p: setattr(p, "distribution_lens", int32(-1, 0, 0, 0)),
-        "law entries must be in",
+        "distribution entries must be in",
     ),
     "law counts": (
         lambda p: setattr(p, "distribution_counts", b"\1\0"),

@@ -18,7 +18,7 @@ SHARED_MEMORY_FRACTION = 0.7
 """Fraction of a GPU's memory for a verifier that shares the GPU with a drafter."""
 MAX_ROUTERS = 8
 """Maximum number of routers at one address. A client that lost its connection finds its router by
-trying, which takes too long with more routers."""
+trying a bounded number of times, which fails more often the more routers there are."""
 DRAIN_S = 30.0
 HEALTH_TIMEOUT_S = 10.0
 """Time without an answer to health checks after which a process is killed and restarted."""
