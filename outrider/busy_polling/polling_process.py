@@ -1,8 +1,8 @@
 """Child process that keeps one CPU core from going idle, controlled over stdin.
 
-Run as `python -I -S polling_process.py CORE`. "+": spin; "-": sleep; end of input: exit. It spins
-in the scheduling class that runs only when nothing else wants the core (SCHED_IDLE), so it gives
-way to any other thread at once.
+Run as `python -I -S polling_process.py CORE`. The byte "+" on stdin starts spinning, "-" stops it,
+and the end of the input ends the process. The process spins in the scheduling class SCHED_IDLE, so
+that every other thread preempts it at once.
 """
 
 import os
@@ -11,11 +11,11 @@ import sys
 
 SPIN, SLEEP = b"+", b"-"
 _LOOPS = 2000
-"""Loops between two looks at the input, some 20 us."""
+"""Number of loops between two polls of stdin, about 20 us."""
 
 
 def main(core: int) -> None:
-    """Spin and sleep as told until the input ends."""
+    """Spin and sleep on the given core, as the bytes on stdin demand, until the input ends."""
     os.sched_setaffinity(0, {core})
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     orders = select.poll()

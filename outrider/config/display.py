@@ -49,7 +49,10 @@ def _walk(
     *,
     secret: bool,
 ) -> Iterator[tuple[str, object, str]]:
-    """`kind`: of these values, a table of some sort; `secret`: whether it is one as a whole."""
+    """Yield the dotted key, displayed value and source of each value below the key `above`.
+
+    `kind` is the type of the table `values`. With `secret` all values of the table are redacted.
+    """
     fields = {field.name: field.value_type for field in kind.table.fields} if kind.table else {}
     for name, value in values.items():
         path = (*above, name)

@@ -1,9 +1,9 @@
 """Hooks: modules of an operator that change a process before it is built.
 
-The setting `hooks` of a process names them, "MODULE" or "MODULE:KEY=VALUE,KEY=VALUE". Each module
-is imported and has a function `install(hooks, *, key=...)`: `hooks` are the hook points of the
-process, a dataclass that the function fills in, and the keyword-only parameters are the options
-that the module takes. An option is a text, or int, float or bool where its annotation says so.
+The setting `hooks` of a process lists the modules as "MODULE" or "MODULE:KEY=VALUE,KEY=VALUE". Each
+module must have a function `install(hooks, *, key=...)`. `hooks` is a dataclass with the hook
+points of the process, which the function fills in. The keyword-only parameters are the options of
+the module. An option is a string, unless its annotation is int, float or bool.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ HooksT = TypeVar("HooksT")
 _FORM: Final = "MODULE or MODULE:KEY=VALUE,KEY=VALUE"
 _BOOLEANS: Final = {"true": True, "1": True, "false": False, "0": False}
 _TYPES: Final = {"str": str, "int": int, "float": float, "bool": bool}
-"""Types of options, by the names that annotations have in a module with postponed evaluation."""
+"""Option types by name, because annotations with postponed evaluation are strings."""
 
 
 @dataclass(frozen=True, slots=True)
 class HookSpec:
-    """One hook of the setting."""
+    """One entry of the setting `hooks`."""
 
     module: str
     """Dotted name of the module."""
     options: Mapping[str, str]
-    """Values of its options, as they were written."""
+    """Values of the options by name, not yet converted."""
 
 
 def parse_hook(text: str) -> HookSpec:
-    """Read one hook of the setting; nothing is imported. Raises InvalidRequestError (reason
-    INVALID_HOOK) for a text of another form."""
+    """Parse one entry of the setting `hooks` without importing the module.
+
+    Raises InvalidRequestError (reason INVALID_HOOK) if the entry is malformed.
+    """
     module, colon, rest = text.partition(":")
     options: dict[str, str] = {}
     for part in rest.split(",") if colon else ():
@@ -53,18 +55,19 @@ def parse_hook(text: str) -> HookSpec:
 
 
 def check_hooks(hooks: Sequence[str]) -> None:
-    """Check the form of every hook of a setting; nothing is imported. Raises InvalidRequestError
-    (reason INVALID_HOOK)."""
+    """Check the syntax of all entries of the setting `hooks` without importing the modules.
+
+    Raises InvalidRequestError (reason INVALID_HOOK) if an entry is malformed.
+    """
     for text in hooks:
         parse_hook(text)
 
 
 def install_hooks(settings: Sequence[str], hooks: HooksT) -> HooksT:
-    """Import the modules of the setting and let each fill in `hooks`, in order; returns `hooks`.
+    """Import the modules of the setting, call the `install` of each in order, and return `hooks`.
 
-    Raises InvalidRequestError (reason INVALID_HOOK) for a text of another form, a module that
-    cannot be imported or has no `install`, options that `install` does not take, and an `install`
-    that fails.
+    Raises InvalidRequestError (reason INVALID_HOOK) if an entry is malformed, a module cannot be
+    imported or has no `install`, an option is unknown, missing or invalid, or an `install` fails.
     """
     for text in settings:
         spec = parse_hook(text)
@@ -74,7 +77,7 @@ def install_hooks(settings: Sequence[str], hooks: HooksT) -> HooksT:
             install(hooks, **options)
         except InvalidRequestError as error:
             raise _invalid(text, error.message) from error
-        # The code is the operator's: whatever it raises, its setting is what must change.
+        # The operator can fix every error of this module only by changing the setting or module.
         except Exception as error:
             kind = type(hooks).__name__
             raise _invalid(
@@ -106,7 +109,10 @@ def _find_install(text: str, name: str) -> Callable[..., object]:
 def _convert_options(
     text: str, install: Callable[..., object], given: Mapping[str, str]
 ) -> dict[str, object]:
-    """The options as `install` wants them; what it does not know and what it misses is refused."""
+    """Return the options, converted to the types of the parameters of `install`.
+
+    Raises InvalidRequestError (reason INVALID_HOOK) if an option is unknown, missing or invalid.
+    """
     parameters = {
         name: parameter
         for name, parameter in inspect.signature(install).parameters.items()

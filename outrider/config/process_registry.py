@@ -1,7 +1,7 @@
 """Registry of the processes that have a configuration, found by their package names.
 
-The library imports no process: a command imports a process's package by name when it needs it, as
-processes are started by name.
+The library does not import the packages of the processes. A command imports the package of a
+process by name when the command needs the package.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from outrider.errors import NotFoundError
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredProcess:
-    """One kind of process."""
+    """A process that has a configuration, such as the router."""
 
     role: str
-    """Name of the process here, in environment variables (OUTRIDER_<ROLE>_...) and in file
-    names."""
+    """Name of the process in commands, environment variables (OUTRIDER_<ROLE>_...) and file names.
+    """
     title: str
     package: str
     config_name: str
 
     @property
     def config(self) -> type[Any]:
-        """The dataclass. Raises NotFoundError if the package is not installed."""
+        """Configuration dataclass. Raises NotFoundError if the package is missing."""
         found = getattr(self._module("config"), self.config_name)
         assert isinstance(found, type)
         return found
 
     @property
     def parser(self) -> argparse.ArgumentParser:
-        """Return the parser of the process's command line. Raises NotFoundError."""
+        """Parser of the process's command line. Raises NotFoundError if the package is missing."""
         parser = self._module("__main__").make_parser()
         assert isinstance(parser, argparse.ArgumentParser)
         return parser
 
     def load(self, argv: Sequence[str]) -> LoadedConfig[Any]:
-        """Load the configuration of the process from this command line, the environment and the
-        file. Also checks the other files that the process reads before it loads a model. Raises
-        NotFoundError, InvalidRequestError and FailedPreconditionError."""
+        """Load the configuration of the process from a command line, the environment and the
+        configuration file, and check the other files that the process reads before it loads a
+        model. Raises NotFoundError, InvalidRequestError or FailedPreconditionError.
+        """
         loaded = parse_config(self.config, self.parser, argv, self.role)
         check_files = getattr(self._module("__main__"), "check_files", None)
         if check_files is not None:
@@ -54,7 +55,7 @@ class ConfiguredProcess:
 
     @property
     def table(self) -> ConfigTable:
-        """Return the configuration keys of the process. Raises NotFoundError."""
+        """Configuration keys of the process. Raises NotFoundError if the package is missing."""
         return describe_config(self.config)
 
     def _module(self, name: str) -> Any:

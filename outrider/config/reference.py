@@ -51,12 +51,15 @@ does not contain.
 
 
 def render_page(sections: Iterable[str]) -> str:
-    """The whole page."""
+    """Return the reference page: the introduction, followed by the sections of the processes."""
     return "\n".join((INTRODUCTION, *sections))
 
 
 def render_section(title: str, table: ConfigTable, flags: Mapping[str, str]) -> str:
-    """Section of one process: its keys as a table. `flags` maps dotted keys to flags."""
+    """Return the section of one process, with its keys as a Markdown table.
+
+    `flags` maps dotted keys to command-line flags.
+    """
     lines = [
         f"## {title}",
         "",
@@ -73,7 +76,7 @@ def render_section(title: str, table: ConfigTable, flags: Mapping[str, str]) -> 
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """The long flag of each key that has one."""
+    """Return the command-line flags of each key that has any, joined by a slash."""
     found = {}
     for action in parser._actions:
         if action.option_strings and action.dest not in ("help", "config"):

@@ -1,8 +1,8 @@
 """JSON Schema of a configuration, for editors, Helm's values and checks before a start.
 
-It covers names, types and choices. Bounds, and rules between keys, are checked by the dataclass
-itself (`outrider config check`). No key is required: what a file leaves out may come from the
-environment or from flags.
+The schema covers names, types and choices. Only the dataclass checks number ranges and rules
+between keys (`outrider config check`). No key is required, because the environment and flags can
+set the keys that a file omits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from outrider.config.description import GENERATED_DEFAULT, REQUIRED, ConfigTable, ValueType
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
-"""The newest one that Helm's checker, editors and Python's jsonschema all know."""
+"""Newest JSON Schema dialect that Helm, editors and Python's jsonschema all support."""
 _TYPES = {
     "boolean": "boolean",
     "integer": "integer",
@@ -21,7 +21,9 @@ _TYPES = {
 
 
 def json_schema(table: ConfigTable, title: str) -> dict[str, object]:
-    """The schema of a process's configuration; without references, to be embedded as it is."""
+    """Return the schema of a process's configuration. The schema has no references, so that it can
+    be embedded in another schema.
+    """
     return {"$schema": DIALECT, "title": title, **_table(table)}
 
 

@@ -10,9 +10,9 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def toml_value(value: object) -> str:
-    """A value in TOML: booleans, numbers, texts, lists and inline tables.
+    """Return a value in TOML: a boolean, number, string, list or inline table.
 
-    Raises TypeError for other types, ValueError for texts that are no Unicode.
+    Raises TypeError for other types, and ValueError for strings with unpaired surrogates.
     """
     match value:
         case bool():
@@ -35,5 +35,5 @@ def toml_value(value: object) -> str:
 
 
 def toml_key(name: str) -> str:
-    """One part of a dotted key."""
+    """Return one part of a dotted key in TOML, quoted if necessary."""
     return name if _BARE.fullmatch(name) else toml_value(name)

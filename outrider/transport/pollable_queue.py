@@ -41,7 +41,7 @@ class PollableQueue(Generic[ItemT]):
         """Append an item and wake the owner. May be called on any thread."""
         self._items.append(item)
         if self._asleep:
-            # # If the pipe is full, the owner wakes up anyway.
+            # If the pipe is full, the owner wakes up anyway.
             with contextlib.suppress(BlockingIOError):
                 os.write(self._ring, b"\0")
 

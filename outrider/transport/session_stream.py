@@ -210,7 +210,7 @@ class _LiveConnection(Generic[ListenerT]):
             connection = await self._connect()
             await self._serve(connection)
         except InvalidMessageError as malformed:
-            # # It is unknown which sessions lost events, so all fail.
+            # It is unknown which sessions lost events, so all fail.
             error = ConnectionLostError(malformed.message, reason="INVALID_EVENTS")
         except OutriderError as lost:
             error = lost
@@ -218,7 +218,7 @@ class _LiveConnection(Generic[ListenerT]):
             logger.exception("events could not be delivered")
             error = InternalError("internal error", reason="INTERNAL")
         finally:
-            # # Inform the listeners first, because closing may take long if the peer does not
+            # Inform the listeners first, because closing may take long if the peer does not
             # answer.
             self._end(error)
             if connection is not None:

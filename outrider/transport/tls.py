@@ -211,7 +211,7 @@ def check_host(config: TlsConfig, host: str, advice: str) -> None:
     assert config.cert is not None
     server = server_context(config, require_client=False)
     client = ssl.create_default_context(cafile=config.ca)
-    # # Only a real handshake applies all rules of clients, such as wildcards and addresses.
+    # Only a real handshake applies all rules of clients, such as wildcards and addresses.
     client.check_hostname = False
     names = ""
     try:
@@ -250,7 +250,7 @@ def _check(config: TlsConfig) -> None:
         for path in (config.cert, config.key):
             _bytes_of(path)
         try:
-            # # An encrypted key would otherwise ask for its passphrase on the terminal.
+            # An encrypted key would otherwise ask for its passphrase on the terminal.
             context.load_cert_chain(config.cert, config.key, password=lambda: b"")
         except (OSError, ValueError) as error:
             raise _bad(config.cert, f"with the key {config.key}: {error}") from None

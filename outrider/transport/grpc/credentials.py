@@ -38,7 +38,7 @@ def server_credentials(
 
     def changed() -> grpc.ServerCertificateConfiguration | None:  # None: as before
         nonlocal told
-        # # An exception here would end the connection without any message.
+        # An exception here would end the connection without any message.
         with contextlib.suppress(Exception):
             on_handshake()
             found = files.current_material()

@@ -150,7 +150,7 @@ async def _serve(
     try:
         await asyncio.shield(serving)
     except asyncio.CancelledError:
-        # # The connection reports the loss to the endpoint, as with every transport.
+        # The connection reports the loss to the endpoint, as with every transport.
         frames.abort(ConnectionLostError(f"lost {frames.peer}", reason="PEER_LOST"))
         await asyncio.wait((serving,), timeout=_ENDPOINT_GRACE_S)
         serving.cancel()

@@ -1,8 +1,8 @@
 """Stream whose frames use a shared-memory channel instead of the gRPC call (same host).
 
-The gRPC call stays open: its metadata set up the shared-memory channel, and it ends with its peer.
-No frame passes through it or through the threads and tasks of grpc.aio, which cost several times as
-much as a packet.
+The gRPC call stays open, because its metadata set up the shared-memory channel and its end reports
+the end of the peer. Frames do not use the call, because the threads and tasks of grpc.aio cost
+several times as much as a packet of the shared-memory channel.
 """
 
 from __future__ import annotations
@@ -22,23 +22,27 @@ from outrider.transport.shm import RING_POLL_S, ShmChannel
 from outrider.wire.limits import MAX_BUNDLE_BYTES
 
 _LAST_LOOKS = 128
-"""At the end of a stream: a peer that is there still may send for ever."""
+"""Largest number of reads of the channel at the end of a stream. A peer that still runs could
+otherwise send forever.
+"""
 
 
 class ShmFrames:
-    """Frames over a shared-memory channel, for one event loop, until the shared-memory channel or
-    its call ends."""
+    """Sends and receives frames over a shared-memory channel, in one event loop, until the channel
+    or its gRPC call ends.
+    """
 
     def __init__(self, call: StreamFrames, shm_channel: ShmChannel) -> None:
-        """`call`: the stream that the shared-memory channel belongs to; either takes the other one
-        along."""
+        """Start to read from `shm_channel`. `call` is the gRPC stream to which the channel belongs;
+        when one of them ends, the other is ended too.
+        """
         self._call, self._shm_channel = call, shm_channel
         self._loop = asyncio.get_running_loop()
         self._inbox: BoundedQueue[bytes] = BoundedQueue(max_items=INBOX_FRAMES, size_of=len)
         self._error: OutriderError | None = None
-        """Why nothing is sent, or received from the shared-memory channel, any more."""
+        """Error that ended the shared-memory channel; None while the channel is in use."""
         self._room = asyncio.Event()
-        """Whether nothing is left to send."""
+        """Set while the channel has no unsent frames."""
         self._room.set()
         self._reads = False
         self._read_on()
@@ -51,21 +55,24 @@ class ShmFrames:
 
     @property
     def num_unread(self) -> int:
-        """Frames that have arrived and were not taken."""
+        """Number of frames that have arrived and have not been received by the caller."""
         return len(self._inbox)
 
     @property
     def unread_bytes(self) -> int:
-        """Size of these."""
+        """Size of the unread frames in bytes."""
         return self._inbox.size
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame, and wait while the queue is full."""
+        """Queue a frame, after waiting while the queue is full. Raises ConnectionLostError."""
         while not self.try_send(frame):
             await self._room.wait()
 
     def try_send(self, *frames: bytes) -> bool:
-        """Queue all frames and return True, or none and return False if the queue is full."""
+        """Queue all frames and return True, or none and return False if the queue is full.
+
+        Raises ConnectionLostError if the stream has ended.
+        """
         if self._error is not None:
             raise to_lost_error(self._error)
         if self._shm_channel.unsent_bytes > MAX_BUNDLE_BYTES:
@@ -87,14 +94,15 @@ class ShmFrames:
         return frame
 
     def receive_ready(self) -> list[bytes]:
-        """Return the frames that have arrived."""
+        """Return all frames that have arrived, without waiting."""
         frames = self._inbox.take_all()
         self._read_on()
         return frames
 
     async def close(self) -> None:
-        """Send what is left within a bounded time, then end the shared-memory channel and the
-        call."""
+        """Send the queued frames for at most `FLUSH_TIMEOUT_S`, then end the shared-memory channel
+        and the call.
+        """
         closed = ConnectionLostError(f"connection to {self.peer} is closed", reason="CLOSED")
         self._inbox.close(closed, discard=True)
         try:
@@ -112,7 +120,7 @@ class ShmFrames:
         self._call.abort(error)
 
     def _read_on(self) -> None:
-        """Take what arrives, unless much of it waits to be taken already."""
+        """Start to read from the channel, or stop if the inbox is full or the channel has ended."""
         reads = self._error is None and not self._inbox.is_full
         if reads == self._reads:
             return
@@ -130,14 +138,16 @@ class ShmFrames:
         self._read_on()
 
     def _send_on_later(self) -> None:
-        """Once there may be room: nobody says so of a ring."""
+        """Schedule `_send_on`: by polling if the ring is full, because a ring does not report free
+        space, otherwise when the socket is writable.
+        """
         if self._shm_channel.ring_full:
             self._loop.call_later(RING_POLL_S, self._send_on)
         else:
             self._loop.add_writer(self._shm_channel.fileno(), self._send_on)
 
     def _send_on(self) -> None:
-        """There may be room again."""
+        """Send the unsent frames as far as the channel has space."""
         if self._error is not None:
             return
         self._loop.remove_writer(self._shm_channel.fileno())
@@ -152,8 +162,9 @@ class ShmFrames:
             self._room.set()
 
     def _lose(self, error: ConnectionLostError) -> None:
-        """The shared-memory channel is gone, and most likely the peer: the call says why, if it
-        says so soon."""
+        """Handle a lost shared-memory channel. The stream ends with the error of the call if
+        the call ends within `FLUSH_TIMEOUT_S`, otherwise with `error`.
+        """
         if self._error is not None:
             return
         self._take_the_last()
@@ -161,7 +172,7 @@ class ShmFrames:
         self._loop.call_later(FLUSH_TIMEOUT_S, self.abort, error)
 
     def _take_the_last(self) -> None:
-        """What the peer had said before its end counts."""
+        """Put the frames that the peer sent before its end into the inbox."""
         with contextlib.suppress(ConnectionLostError):
             for _ in range(_LAST_LOOKS):
                 frames = self._shm_channel.receive()
@@ -179,7 +190,7 @@ class ShmFrames:
             self._end(error)
 
     def _end(self, error: OutriderError) -> None:
-        """Let go of the shared-memory channel, if it is held yet, and tell whoever reads why."""
+        """Release the shared-memory channel; readers get the unread frames, then `error`."""
         self._release_frames(error)
         self._inbox.close(error)
 

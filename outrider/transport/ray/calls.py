@@ -71,7 +71,7 @@ def actor_named(name: str, namespace: str) -> Any:
 
     try:
         return ray.get_actor(name, namespace=namespace)
-    # # While a job ends, Ray removes its classes before its actors' names; an assertion in Ray then
+    # While a job ends, Ray removes its classes before its actors' names; an assertion in Ray then
     # fails.
     except (ValueError, AssertionError):
         raise UnavailableError(f"no actor named {name}", reason="UNREACHABLE") from None

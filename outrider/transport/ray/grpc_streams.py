@@ -50,5 +50,5 @@ class GrpcStreams:
         before = self._listening.get(name, listening)
         self._listening[name] = listening
         if before != listening:
-            # # A new actor has taken the name, so the old one's address is dead.
+            # A new actor has taken the name, so the old one's address is dead.
             await self._dialer.close_channel(before)

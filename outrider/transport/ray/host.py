@@ -214,7 +214,7 @@ class EndpointHost:
     async def _start(self) -> ActorLocation:
         import ray
 
-        # # Stop the server after the endpoint, which ends its streams with a message of its own.
+        # Stop the server after the endpoint, which ends its streams with a message of its own.
         self._stack.push_async_callback(self._stop_listening)
         self._endpoint = await self._stack.enter_async_context(self._factory())
         node = ray.util.get_node_ip_address()
@@ -286,7 +286,7 @@ class EndpointHost:
             frames.end_with_error(to_typed_error(error))
         finally:
             await connection.close()
-            # # The dialing side must still pull the end, unless it is gone itself.
+            # The dialing side must still pull the end, unless it is gone itself.
             await asyncio.sleep(self._config.heartbeat.timeout_s)
             self._exchanges.pop(key, None)
 

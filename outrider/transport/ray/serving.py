@@ -110,7 +110,7 @@ async def _serve(
         "name": name,
         "namespace": config.namespace,
         "max_concurrency": _MAX_CONCURRENCY,
-        # # A restarted actor would have lost its state and serve sessions that it never opened.
+        # A restarted actor would have lost its state and serve sessions that it never opened.
         "max_restarts": 0,
         "max_task_retries": 0,
     }

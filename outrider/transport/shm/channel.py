@@ -209,7 +209,7 @@ class ShmChannel:
             except (BlockingIOError, InterruptedError):
                 return None
             except ConnectionResetError:
-                # # Reported once if the peer exited without reading everything; its packets can
+                # Reported once if the peer exited without reading everything; its packets can
                 # still be read.
                 continue
             except OSError as error:
@@ -454,7 +454,7 @@ class ShmChannelSet:
         self._give_up(number, why, logging.WARNING)
 
     def _lose(self, number: int, error: OutriderError) -> None:
-        # # A peer that leaves closes its shared-memory channel first. The owner of the connection
+        # A peer that leaves closes its shared-memory channel first. The owner of the connection
         # logs how the connection ended.
         closed = isinstance(error, ShmClosedError)
         self._give_up(number, error.message, logging.INFO if closed else logging.WARNING)

@@ -204,7 +204,7 @@ class RingBuffer:
         if len(pieces[0]) > FRAME_HEADER_BYTES:
             return None
         frame = self._reserved.get(np.frombuffer(pieces[1], np.uint8).ctypes.data)
-        # # A place can be sent only once.
+        # A place can be sent only once.
         return None if frame is None or frame.number else frame
 
     def read_frame(self, offset: int, size: int) -> bytes:
@@ -251,7 +251,7 @@ class RingBuffer:
     def _tell_done(self) -> None:
         """Tell the writer that all frames before the first lent one are finished."""
         if self._telling or self._closed:
-            # # The loop below handles frames that are given back meanwhile.
+            # The loop below handles frames that are given back meanwhile.
             return
         self._telling = True
         while self._lent and self._lent[0] in self._back:
@@ -269,7 +269,7 @@ class RingBuffer:
             self._bytes.release()
             self._memory.close()
         except BufferError:
-            # # The last view unmaps the memory.
+            # The last view unmaps the memory.
             pass
 
     def _free_bytes(self, size: int) -> int | None:
@@ -277,7 +277,7 @@ class RingBuffer:
         while self._unread and self._unread[0].is_over(done):
             self._reserved.pop(self._unread.popleft().address, None)
         if not self._unread:
-            # # Start again at offset 0: recently used memory is in the CPU caches.
+            # Start again at offset 0: recently used memory is in the CPU caches.
             return 0 if size <= self._size else None
         oldest = self._unread[0].start
         if self._head <= oldest:
