@@ -91,7 +91,7 @@ class RequestAttempts:
             self._probing = True
             return RetryDecision(0.0, resume=True)
         if self._broke is not None and isinstance(error, NotFoundError):
-            # # The router that had the request is gone for good.
+            # The router that had the request is gone for good.
             error, self._broke = self._broke, None
         if told:
             raise error

@@ -125,7 +125,7 @@ def client_options() -> list[tuple[str, int]]:
     """Return the channel options: keepalive, message bounds and quick reconnection."""
     options = dict(channel_options(GrpcConfig()))
     options["grpc.max_reconnect_backoff_ms"] = _RECONNECT_MS
-    # # A new channel must not inherit the reconnection back-off of the broken one.
+    # A new channel must not inherit the reconnection back-off of the broken one.
     options["grpc.use_local_subchannel_pool"] = 1
     return list(options.items())
 

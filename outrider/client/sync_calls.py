@@ -21,7 +21,7 @@ def send_abort(
 ) -> None:
     """Tell the router to abort the resumable requests in `left`, grouped by their metadata.
     Requests that are not resumable need no abort: they end with their calls."""
-    # # A closed client has already aborted all its requests.
+    # A closed client has already aborted all its requests.
     with contextlib.suppress(CancelledRequestError), convert_call_errors(channels):
         send_aborts(channels.current, left)
 
@@ -35,7 +35,7 @@ def send_aborts(channel: grpc.Channel, left: Mapping[Metadata, list[RequestId]])
         for metadata, ids in left.items()
     ]
     for answer in told:
-        # # If an abort is lost, the router ends the requests after its grace time.
+        # If an abort is lost, the router ends the requests after its grace time.
         with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):
             answer.result()
 

@@ -150,14 +150,14 @@ class Client:
         except OutriderError:
             raise
         except BaseException:
-            # # An interrupt such as Ctrl-C: the answer is no longer needed.
+            # An interrupt such as Ctrl-C: the answer is no longer needed.
             send_abort(self._channels, self._wanted.remove_request(attempts))
             raise
         finally:
             self._wanted.remove_request(attempts)
         if answer is not None:
             return answer
-        # # The request reached the router but the answer was lost, so continue it as a stream.
+        # The request reached the router but the answer was lost, so continue it as a stream.
         with self._open(request, attempts, deadline, said, resume=True) as stream:
             return stream.result()
 
@@ -338,7 +338,7 @@ class Stream:
             except grpc.RpcError as error:
                 delta, problem = None, to_typed_error(error, self._address)
             except OutriderError as error:
-                # # The answer is malformed, or the client was closed.
+                # The answer is malformed, or the client was closed.
                 if not self._over:
                     self._collected.fail(error)
                     self._leave()

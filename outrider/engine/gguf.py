@@ -101,11 +101,11 @@ class GGUFSource:
     def _check_tensors(self) -> None:
         """Raise InvalidRequestError if tensors are unknown, missing or of unsupported types."""
         tensors = {
-            # # A tensor without a Hugging Face name is unknown; the error shows its name in the
+            # A tensor without a Hugging Face name is unknown; the error shows its name in the
             # file.
             _to_hf_name(name) or name: StoredTensor(
                 dtype=str(tensor.tensor_type.name),
-                # # GGUF stores dimensions innermost first.
+                # GGUF stores dimensions innermost first.
                 shape=tuple(int(extent) for extent in reversed(tensor.shape)),
             )
             for name, tensor in self._tensors.items()
@@ -235,7 +235,7 @@ def _open_reader(path: Path) -> Any:
     except OSError as error:
         raise _unreadable(path, str(error)) from error
     except (ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
-        # # The reader raises many kinds of errors for a truncated file, none with a clear message.
+        # The reader raises many kinds of errors for a truncated file, none with a clear message.
         raise _unreadable(path, "it is truncated or damaged") from error
 
 

@@ -99,7 +99,7 @@ class KVSequence:
         """Number of slots in the sequence's blocks."""
         self.start: int | None = None
         """Index in the pool of the first slot if all slots are contiguous, else None."""
-        # # Created on first use: rounds on a device need only the block numbers, and creating these
+        # Created on first use: rounds on a device need only the block numbers, and creating these
         # tensors would wait for the device.
         self._slots: Tensor | None = None
         """Pool indices of the slots of the first `_told` blocks, in order, int64; used while the
@@ -174,7 +174,7 @@ class KVSequence:
         if self._blocks:
             raise ValueError(f"the sequence holds {len(self._blocks)} blocks")
         ledger, count = self._pool.ledger, len(filled) * self._pool.block_tokens
-        # # The references keep the blocks from eviction while the other blocks are allocated.
+        # The references keep the blocks from eviction while the other blocks are allocated.
         ledger.add_refs(filled)
         if ledger.uses_block_tables:
             self._append(filled)
@@ -357,7 +357,7 @@ def _with_capacity(held: Tensor | None, size: int, device: torch.device) -> Tens
     least doubles, so that each element of a growing sequence is copied only a few times in all."""
     if held is not None and held.shape[0] >= size:
         return held
-    # # Tensors made in inference mode can be written in that mode only.
+    # Tensors made in inference mode can be written in that mode only.
     with torch.inference_mode(False):
         length = size if held is None else max(size, 2 * held.shape[0])
         larger = torch.zeros(length, dtype=torch.int64, device=device)

@@ -128,7 +128,7 @@ def plain_argmax(logits_RV: Tensor) -> Tensor:
 
 def has_finite(logits_RV: Tensor) -> Tensor:
     """Return whether each row has a finite logit, bool [R]."""
-    # # The largest logit is nearly always finite, and an argmax is the cheapest check of a row.
+    # The largest logit is nearly always finite, and an argmax is the cheapest check of a row.
     best = _raw_argmax(logits_RV)
     found = logits_RV.gather(1, best[:, None])[:, 0].isfinite()
     if not bool(found.all()):
@@ -211,7 +211,7 @@ def _edit_(
     """Apply penalties, biases, bans and the grammar to one row in place."""
     output = history.output_and_path()
     if params.repetition_penalty != 1.0:
-        # # Repeated columns are written with the same value, so the ids need not be unique.
+        # Repeated columns are written with the same value, so the ids need not be unique.
         columns = _columns(np.concatenate([history.prompt_ids, output]), logits_V, target_ids)
         old = logits_V[columns]
         # A tensor and not a scalar: a scalar may be turned into a product with its reciprocal.

@@ -68,7 +68,7 @@ def load_target(
     )
     target = TargetModel(config, weights, pool)
     if copies is not None:
-        # # Start the copies last, because the size of the pool may depend on the free memory.
+        # Start the copies last, because the size of the pool may depend on the free memory.
         copies.start()
     return target
 
@@ -253,7 +253,7 @@ class WeightLoader:
         return torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
 
     def _copy(self, part: _Part, out: Tensor) -> None:
-        # # The rows are permuted on the host, because doing so on the device would take memory that
+        # The rows are permuted on the host, because doing so on the device would take memory that
         # is planned for other uses.
         tensor = self._read(part.name, part.shape)
         out.copy_(tensor if part.arrange is None else part.arrange(tensor))

@@ -175,7 +175,7 @@ class SwapSpace:
 
     def _add_slab(self) -> None:
         blocks = min(self._slab_blocks, self._total - len(self._slabs) * self._slab_blocks)
-        # # A tensor made in inference mode can be written in that mode only.
+        # A tensor made in inference mode can be written in that mode only.
         with torch.inference_mode(False):
             slab = torch.empty(
                 blocks * self.block_bytes, dtype=torch.uint8, pin_memory=self._pinned
@@ -191,7 +191,7 @@ class SwapSpace:
         count = max(1, min(count, _PROBE_BYTES // self.block_bytes))
         runs = self._runs(range(count))
         for _ in range(2):
-            # # The first copies are slower than all later ones, so only the second are measured.
+            # The first copies are slower than all later ones, so only the second are measured.
             self._shm_channel.take_copy_times()
             self._shm_channel.save_blocks(range(count), runs)
             self._shm_channel.load_blocks(runs, range(count))

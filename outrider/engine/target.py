@@ -151,7 +151,7 @@ class TargetModel:
         outputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self.weights.layers):
             x = run_layer(layer, index, x, shared)
-            # # The watchdog must not take a long prompt chunk on a slow CPU for a hang.
+            # The watchdog must not take a long prompt chunk on a slow CPU for a hang.
             record_step()
             if index in tap_layers:
                 outputs[index] = x[:num_rows]
@@ -179,7 +179,7 @@ class TargetModel:
             plans.append(plan)
             start += segment.num_rows
         positions = torch.cat([segment.positions for segment in batch.segments])
-        # # Padding rows belong to no segment: they attend to nothing and are dropped.
+        # Padding rows belong to no segment: they attend to nothing and are dropped.
         padding = max(0, self._min_rows - num_rows)
         if padding:
             positions = F.pad(positions, (0, padding))

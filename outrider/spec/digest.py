@@ -84,7 +84,7 @@ def extend_ragged(
         steps = int(np.partition(counts, -1 - _FEW_ROWS)[-1 - _FEW_ROWS])
     for step in range(steps):
         going = counts > step
-        # # A finished prefix reads some other token here; its result is discarded below.
+        # A finished prefix reads some other token here; its result is discarded below.
         stepped = result ^ words[np.minimum(starts + step, last)]
         mix64_in_place(stepped)
         np.copyto(result, stepped, where=going)
@@ -97,7 +97,7 @@ def extend_ragged(
 def _follow(digest: int, words: Iterable[int]) -> int:
     """Continue the chain from a digest with the hashed words of tokens."""
     for word in words:
-        # # mix64 is inlined, because a long prompt takes one step for each token.
+        # mix64 is inlined, because a long prompt takes one step for each token.
         digest ^= word
         digest = ((digest ^ (digest >> 30)) * MULTIPLIER_A) & MASK64
         digest = ((digest ^ (digest >> 27)) * MULTIPLIER_B) & MASK64

@@ -34,7 +34,7 @@ def mix64_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def mix64_in_place(x: NDArray[np.uint64]) -> None:
     """Mix every element of a uint64 vector in place."""
-    # # numpy warns of overflows in scalar operations only, so errstate is not needed here.
+    # numpy warns of overflows in scalar operations only, so errstate is not needed here.
     x ^= x >> _SHIFT_A
     x *= _FACTOR_A
     x ^= x >> _SHIFT_B

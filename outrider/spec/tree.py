@@ -74,7 +74,7 @@ def validate_tree(tree: DraftTree, *, vocab_size: int, max_nodes: int) -> None:
             _refuse(f"{name} has shape {array.shape}, expected ({count},)")
     if count > max_nodes:
         _refuse(f"tree has {count} nodes, at most {max_nodes} are allowed")
-    # # Trees are small, so a loop over Python numbers is much faster than array operations.
+    # Trees are small, so a loop over Python numbers is much faster than array operations.
     seen: set[tuple[int, int]] = set()
     logprobs = tree.logprobs.tolist()
     for node, (token, parent) in enumerate(
@@ -87,14 +87,14 @@ def validate_tree(tree: DraftTree, *, vocab_size: int, max_nodes: int) -> None:
         if (parent, token) in seen:
             _refuse("two siblings carry the same token")
         seen.add((parent, token))
-        # # NaN fails this comparison. The root's log-prob is 0.
+        # NaN fails this comparison. The root's log-prob is 0.
         if not logprobs[node] <= (0.0 if parent == ROOT else logprobs[parent]):
             _refuse("log-probs must be <= 0, not NaN, and never above the parent's")
 
 
 def is_chain(parents: Sequence[int] | NDArray[np.int32]) -> bool:
     """Return whether every node is the child of the node before; True if there are no nodes."""
-    # # Trees are small, so comparing lists is much faster than array operations.
+    # Trees are small, so comparing lists is much faster than array operations.
     ids: list[int] = np.asarray(parents).tolist()
     return ids == list(range(-1, len(ids) - 1))
 
@@ -156,7 +156,7 @@ def valid_trees(
         return sound
     # One comparison for both bounds.
     bad = tokens.view(np.uint32) >= vocab_size
-    # # The usual drafts are chains without log-probs, of which only tokens can be wrong.
+    # The usual drafts are chains without log-probs, of which only tokens can be wrong.
     if logprobs.any() or not bool((parents == chain_parents(node_counts)).all()):
         bad |= _misplaced(node_counts, tokens, parents, logprobs)
     if bool(bad.any()):
@@ -174,7 +174,7 @@ def _misplaced(
     bool [N]."""
     owners, firsts, places = _layout(node_counts)
     bad = (parents < -1) | (parents >= places)
-    # # An invalid parent index is replaced by any valid one, to keep the indexing safe.
+    # An invalid parent index is replaced by any valid one, to keep the indexing safe.
     above = np.clip(parents, -1, places - 1).astype(np.int64)
     ceiling = np.where(above < 0, np.float32(0.0), logprobs[np.maximum(firsts + above, 0)])
     # A NaN fails the comparison.
@@ -227,7 +227,7 @@ def valid_distributions(
     keys = entry_slots.astype(np.int64) << _TOKEN_BITS | _masked(ids)
     bad[1:] |= np.diff(keys) <= 0
     sound[entry_owners[bad]] = False
-    # # For nodes of trees with a distribution: find the parent's slot, and check that the slot
+    # For nodes of trees with a distribution: find the parent's slot, and check that the slot
     # contains the node's token.
     owners, _, _ = _layout(node_counts)
     judged = checked[owners]

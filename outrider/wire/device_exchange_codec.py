@@ -92,7 +92,7 @@ def replica_command_to_pb(message: ReplicaCommand) -> pb.ExchangeResponse:
 def replica_offer_from_pb(message: pb.ReplicaOffer) -> ReplicaOffer:
     """Decode and validate a ReplicaOffer."""
     return ReplicaOffer(
-        # # One slot more than the sessions' slots, for padding.
+        # One slot more than the sessions' slots, for padding.
         num_slots=check_number(message.num_slots, "num_slots", low=2, high=MAX_REPLICA_SLOTS + 1),
         max_rows=check_number(message.max_rows, "max_rows", low=1, high=MAX_ROUND_ROWS),
         draft_length=check_number(

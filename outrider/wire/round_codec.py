@@ -118,7 +118,7 @@ def encode_proposals(proposals: Proposals) -> bytes:
     ]
     if not chains:
         written.append(_array(pb.Proposals.PARENTS_FIELD_NUMBER, proposals.parents, _INT32))
-    # # Compare bits, so that -0.0 is not omitted.
+    # Compare bits, so that -0.0 is not omitted.
     if np.ascontiguousarray(proposals.logprobs).view(np.uint32).any():
         written.append(_array(pb.Proposals.LOGPROBS_FIELD_NUMBER, proposals.logprobs, _FLOAT32))
     distributions = proposals.distributions
@@ -344,7 +344,7 @@ def _array(field: int, values: NDArray[np.generic], dtype: np.dtype[np.generic])
 
 def _raw(values: NDArray[np.generic]) -> Buffer:
     """Return a view of the bytes of an array, which is copied only if it is not contiguous."""
-    # # An empty array cannot be cast.
+    # An empty array cannot be cast.
     if not values.size:
         return b""
     held: Any = values if values.flags.c_contiguous else values.copy()

@@ -88,7 +88,7 @@ class ActorKeeper:
             try:
                 await self.start()
             except OutriderError as error:
-                # # One such error is that Ray has not yet freed the actor's name.
+                # One such error is that Ray has not yet freed the actor's name.
                 problem = {"actor": self.name, "problem": error.message, "pause_s": pause_s}
                 logger.error("actor start failed", extra=problem)
 

@@ -98,7 +98,7 @@ async def end_when(lost: asyncio.Event) -> None:
     await lost.wait()
     exit_within(LOST_GRACE_S + EXIT_GRACE_S, EXIT_STALLED)
     await asyncio.sleep(LOST_GRACE_S)
-    # # On SIGTERM, Ray's workers exit with status 1 after answering their current calls.
+    # On SIGTERM, Ray's workers exit with status 1 after answering their current calls.
     signal.raise_signal(signal.SIGTERM)
 
 
@@ -106,9 +106,9 @@ def prepare(threads: int, log_level: str) -> None:
     """Set up JSON logs on stderr, which Ray collects, and the OpenMP settings for compute threads,
     which must be set before torch is imported. `threads` 0 leaves their number to torch."""
     setup_logging(log_level)
-    # # Ray's own record factory adds a field to every record.
+    # Ray's own record factory adds a field to every record.
     logging.setLogRecordFactory(logging.LogRecord)
-    # # Ray sets OMP_NUM_THREADS to 1 for an actor that reserves no CPU.
+    # Ray sets OMP_NUM_THREADS to 1 for an actor that reserves no CPU.
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     else:

@@ -146,7 +146,7 @@ def plan_scaling(state: PoolState, config: AutoscaleConfig, now: float) -> Actio
         return Create(_next_member(state))
     spare = [each for each in state.members if each.member.index >= state.min_members]
     if _lasts(state.cold_since, config.down_after_s, now) and spare:
-        # # The member with the fewest sessions; among equals the one added last.
+        # The member with the fewest sessions; among equals the one added last.
         idlest = min(spare, key=lambda each: (each.sessions, -each.member.index))
         return Drain(idlest.member)
     return None

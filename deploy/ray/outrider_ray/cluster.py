@@ -37,9 +37,9 @@ def ray_cluster(config: RayFleetConfig) -> Generator[None]:
     them, so that they end even if this process is killed. Raises UnavailableError (NO_RAY).
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # # Avoids a warning of Ray at the start of every process about a future default.
+    # Avoids a warning of Ray at the start of every process about a future default.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # # By default Ray's workers yield to other processes; here the workers serve requests.
+    # By default Ray's workers yield to other processes; here the workers serve requests.
     os.environ.setdefault(NICENESS, "0")
     import ray
 
@@ -48,7 +48,7 @@ def ray_cluster(config: RayFleetConfig) -> Generator[None]:
         ray.init(**init_options(config))
     except (RuntimeError, OSError, ValueError) as error:
         raise UnavailableError(f"Ray did not start: {error}", reason="NO_RAY") from error
-    # # Ray's own record factory adds a field to every record.
+    # Ray's own record factory adds a field to every record.
     logging.setLogRecordFactory(logging.LogRecord)
     seconds = round(time.monotonic() - began, 2)
     logger.info("Ray started", extra={"joined": config.ray_address, "seconds": seconds})
@@ -63,7 +63,7 @@ def init_options(config: RayFleetConfig) -> dict[str, Any]:
     options: dict[str, Any] = {
         "namespace": config.namespace,
         "log_to_driver": False,
-        # # Ray's records go to the same handlers as all others: JSON lines on stderr.
+        # Ray's records go to the same handlers as all others: JSON lines on stderr.
         "configure_logging": False,
     }
     if config.ray_address:
@@ -72,9 +72,9 @@ def init_options(config: RayFleetConfig) -> dict[str, Any]:
     actors = sum(most)
     named = ((config.resource_of(role), float(most[role])) for role in config.roles)
     return options | {
-        # # Never join a Ray that happens to run on this machine.
+        # Never join a Ray that happens to run on this machine.
         "address": "local",
-        # # Ray starts one worker per CPU in advance, and each actor uses one.
+        # Ray starts one worker per CPU in advance, and each actor uses one.
         "num_cpus": max(actors, math.ceil(actors * config.cpus_per_actor)),
         "include_dashboard": False,
         "object_store_memory": _OBJECT_STORE_BYTES,
@@ -93,7 +93,7 @@ def _stop_ray() -> None:
         logger.warning("Ray did not stop; its processes are killed")
     for process in started:
         process.kill()
-    # # Without its processes, a hanging shutdown has nothing left to wait for.
+    # Without its processes, a hanging shutdown has nothing left to wait for.
     stopper.join(STOP_RAY_S)
 
 
@@ -112,7 +112,7 @@ class LocalProcess:
             state, _, started = _read_stat(self.pid)
         except OSError:
             return False
-        # # A dead process stays listed until its parent reaps it.
+        # A dead process stays listed until its parent reaps it.
         return started == self._started and state != "Z"
 
     def kill(self) -> None:
@@ -140,6 +140,6 @@ def descendants(pid: int) -> list[LocalProcess]:
 
 def _read_stat(pid: int) -> tuple[str, int, int]:
     """Return (state, parent's id, start time in clock ticks since boot) of a process."""
-    # # The second field is the program's name in parentheses, which may contain any character.
+    # The second field is the program's name in parentheses, which may contain any character.
     fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[1]), int(fields[19])

@@ -172,7 +172,7 @@ class RayFleetConfig:
         if self.start_timeout_s <= 0:
             raise ValueError("start_timeout_s must be positive")
         if self.ray_address.startswith("ray://"):
-            # # A Ray client has no local raylet, so that actor calls would be relayed.
+            # A Ray client has no local raylet, so that actor calls would be relayed.
             raise ValueError(
                 "ray_address must not be a ray:// address: start the launcher on a node of the "
                 "cluster"
@@ -246,7 +246,7 @@ class RayFleetConfig:
         return RayConfig(
             namespace=self.namespace,
             exchange=self.exchange,
-            # # A local Ray is only used from this machine.
+            # A local Ray is only used from this machine.
             listen_host="" if self.ray_address else LOCAL_HOST,
             start_timeout_s=self.start_timeout_s,
         )
@@ -339,7 +339,7 @@ def drafter_config(config: RayFleetConfig, index: int = 0) -> DrafterConfig | No
             "device_exchange": config.exchange_mode,
             "cuda_graphs": config.cuda_graphs,
             "threads": config.actor_threads,
-            # # A drafter that computes on the CPU needs the cores itself.
+            # A drafter that computes on the CPU needs the cores itself.
             "busy_polling_cores": config.busy_polling_cores if device != CPU else 0,
             "drafter_id": FleetMember(MemberRole.DRAFTER, index).name,
             "log_level": config.log_level,

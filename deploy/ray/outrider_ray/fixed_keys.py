@@ -30,7 +30,7 @@ VERIFIER = _ACTOR | {
     ),
     *("placement", "draft_length", "draft_top_k", "planner", "cuda_graphs", "simulated_acceptance"),
     *("threads", "busy_polling_cores", "kv_tokens", "prefix_cache", "max_sessions", "log_level"),
-    # # Heartbeats are settings of the Ray transport.
+    # Heartbeats are settings of the Ray transport.
     *("heartbeat_ms", "peer_timeout_ms", "router_silence_ms"),
 }
 DRAFTER = _ACTOR | {

@@ -85,7 +85,7 @@ class ActorFleet:
         """Remove an actor that `add` created. A verifier first hands over its sessions, within
         `drain_timeout_s` seconds."""
         keeper = self._keepers[member]
-        # # The router has already moved a drafter's sessions.
+        # The router has already moved a drafter's sessions.
         await keeper.stop(drain_timeout_s if member.role is MemberRole.VERIFIER else 0.0)
         self._keepers.pop(member)
         await self._places.give_back(member)

@@ -41,7 +41,7 @@ async def supervise(
             return await fleet.stop()
         await _serve_clients(config, fleet, stop, on_serving)
     except BaseException:
-        # # Leave resumed actors running for the next attempt.
+        # Leave resumed actors running for the next attempt.
         await (fleet.detach() if resume else fleet.stop())
         raise
     await fleet.stop()

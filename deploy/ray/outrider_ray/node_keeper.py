@@ -51,7 +51,7 @@ def keep_node(arguments: Sequence[str]) -> int:
 def _run_node(command: Sequence[str], stop: threading.Event) -> int | None:
     """Run a node and return its exit status, or None if it was stopped. All its processes are
     killed at the end."""
-    # # In a session of its own, the node and all its children can be killed as a group.
+    # In a session of its own, the node and all its children can be killed as a group.
     with subprocess.Popen(command, start_new_session=True, stdout=sys.stderr) as node:
         logger.info("Ray node started", extra={"pid": node.pid})
         try:

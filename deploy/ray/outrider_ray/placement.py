@@ -33,7 +33,7 @@ def gpu_share(strategy: str, actors: int, gpus: Sequence[float]) -> float:
             "the Ray cluster has no GPU; if nodes with GPUs join later, set gpus_per_actor",
             reason="NO_GPU",
         )
-    # # Actors on different nodes cannot share a GPU.
+    # Actors on different nodes cannot share a GPU.
     return 1.0 if most >= actors or strategy == STRICT_SPREAD else most / actors
 
 
@@ -47,7 +47,7 @@ def with_gpu_share(config: RayFleetConfig) -> RayFleetConfig:
     import ray
 
     nodes = [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
-    # # Each cell may be on a different node, even if the actors of a cell are packed.
+    # Each cell may be on a different node, even if the actors of a cell are packed.
     strategy = config.strategy if len(config.cells) == 1 else PACK
     share = gpu_share(strategy, actors, nodes)
     if share < 1.0:
@@ -156,7 +156,7 @@ class ActorPlacement:
         from ray.util import placement_group_table
 
         group = self._groups[cell]
-        # # Wait in short steps, because a thread that waits cannot be cancelled.
+        # Wait in short steps, because a thread that waits cannot be cancelled.
         while not await asyncio.to_thread(group.wait, _LOOK_S):
             continue
         nodes = placement_group_table(group)["bundles_to_node_id"]

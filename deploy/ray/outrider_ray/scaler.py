@@ -87,7 +87,7 @@ class FleetScaler:
             min_members=self._config.counts[role],
             max_members=self._config.max_of[role],
             members=tuple(self._load(member) for member in members),
-            # # Only more verifiers make the queue shorter.
+            # Only more verifiers make the queue shorter.
             waiting=self._service.admission.num_waiting if role is MemberRole.VERIFIER else 0,
             hot_since=memory.hot_since,
             cold_since=memory.cold_since,
@@ -109,7 +109,7 @@ class FleetScaler:
         try:
             await (self._create if isinstance(action, Create) else self._drain)(action.member)
         except OutriderError as error:
-            # # One such error is a lack of resources; the change is tried again after the
+            # One such error is a lack of resources; the change is tried again after the
             # cool-down.
             logger.warning("%s failed", what, extra=facts | {"problem": error.message})
         else:

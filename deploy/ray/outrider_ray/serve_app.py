@@ -58,7 +58,7 @@ def launch_config(args: Mapping[str, Any]) -> RayFleetConfig:
             "detached must not be set: Ray Serve manages the fleet of a Serve application",
             reason="INVALID_CONFIG",
         )
-    # # Serve has already joined the cluster.
+    # Serve has already joined the cluster.
     return replace(config, ray_address="auto")
 
 
@@ -101,7 +101,7 @@ class Ingress:
             try:
                 return await supervise(self._config, self._stop, self._serving)
             except AlreadyExistsError as error:
-                # # Ray is about to end the actors of the previous replica.
+                # Ray is about to end the actors of the previous replica.
                 logger.warning("actor name not registered yet", extra={"problem": error.message})
                 await asyncio.sleep(NAME_PAUSE_S)
 

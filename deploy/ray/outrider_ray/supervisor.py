@@ -130,7 +130,7 @@ class SupervisorHost:
                 if not self._restarted:
                     self._become(FAILED, problem=to_status(error))
                     return
-                # # The fleet has served before, so a missing node or a name in use is temporary.
+                # The fleet has served before, so a missing node or a name in use is temporary.
                 pause_s = next_pause(pause_s, 0.0)
                 time.sleep(pause_s)
             except Exception as error:
@@ -172,11 +172,11 @@ def start_detached(config: RayFleetConfig) -> FleetStatus:
         "namespace": config.namespace,
         "lifetime": "detached",
         "num_cpus": 0,
-        # # Ray ignores the scheduling strategy of an actor that reserves no resources.
+        # Ray ignores the scheduling strategy of an actor that reserves no resources.
         "memory": _MEMORY,
         "max_restarts": -1,
         "max_concurrency": _CONCURRENCY,
-        # # Prefer this node, but use another one if it is gone.
+        # Prefer this node, but use another one if it is gone.
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=here, soft=True),
     }
     try:
@@ -184,7 +184,7 @@ def start_detached(config: RayFleetConfig) -> FleetStatus:
     except ValueError as error:
         raise _in_use(config.namespace) from error
     while True:
-        # # The start of a fleet is bounded by its own timeouts.
+        # The start of a fleet is bounded by its own timeouts.
         status: FleetStatus = _ask(actor, "status", _ASK_S)
         if status.state == SERVING:
             return status
@@ -223,7 +223,7 @@ def stop_detached(namespace: str) -> bool:
         in_time = bool(_ask(actor, "stop", 10 * STOP_S))
     finally:
         ray.kill(actor)
-        # # An actor that was being created at that moment has no supervisor any more.
+        # An actor that was being created at that moment has no supervisor any more.
         gone = _kill_members(namespace)
     return in_time and gone
 
@@ -235,12 +235,12 @@ def _kill_members(namespace: str) -> bool:
     from ray.util import get_placement_group, remove_placement_group
 
     until = time.monotonic() + STOP_S
-    # # Ray lists an actor until its process has ended or its node is given up.
+    # Ray lists an actor until its process has ended or its node is given up.
     while there := existing_members(namespace):
         for member in there:
             with contextlib.suppress(UnavailableError):
                 ray.kill(actor_named(member.name, namespace))
-            # # A placement group has the name of its first member.
+            # A placement group has the name of its first member.
             with contextlib.suppress(ValueError):
                 remove_placement_group(get_placement_group(group_name((member,))))
         if time.monotonic() > until:

@@ -135,7 +135,7 @@ class _Authority:
     ) -> x509.CertificateBuilder:
         from cryptography import x509
 
-        # # The certificates are valid from an hour ago, because clocks differ between machines.
+        # The certificates are valid from an hour ago, because clocks differ between machines.
         begin = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
         return (
             x509.CertificateBuilder()

@@ -87,7 +87,7 @@ class ChildProcess:
             try:
                 starting.result()
             except BaseException:
-                # # A signal may interrupt this wait; `close` must find the started process.
+                # A signal may interrupt this wait; `close` must find the started process.
                 wait([starting])
                 raise
 
@@ -100,7 +100,7 @@ class ChildProcess:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            # # Only this process handles Ctrl-C in a terminal; it stops the children in order.
+            # Only this process handles Ctrl-C in a terminal; it stops the children in order.
             start_new_session=True,
         )
         try:
@@ -147,7 +147,7 @@ class ChildProcess:
     def kill(self) -> None:
         """Kill the process and its children, without waiting."""
         if self.exit_status is None and self._process is not None:
-            # # The process leads its own process group, whose id is not reused before the process
+            # The process leads its own process group, whose id is not reused before the process
             # is reaped.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -162,7 +162,7 @@ class ChildProcess:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill()
-            # # A process that hangs in a system call ends when the call does; do not wait for it.
+            # A process that hangs in a system call ends when the call does; do not wait for it.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_TIMEOUT_S)
         self._process = None
@@ -172,7 +172,7 @@ class ChildProcess:
 
     def _read(self, process: subprocess.Popen[str], said: threading.Event) -> None:
         assert process.stdout is not None
-        # # Only this thread closes stdout: a close elsewhere would wait until this read ends.
+        # Only this thread closes stdout: a close elsewhere would wait until this read ends.
         with contextlib.suppress(ValueError, OSError), process.stdout:
             for line in process.stdout:
                 message = _parse(line)

@@ -46,7 +46,7 @@ def print_progress(line: str) -> None:
         sys.stderr.write(f"[outrider] {line}\n")
         sys.stderr.flush()
     except OSError:
-        # # The terminal or pipe was closed, which is no reason to stop serving.
+        # The terminal or pipe was closed, which is no reason to stop serving.
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
 
 
@@ -149,7 +149,7 @@ class LocalCluster:
 
     def _start(self) -> str:
         config = self._config
-        # # Check here first: the processes would report these errors one by one while loading.
+        # Check here first: the processes would report these errors one by one while loading.
         if config.tls_dir is not None:
             check_hosts(config.tls_dir, filter(None, (config.listen, config.http)))
         verifying, drafting = plan_placement(config, count_gpus() if config.uses_gpus else 0)
@@ -167,7 +167,7 @@ class LocalCluster:
         for index in range(config.routers):
             name = f"router-{index}" if several else "router"
             args = router_args(config, verifiers, drafters, index)
-            # # If the first router chose a free port, the other routers use the same port.
+            # If the first router chose a free port, the other routers use the same port.
             (router,) = self._launch(CertificateRole.ROUTER, {name: args}, address)
             address = self._ready(router)
             self._check_stop()

@@ -96,7 +96,7 @@ class HealthProbe:
         if call.code() in _NO_ANSWER:
             return ProbeResult.SILENT
         if call.code() is not grpc.StatusCode.OK:
-            # # A process that refuses a probe is alive.
+            # A process that refuses a probe is alive.
             return ProbeResult.SERVING
         serves = call.result().status == self._serving
         return ProbeResult.SERVING if serves else ProbeResult.NOT_SERVING

@@ -53,7 +53,7 @@ def _check_length(max_model_len: int | None, target: ModelConfig) -> None:
 def _check_tokenizer(model: Path, target: ModelConfig) -> tuple[str, ...]:
     """Load the tokenizer and compile its chat template, as the router does, and return warnings.
     Raises FailedPreconditionError if the tokenizer does not fit the model."""
-    # # Imported here because the packages for tokenizers need not be installed otherwise.
+    # Imported here because the packages for tokenizers need not be installed otherwise.
     from outrider.text.tokenizer import Tokenizer
 
     with explain_missing_packages("outrider-router"):

@@ -56,7 +56,7 @@ def count_gpus() -> int:
     if visible is None or not present:
         return present
     names = [name.strip() for name in visible.split(",")]
-    # # CUDA ignores all names from the first invalid one on.
+    # CUDA ignores all names from the first invalid one on.
     return len(list(itertools.takewhile(lambda name: name not in ("", "-1"), names)))
 
 
@@ -71,7 +71,7 @@ def _count_present() -> int:
         count = 0
     else:
         count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-    # # In containers a driver may lack its tools, or the tools may fail.
+    # In containers a driver may lack its tools, or the tools may fail.
     return count or int(any(path.exists() for path in DRIVER_FILES))
 
 
@@ -159,7 +159,7 @@ def _exchange_flags(config: LocalFleetConfig, place: ProcessPlacement) -> list[s
         return []
     mode = config.device_exchange
     if mode == AUTO and place.shares_gpu:
-        # # A process that waits on the GPU would block the other process on the same GPU.
+        # A process that waits on the GPU would block the other process on the same GPU.
         mode = OFF
     return [] if mode == AUTO else ["--device-exchange", mode]
 

@@ -103,7 +103,7 @@ def wait_healthy(
 
 
 def _by_role(directory: Path) -> TlsConfig:
-    # # Check the role in the certificate instead of the host: no certificate names 0.0.0.0.
+    # Check the role in the certificate instead of the host: no certificate names 0.0.0.0.
     config = TlsConfig(ca=tls_from(directory, CertificateRole.ROUTER).ca)
     return TlsConfig(ca=config.ca, names=RoleNames(router=config.names_of(CertificateRole.ROUTER)))
 
@@ -113,7 +113,7 @@ def _trouble(client: Client, address: str, tls: TlsConfig | None) -> str:
     try:
         info: ServerInfo = client.server_info()
     except UnauthenticatedError:
-        # # Without an API key, only the health service can be asked.
+        # Without an API key, only the health service can be asked.
         return "" if is_serving(address, tls) else "the router serves nobody yet"
     except OutriderError as error:
         return f"the router at {address} does not answer: {error.message}"

@@ -107,7 +107,7 @@ def ray_warnings(args: Sequence[str]) -> list[str]:
     try:
         return _warnings(_RAY, PROCESSES[_RAY].load(args))
     except NotFoundError:
-        # # Only the launcher's own process finds the package in a checkout, and reports if it is
+        # Only the launcher's own process finds the package in a checkout, and reports if it is
         # missing.
         return []
 

@@ -83,7 +83,7 @@ class ChildSupervisor:
         try:
             self._process.start()
         except (OSError, RuntimeError) as error:
-            # # The system is out of memory, descriptors or threads; try again later.
+            # The system is out of memory, descriptors or threads; try again later.
             self._plan_restart(f"could not be started: {error}", now)
             return
         self._restart_at = None

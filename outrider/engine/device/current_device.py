@@ -84,7 +84,7 @@ def init_launching_thread(device: torch.device | str) -> None:
     set_current_device(device)
     device = torch.device(device)
     if device.type == "cuda":
-        # # This binds the device's context to the thread, which driver calls require.
+        # This binds the device's context to the thread, which driver calls require.
         torch.cuda.synchronize(device)
     if device.type != "cpu":
         torch.set_num_threads(1)

@@ -134,7 +134,7 @@ class RoundLogprobs:
             assert acceptance is not None
             path = acceptance.rows.index_select(0, rows)[:, :depth]
             found.append((rows[:, None] * shape.nodes + path).flatten())
-            # # Places after the emitted tokens hold no token, and their values are not used.
+            # Places after the emitted tokens hold no token, and their values are not used.
             chosen.append(acceptance.tokens.index_select(0, rows)[:, :depth].flatten())
         if asked.chunks:
             assert chunks is not None and verified.first is not None

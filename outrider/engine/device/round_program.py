@@ -95,7 +95,7 @@ class RoundProgram:
         self.projects = projection is not None
         """Whether rounds can compute features."""
         taps = projection.tap_layers if projection is not None else ()
-        # # One buffer serves all shapes: a round's hidden states are read before the next launch.
+        # One buffer serves all shapes: a round's hidden states are read before the next launch.
         like = target.weights.embedding
         hidden = _row_buffer(max_token_rows, like.shape[1], like)
         self._features: Tensor | None = None
@@ -122,7 +122,7 @@ class RoundProgram:
         if shape.has_features and self._projection is not None and output.taps is not None:
             features = self._projection(output.taps)
         decoding = shape.rows * shape.nodes
-        # # This check precedes the logits processor, because bans and grammars would hide
+        # This check precedes the logits processor, because bans and grammars would hide
         # non-finite logits.
         finite = find_finite_rows(output.logits)
         found = first = None
@@ -424,7 +424,7 @@ class RoundProgram:
             tokens=tokens,
             features=own,
             counts=chunks.ends,
-            # # A chunk that ends no prompt has count 0; start 0 keeps its drafts from reading
+            # A chunk that ends no prompt has count 0; start 0 keeps its drafts from reading
             # context.
             starts=torch.where(chunks.ends > 0, chunks.next_positions() - 1, 0),
         )

@@ -119,7 +119,7 @@ class TargetProgram:
         layers."""
         weights, eps = self._model.weights, self._config.rms_norm_eps
         norms = [layer.weights.input_norm for layer in self._layers] + [weights.final_norm]
-        # # With many rows the layers work in place, so the last layer may write to the `hidden`
+        # With many rows the layers work in place, so the last layer may write to the `hidden`
         # buffer.
         last = None if self._hidden is None else self._hidden[: tokens.shape[0]]
         x, normed = self._kernels.embed(tokens, weights.embedding, norms[0], eps, out=last)

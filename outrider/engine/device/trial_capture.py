@@ -31,7 +31,7 @@ class TrialCapture:
         """The first graph, which keeps the memory pool of all graphs alive."""
         # Some steps launch nothing on some inputs.
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-        # # If torch made this handle within a capture, it would wait for the device.
+        # If torch made this handle within a capture, it would wait for the device.
         torch.cuda.current_blas_handle()
 
     def record(self, function: Callable[[], T]) -> T:

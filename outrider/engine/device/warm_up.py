@@ -45,11 +45,11 @@ def compile_shapes(
                 if check is not None:
                     check()
                 rounds.warm_up(shape)
-                # # After a missing kernel `wait_cached` is no longer called, because the threads
+                # After a missing kernel `wait_cached` is no longer called, because the threads
                 # are busy compiling.
                 is_cached = is_cached and wait_cached()
                 if is_cached:
-                    # # An earlier start of the process has compiled the kernels of this kind of
+                    # An earlier start of the process has compiled the kernels of this kind of
                     # round.
                     break
         if rounds.form_drafts is not None:
@@ -76,20 +76,20 @@ def warm_up_shapes(rounds: RoundLauncher, device: torch.device) -> dict[RoundSha
     free, _ = torch.cuda.mem_get_info(device)
     shapes = list(rounds.family.all_shapes())
     times: dict[RoundShape, float] = {}
-    # # The largest shape comes first, so that later graphs can reuse its temporary memory.
+    # The largest shape comes first, so that later graphs can reuse its temporary memory.
     for done, shape in enumerate(sorted(shapes, key=lambda s: s.token_rows, reverse=True)):
         rounds.warm_up(shape)
         times[shape] = _time(rounds, shape)
         if time.monotonic() - said > _PROGRESS_S:
             said = time.monotonic()
-            # # The first shapes compile kernels for all, so this estimate is rather too long.
+            # The first shapes compile kernels for all, so this estimate is rather too long.
             left_s = (said - began) / (done + 1) * (len(shapes) - done - 1)
             facts = {"done": done + 1, "of": len(shapes), "seconds_left": round(left_s)}
             logger.info("capturing rounds", extra=facts)
     if rounds.form_drafts is not None:
         rounds.form_drafts.warm_up()
     rounds.graphs.sealed = True
-    # # A second timing later: a delay of one shape may have delayed its neighbours, too.
+    # A second timing later: a delay of one shape may have delayed its neighbours, too.
     for shape in shapes:
         if shape.token_rows <= _LONG_ROWS:
             times[shape] = min(times[shape], _time(rounds, shape))

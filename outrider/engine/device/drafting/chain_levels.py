@@ -96,7 +96,7 @@ class ChainLevelDrafter:
         earlier = torch.arange(self._tokens.shape[1], device=slots.device) < levels[:, None]
         known = torch.where(earlier, self._tokens[places], -1)
         path = OutputPath(vocabulary.columns_of(known), num_visible=known.shape[1])
-        # # The newest row, at position p, pairs a feature with token p + 1 and predicts token p +
+        # The newest row, at position p, pairs a feature with token p + 1 and predicts token p +
         # 2.
         following = self._kept.newest_positions(slots) + 2 + levels
         logits = allowed_tokens.apply_masks(self._logits[places], 0, ids)

@@ -47,7 +47,7 @@ class DraftTokenMasks:
         drafted = np.zeros(32 * self.words, dtype=np.bool_)
         drafted[target_ids.cpu().numpy()] = True
         self._drafted = np.packbits(drafted, bitorder="little").view("<u4").astype(np.uint32)
-        # # Row 0 of the bits stands for "not masked". The indices into the bits are in the rows
+        # Row 0 of the bits stands for "not masked". The indices into the bits are in the rows
         # after it.
         self._first = 1 + -(-(levels * max_rows + num_beside) // self.words)
         size = (self._first + levels * max_rows) * self.words

@@ -117,7 +117,7 @@ class HeadForward(DraftForward):
             return x if num_rows == 1 else x[layout.live_rows]
         session = session._replace(context=layout.live)
         if rows.tokens.numel() <= SKINNY_ROWS:
-            # # With so few rows the pass over the weights costs the most, so queries of rows that
+            # With so few rows the pass over the weights costs the most, so queries of rows that
             # are not live are free.
             query = self._project(block.inputs, new)[layout.live_rows]
         else:

@@ -60,7 +60,7 @@ class GrammarDraftBuffer:
             target_ids=in_process_drafter.program.forward.vocabulary.target_ids,
             device=device,
             num_beside=2 * rows,
-            # # A round waits for all uploads of the same round.
+            # A round waits for all uploads of the same round.
             ring=4 * (1 + self.length),
         )
         """Masks of the level to draft, uploaded with the slots [B] and the levels [B]."""

@@ -84,7 +84,7 @@ class LookAheadProgram(DraftProgram):
         layout = forward.layout(rows, num_steps=1, step_rows=num_nodes)
         below = forward.proposal_layout(given, layout.live)
         x = forward.run_proposal(rows, given, layout, below, sweeps)
-        # # All tokens are known, so one pass over the output projection serves all positions.
+        # All tokens are known, so one pass over the output projection serves all positions.
         logits, following = forward.logits(x.flatten(0, 1)), below.following
         if warp is not None:
             columns = vocabulary.columns_of(given.tokens)

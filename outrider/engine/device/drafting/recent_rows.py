@@ -36,7 +36,7 @@ class RecentRows:
     def rows_of(self, slots: Tensor) -> NewRows:
         """Return the stored rows of these slots, int32 [B]."""
         words = self._words[slots.long()]
-        # # Kernels need contiguous vectors and matrices.
+        # Kernels need contiguous vectors and matrices.
         return NewRows(
             slots=slots,
             tables=self._slots.sequence.tables,

@@ -33,7 +33,7 @@ class DeviceClock:
             )
         self._stream: torch.cuda.Stream | None = None
         if is_cuda:
-            # # A stream of its own, so that waits in other streams do not delay the reading.
+            # A stream of its own, so that waits in other streams do not delay the reading.
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._offset_ns = 0
         self.error_s = 0.0

@@ -81,7 +81,7 @@ class GraphCache:
     def _run_uncaptured(self, key: Hashable, fn: Callable[[], T]) -> T:
         if key not in self._missed:
             self._missed.add(key)
-            # # Compiling the kernels may block all sessions for seconds.
+            # Compiling the kernels may block all sessions for seconds.
             logger.warning("no graph was captured for this", extra={"key": str(key)})
             with unbounded_step():
                 return fn()
@@ -105,7 +105,7 @@ class GraphCache:
         if self._trial is not None:
             self._trial.record(fn)
             return
-        # # Results of a function may have been made in inference mode, so they are written in it.
+        # Results of a function may have been made in inference mode, so they are written in it.
         with torch.inference_mode(), unbounded_step():
             eager = fn()
         yield

@@ -44,7 +44,7 @@ def compile_kernels(
     except OutriderError:
         raise
     except Exception as error:  # Triton's and CUDA's errors have no class in common
-        # # Compiling ahead only saves time; a lasting error occurs again in the first run.
+        # Compiling ahead only saves time; a lasting error occurs again in the first run.
         logger.warning("kernels not compiled ahead", extra={"reason": str(error)})
     torch.cuda.empty_cache()
     seconds = round(time.monotonic() - began, 1)

@@ -129,6 +129,6 @@ class _Offsets:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    # # Tensors made in inference mode could only be written in inference mode.
+    # Tensors made in inference mode could only be written in inference mode.
     with torch.inference_mode(False):
         return torch.zeros(shape, dtype=torch.int32, device=device)

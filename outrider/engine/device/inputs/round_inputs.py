@@ -45,7 +45,7 @@ class RoundInputs:
         self.parents = buffer[drafts_end:].view(rows, self._drafted)
         """int32 [B, N - 1]: parents of the draft tokens; PADDING_NODE for absent nodes. Only set
         for trees."""
-        # # Inputs that a kind of round does not read are not uploaded.
+        # Inputs that a kind of round does not read are not uploaded.
         self._chains, self._trees = buffer[:drafts_end], buffer
         self._uploader = Uploader(size, device)
         self._told: list[int] | None = None
@@ -80,7 +80,7 @@ class RoundInputs:
             grids[1] = PADDING_NODE
         count = len(rows.slots)
         if len(rows.tokens) == count * drafted:
-            # # Every draft has N - 1 nodes.
+            # Every draft has N - 1 nodes.
             grids[0, :count] = rows.tokens.reshape(count, drafted)
             if with_parents:
                 grids[1, :count] = rows.parents.reshape(count, drafted)
@@ -94,6 +94,6 @@ class RoundInputs:
 def int32_zeros(size: int, device: torch.device) -> Tensor:
     """Return zeros int32 [size] for static inputs, writable inside and outside of inference
     mode."""
-    # # Tensors made in inference mode could only be written in inference mode.
+    # Tensors made in inference mode could only be written in inference mode.
     with torch.inference_mode(False):
         return torch.zeros(size, dtype=torch.int32, device=device)

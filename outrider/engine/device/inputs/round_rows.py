@@ -76,7 +76,7 @@ class RoundRows(NamedTuple):
         if not len(self.tokens):
             return DraftKind.NONE
         if len(self.slots) == 1:
-            # # A list is faster than an array here.
+            # A list is faster than an array here.
             alone = self.parents.tolist() == list(range(-1, len(self.tokens) - 1))
             return DraftKind.CHAIN if alone else DraftKind.TREE
         chains = bool((self.parents == chain_parents(self.counts)).all())

@@ -58,7 +58,7 @@ class AllowedTokenMasks:
         self._first = _first(rows, words)
         bits = int32_zeros((self._first + rows) * words, device).view(-1, words)
         with torch.inference_mode(False):
-            # # The first row of bits allows all tokens, for rows without a mask. Row offsets
+            # The first row of bits allows all tokens, for rows without a mask. Row offsets
             # follow.
             bits[0] = -1
         self._told = bits[1:].view(-1)

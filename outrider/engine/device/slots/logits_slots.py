@@ -118,7 +118,7 @@ class LogitsSlots:
             flags |= PROCESS_TRUNCATION
         named = bool(sampling.logit_bias or sampling.banned_ids or len(banned_first))
         if not (flags or named or self._flags[slot]):
-            # # Most sessions have nothing to write and nothing to reset.
+            # Most sessions have nothing to write and nothing to reset.
             return
         columns, amounts, ends = self._entries(sampling, banned_first, banned_until)
         flags |= PROCESS_BIAS if len(columns) else 0

@@ -66,7 +66,7 @@ class DeviceSessionSlots:
         self._free = FreeSlots(max_sessions, reason="SESSIONS_EXHAUSTED")
         self.padding = self._free.padding
         count, blocks = self._free.total, pool.blocks_for(max_len)
-        # # Padding rows write the nodes of a round and the steps of a draft after them.
+        # Padding rows write the nodes of a round and the steps of a draft after them.
         self._padding_kv = pool.allocate(2 * max_nodes)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -91,23 +91,23 @@ class DeviceSessionSlots:
         )
         """Masks of the tokens that grammars allow, filled for each launch."""
         self._pool, self._device, self._blocks = pool, device, blocks
-        # # An even number of words keeps fields of 64 bits aligned in every row.
+        # An even number of words keeps fields of 64 bits aligned in every row.
         self._width = _FIELDS + blocks + blocks % 2
         self._staged = zeros(SLOTS_PER_WRITE * self._width + 3 * BLOCKS_PER_WRITE)
         """Staged words of a launch: rows of slots, then int64 table positions of added blocks, then
         the block ids."""
         self._begun: dict[int, NDArray[np.int32]] = {}
         """Rows of new sessions that are not uploaded yet, [width] each, by slot."""
-        # # All fields are written by one launch, because a session waits for every one of them
+        # All fields are written by one launch, because a session waits for every one of them
         # before its first round.
         self._graphs = GraphCache(device, enabled=graphs)
         padding, held = SamplingParams(), self._padding_kv.blocks
-        # # Unused entries of a launch rewrite the first block of the padding slot. Positions are
+        # Unused entries of a launch rewrite the first block of the padding slot. Positions are
         # int64, as the copy requires, and come first, where they are aligned.
         self._no_places = np.full(BLOCKS_PER_WRITE, self.padding * blocks, np.int64)
         self._no_blocks = np.full(BLOCKS_PER_WRITE, held[0], np.int32)
         self._nobody = self._row(self.padding, held, padding, length=1, root=0)
-        # # Capture the graphs now, so that no session waits for it later.
+        # Capture the graphs now, so that no session waits for it later.
         for rows in ([], [self._nobody], [self._nobody] * SLOTS_PER_WRITE):
             self._write(rows, [], [])
 
@@ -160,7 +160,7 @@ class DeviceSessionSlots:
             places.extend(range(first, first + len(blocks)))
             held.extend(blocks)
         rows = list(self._begun.values())
-        # # Rows are written first, because blocks are appended to their tables.
+        # Rows are written first, because blocks are appended to their tables.
         while len(rows) > SLOTS_PER_WRITE:
             self._write(rows[:SLOTS_PER_WRITE], [], [])
             del rows[:SLOTS_PER_WRITE]
@@ -183,7 +183,7 @@ class DeviceSessionSlots:
         rule, keys = RULE_NUMBERS[sampling.effective_rule], stream_keys(sampling)
         _HEAD.pack_into(words.data, 0, *keys, slot, sampling.temperature, rule, length, root)
         words[_FIELDS : _FIELDS + len(blocks)] = blocks
-        # # Rows are padded to the nodes of their launch. KV that padding writes past the session's
+        # Rows are padded to the nodes of their launch. KV that padding writes past the session's
         # blocks goes to the padding slot's block, because other blocks may belong to other
         # sessions.
         words[_FIELDS + len(blocks) :] = self._padding_kv.blocks[0]
@@ -196,7 +196,7 @@ class DeviceSessionSlots:
         if held:
             where, numbers = where.copy(), numbers.copy()
             where[: len(held)], numbers[: len(held)] = places, held
-        # # With few sessions, they begin one by one, and their tables may be long.
+        # With few sessions, they begin one by one, and their tables may be long.
         count = len(rows) if len(rows) < 2 else SLOTS_PER_WRITE
         staged = self._staged[: count * self._width + 3 * BLOCKS_PER_WRITE]
         upload_int32s(

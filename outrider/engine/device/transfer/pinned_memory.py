@@ -28,7 +28,7 @@ def pin_memory(memory: NDArray[np.uint8], device: torch.device) -> bool:
     if not driver_for(device).pin_memory(address, memory.nbytes):
         logger.warning("memory was not pinned", extra={"bytes": memory.nbytes})
         return False
-    # # Any thread may free the array last: the CUDA runtime finds the device's context by itself.
+    # Any thread may free the array last: the CUDA runtime finds the device's context by itself.
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
     return True
