@@ -95,7 +95,7 @@ def accept_sampled(
     in row order, which is the order in which they were drawn. slots: int32 [B]; positions: int32
     [M], of the token that follows each row. distribution: what the drafts of rejection sessions
     were drawn from; a session without a distribution is judged target-only. Raises
-    InvalidRequestError for a ChainLaw with trees or of fewer than N - 1 steps.
+    InvalidRequestError for a DenseChainDistribution with trees or of fewer than N - 1 steps.
     """
     if isinstance(distribution, DenseChainDistribution) and (
         parents is not None or distribution.probs.shape[1] < num_nodes - 1

@@ -29,7 +29,7 @@ SKINNY_ROWS: Final = 64
 """Products of up to this many rows stream the weight in one kernel; more rows go to cuBLAS."""
 SPLIT_NORM_ROWS: Final = 32
 """Norms of up to this many rows are split around their products. With more, each program of the
-second product adds up so many squares that a kernel for the norm costs less (decision 10)."""
+second product adds up so many squares that a kernel for the norm costs less (decision 0010)."""
 KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of the operands that the kernel multiplies."""
 

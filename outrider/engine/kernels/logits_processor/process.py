@@ -42,7 +42,7 @@ def process_logits(
     path: OutputPath | None = None,
     allowed_tokens: AllowedTokenBits | None = None,
 ) -> None:
-    """Warp rows in place; what is cut or banned becomes -inf, NaN too.
+    """Process rows in place; what is cut or banned becomes -inf, NaN too.
 
     logits: float32 [R, V], columns contiguous, rows of any stride; row r belongs to the session of
     slot slots[r // rows_per_slot], slots int32 [B]. positions: int32 [R], the absolute position of
