@@ -16,13 +16,12 @@ INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
 
-    def dot(a: Any, b: Any, acc: Any, interpreted: bool) -> Any:
+    def dot(a: Any, b: Any, acc: Any) -> Any:
         """acc + a @ b with the bits of the GPU's matrix unit (see `matrix_unit`).
 
         The interpreter's own dot takes numpy's product, whose order of summation follows the
         shapes; its bfloat16 dot is wrong (Triton 3.6 to 3.9).
         """
-        del interpreted
         multiply = multiply_32_bit if a.dtype == tl.float32 else multiply_16_bit
         left, right = (x.to(tl.float32).handle.data for x in (a, b))
         result = multiply(left, right, acc.handle.data)
@@ -31,7 +30,7 @@ if INTERPRETED:
 else:
 
     @triton.jit
-    def dot(a, b, acc, INTERPRETED: tl.constexpr):
+    def dot(a, b, acc):
         """acc + a @ b with float32 accumulation.
 
         float32 operands are multiplied as such (ieee), never as tf32.

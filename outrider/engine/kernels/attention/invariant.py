@@ -35,7 +35,7 @@ from outrider.engine.kernels.attention.invariant_kernel import (
     shared_tiles_kernel,
 )
 from outrider.engine.kernels.attention.tree import tree_attention_torch
-from outrider.engine.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
+from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.errors import InvalidRequestError
 
 _SM_COUNT = 132
@@ -224,7 +224,6 @@ def invariant_attention_triton(
         "BLOCK_TOKENS": block_tokens,
         "TREE": paths is not None,
         "WINDOW": 0 if window is None else window,
-        "INTERPRETED": INTERPRETED,
     }
     factor = (dim**-0.5 if scale is None else scale) * math.log2(math.e)
     strides = (q.stride(0), keys.stride(0), values.stride(0), tables.stride(0), table_slots)

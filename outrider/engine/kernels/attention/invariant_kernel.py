@@ -28,12 +28,12 @@ _WEIGHT_UNIT = tl.constexpr(2.0**-22)
 
 
 @triton.jit
-def _attend_tile(q, k, v, seen, scale, ROWS: tl.constexpr, DIMS: tl.constexpr, INTERPRETED):
+def _attend_tile(q, k, v, seen, scale, ROWS: tl.constexpr, DIMS: tl.constexpr):
     """Attention of `q` [ROWS, DIMS] to one KV tile: maximum, sum of weights and weighted values.
 
     The sum of the weights is formed in integers, so that no layout of threads decides its order.
     """
-    scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE_SLOTS], tl.float32), INTERPRETED)
+    scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE_SLOTS], tl.float32))
     scores = tl.where(seen, scores, float("-inf"))
     top = tl.max(scores, axis=1)
     # Rows that see nothing of the tile: inf - inf would be a NaN.
@@ -41,7 +41,7 @@ def _attend_tile(q, k, v, seen, scale, ROWS: tl.constexpr, DIMS: tl.constexpr, I
     weights = tl.exp2((scores - shift[:, None]) * scale).to(v.dtype)
     counted = (weights.to(tl.float32) + 2.0).to(tl.int32, bitcast=True) - _TWO
     norm = tl.sum(counted, axis=1).to(tl.float32) * _WEIGHT_UNIT
-    acc = dot(weights, v, tl.zeros([ROWS, DIMS], tl.float32), INTERPRETED)
+    acc = dot(weights, v, tl.zeros([ROWS, DIMS], tl.float32))
     return top, norm, acc
 
 
@@ -116,7 +116,6 @@ def shared_tiles_kernel(
     SINGLE: tl.constexpr,
     TREE: tl.constexpr,
     WINDOW: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Some parts of the tiles that the rows of a session share, for one tile of query rows.
 
@@ -176,9 +175,7 @@ def shared_tiles_kernel(
             seen = slot[None, :] <= newest[:, None]
             if WINDOW > 0:
                 seen = seen & (slot[None, :] > position[:, None] - WINDOW)
-            next_top, next_norm, next_acc = _attend_tile(
-                q, k, v, seen, scale, BLOCK_ROWS, DIMS, INTERPRETED
-            )
+            next_top, next_norm, next_acc = _attend_tile(q, k, v, seen, scale, BLOCK_ROWS, DIMS)
             top, norm, acc = _join(top, norm, acc, next_top, next_norm, next_acc, scale)
         if SINGLE:
             whole_top, whole_norm, whole_acc = _join(
@@ -232,7 +229,6 @@ def joining_kernel(
     MEMBERS: tl.constexpr,
     TREE: tl.constexpr,
     WINDOW: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Join the parts of one token row and key/value head, and for a tree its own tiles.
 
@@ -305,7 +301,7 @@ def joining_kernel(
                 k = _load_slots(keys + offsets, dims, DIM, DIMS)
                 v = _load_slots(values + offsets, dims, DIM, DIMS)
                 own_top, own_norm, own_acc = _attend_tile(
-                    q, k, v, seen[None, :], scale, MEMBERS, DIMS, INTERPRETED
+                    q, k, v, seen[None, :], scale, MEMBERS, DIMS
                 )
                 top, norm, acc = _join(top, norm, acc, own_top, own_norm, own_acc, scale)
         whole_top, whole_norm, whole_acc = _join(

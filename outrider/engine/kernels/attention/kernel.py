@@ -48,7 +48,6 @@ def attention_kernel(
     MASKED: tl.constexpr,
     MASK_BITS: tl.constexpr,
     WINDOW: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """One part of the context for one tile of rows. Code is kept small: a program runs most of it
     once, so that fetching instructions takes as long as running them.
@@ -105,7 +104,7 @@ def attention_kernel(
         block = tl.load(table + read // BLOCK_TOKENS)
         k = _load_slots(keys + offsets, dims, DIM, DIMS)
         v = _load_slots(values + offsets, dims, DIM, DIMS)
-        scores = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_SLOTS], tl.float32), INTERPRETED)
+        scores = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_SLOTS], tl.float32))
         seen = _seen(
             slot,
             context,
@@ -123,7 +122,7 @@ def attention_kernel(
         )
         scores = tl.where(seen, scores * scale, float("-inf"))
         weights, top, norm, decay = _softmax_step(scores, top, norm)
-        acc = dot(weights.to(v.dtype), v, acc * decay[:, None], INTERPRETED)
+        acc = dot(weights.to(v.dtype), v, acc * decay[:, None])
 
     # Asked so that a NaN stays one.
     divisor = tl.where(norm == 0, 1.0, norm)

@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.engine.kernels.attention.config import AttentionConfig, choose_config, joined_rows
 from outrider.engine.kernels.attention.kernel import attention_kernel, combine_kernel
 from outrider.engine.kernels.attention.layout import pool_slots
-from outrider.engine.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
+from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.errors import InvalidRequestError
 
 
@@ -238,7 +238,6 @@ def tree_attention_triton(
         MASKED=mask is not None,
         MASK_BITS=mask_bits,
         WINDOW=0 if window is None else window,
-        INTERPRETED=INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

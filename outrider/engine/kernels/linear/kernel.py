@@ -193,7 +193,6 @@ def skinny_kernel(
     SWAP: tl.constexpr,
     ROUNDED: tl.constexpr,
     SEVERAL: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """One tile of output columns (C in all) for all rows, over one of SPLIT_K parts of K.
 
@@ -249,9 +248,9 @@ def skinny_kernel(
             w_tile = tl.load(at_w, mask=inside, other=0.0, eviction_policy="evict_first")
             x_tile = tl.load(at_x, mask=present & inside, other=0.0)
         if SWAP:
-            product = dot(w_tile, tl.trans(x_tile), product, INTERPRETED)
+            product = dot(w_tile, tl.trans(x_tile), product)
         else:
-            product = dot(x_tile, tl.trans(w_tile), product, INTERPRETED)
+            product = dot(x_tile, tl.trans(w_tile), product)
     if SWAP:
         product = tl.trans(product)
 

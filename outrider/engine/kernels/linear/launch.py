@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.engine.kernels.linear.configs import MAX_TILES, WORKSPACE_FLOATS, LinearConfig
 from outrider.engine.kernels.linear.kernel import skinny_kernel
-from outrider.engine.kernels.runtime import INTERPRETED, cdiv, next_power_of_2
+from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.errors import InternalError
 
 _workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -132,7 +132,6 @@ def launch_skinny(
         SWAP=config.swap,
         ROUNDED=rounded,
         SEVERAL=row_tiles > 1,
-        INTERPRETED=INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
