@@ -171,6 +171,7 @@ class Texts:
             self.slots[:batch],
             num_nodes=num_nodes,
             block_tokens=BLOCK,
+            with_paths=True,
         )
         return invariant_attention(
             q.flatten(0, 1),

@@ -85,11 +85,12 @@ class RoundProgram:
         in_process_drafter: RoundDrafter | None,
         simulated_rates: Sequence[float] | None,
         max_token_rows: int,
-        kernels: TargetKernels | None = None,
+        kernels: TargetKernels,
     ) -> None:
-        """`max_token_rows`: M at most. `kernels`: of the target; None for the fastest."""
+        """`max_token_rows`: M at most. `kernels`: of the target's forward."""
         self._slots = slots
         self._pool = target.pool
+        self._kernels = kernels
         self._projection = projection
         self._in_process_drafter = in_process_drafter
         self.projects = projection is not None
@@ -191,6 +192,7 @@ class RoundProgram:
             slots,
             num_nodes=nodes,
             block_tokens=self._pool.block_tokens,
+            with_paths=self._kernels.reads_paths,
         )
         return _VerifyRows(tokens, parents, distribution, RowGroup(slots, context, layout, nodes))
 

@@ -70,6 +70,11 @@ class AttentionLimits(NamedTuple):
 class TargetKernels(Protocol):
     """Protocol of the kernels of one forward pass."""
 
+    @property
+    def reads_paths(self) -> bool:
+        """Whether `attend` reads the paths of trees (see `RoundLayout`)."""
+        ...
+
     def embed(
         self,
         tokens: Tensor,
@@ -121,6 +126,8 @@ class TargetKernels(Protocol):
 
 class FastKernels:
     """Kernels that take the fastest order of sums for the shape of a round."""
+
+    reads_paths = False
 
     def embed(
         self,
@@ -208,6 +215,8 @@ class FastKernels:
 
 class InvariantKernels:
     """Kernels that give a row the same bits whatever runs beside it (batch invariance)."""
+
+    reads_paths = True
 
     def embed(
         self,

@@ -34,7 +34,7 @@ class RoundLayout(NamedTuple):
     """uint8 [B, N, N]: 1 where row j sees row w. None for chains, whose mask is causal."""
     paths: Tensor | None = None
     """int32 [B, N, N]: nodes on the way from the root to row j, by depth, then zeros. None for
-    chains, where node w has depth w, and for rows that `invariant_attention` never takes."""
+    chains, where node w has depth w, and for trees if they were not asked for."""
 
 
 def tree_layout(
@@ -45,12 +45,14 @@ def tree_layout(
     *,
     num_nodes: int,
     block_tokens: int,
+    with_paths: bool = False,
 ) -> RoundLayout:
     """Lay out the rows of a round.
 
     parents int32 [B, N - 1]: parent of each draft node among the draft nodes, before it; -1 for
     the root, PADDING_NODE for a node that is not there. None: chains. context int32 [B]: slots
     of each row's session that hold KV. tables int32 [X, T]. slots int32 [B]: session slots.
+    with_paths: whether the layout of trees has paths.
     Raises InvalidRequestError for parents of another shape.
     """
     if parents is not None and parents.shape != (slots.shape[0], num_nodes - 1):
@@ -58,7 +60,15 @@ def tree_layout(
             f"parents of shape {tuple(parents.shape)} for {slots.shape[0]} x {num_nodes} nodes"
         )
     launch = tree_layout_triton if context.is_cuda else tree_layout_torch
-    return launch(parents, context, tables, slots, num_nodes=num_nodes, block_tokens=block_tokens)
+    return launch(
+        parents,
+        context,
+        tables,
+        slots,
+        num_nodes=num_nodes,
+        block_tokens=block_tokens,
+        with_paths=with_paths,
+    )
 
 
 def tree_layout_torch(
@@ -69,26 +79,28 @@ def tree_layout_torch(
     *,
     num_nodes: int,
     block_tokens: int,
+    with_paths: bool = False,
 ) -> RoundLayout:
     """What `tree_layout` computes."""
     nodes = torch.arange(num_nodes, dtype=torch.int32, device=context.device)
     logical = context[:, None] + nodes
     write_slots = pool_slots(tables, slots, logical, block_tokens).flatten()
     if parents is None:
-        return RoundLayout(logical.flatten(), write_slots, None, None)
+        return RoundLayout(logical.flatten(), write_slots, None)
     batch = torch.arange(slots.shape[0], device=context.device)
     mask = torch.eye(num_nodes, dtype=torch.uint8, device=context.device)
     mask = mask.repeat(slots.shape[0], 1, 1)
     depth = torch.zeros((slots.shape[0], num_nodes), dtype=torch.int32, device=context.device)
-    paths = torch.zeros_like(mask, dtype=torch.int32)
     for node in range(1, num_nodes):
         parent = parents[:, node - 1].long() + 1
         exists = parent >= 0
         parent = parent.clamp(min=0)
         mask[:, node] |= mask[batch, parent] * exists[:, None]
         depth[:, node] = (depth[batch, parent] + 1) * exists
-        paths[:, node] = paths[batch, parent]
-        paths[batch, node, depth[:, node].long()] = node
+    paths = None
+    if with_paths:
+        # A parent comes before its children, so that a path is what a row sees, in order.
+        paths = torch.where(mask.bool(), nodes, num_nodes).sort(dim=-1).values % num_nodes
     return RoundLayout((context[:, None] + depth).flatten(), write_slots, mask, paths)
 
 
@@ -100,6 +112,7 @@ def tree_layout_triton(
     *,
     num_nodes: int,
     block_tokens: int,
+    with_paths: bool = False,
 ) -> RoundLayout:
     """`tree_layout` in one kernel: a program per token row walks up to the root."""
     batch, device = slots.shape[0], context.device
@@ -109,7 +122,7 @@ def tree_layout_triton(
     if parents is not None:
         parents = parents.contiguous()
         mask = torch.empty((batch, num_nodes, num_nodes), dtype=torch.uint8, device=device)
-        paths = torch.empty_like(mask, dtype=torch.int32)
+        paths = torch.empty_like(mask, dtype=torch.int32) if with_paths else None
     _layout_kernel[(num_nodes, batch)](
         positions if parents is None else parents,
         context,
@@ -125,6 +138,7 @@ def tree_layout_triton(
         BLOCK_TOKENS=block_tokens,
         NODES=next_power_of_2(num_nodes),
         CHAIN=parents is None,
+        PATHS=paths is not None,
         num_warps=1,
     )
     return RoundLayout(positions, write_slots, mask, paths)
@@ -146,6 +160,7 @@ def _layout_kernel(
     BLOCK_TOKENS: tl.constexpr,
     NODES: tl.constexpr,
     CHAIN: tl.constexpr,
+    PATHS: tl.constexpr,
 ):
     node = tl.program_id(0)
     b = tl.program_id(1)
@@ -172,13 +187,12 @@ def _layout_kernel(
             depth += (current >= 0).to(tl.int32)
         out = row.to(tl.int64) * num_nodes
         tl.store(mask_ptr + out + columns, seen.to(tl.uint8), mask=columns < num_nodes)
-        path = columns * 0
-        current = node
-        for above in range(depth + 1):
-            path = tl.where(columns == depth - above, current, path)
-            parent = tl.load(parents_ptr + b * (num_nodes - 1) + current - 1, current > 0, -1)
-            current = tl.maximum(tl.minimum(parent + 1, current - 1), 0)
-        tl.store(paths_ptr + out + columns, path, mask=columns < num_nodes)
+        if PATHS:
+            # A parent comes before its children, so that a path is what the row sees, in order.
+            place = tl.cumsum(seen.to(tl.int32), axis=0) - 1
+            tl.store(paths_ptr + out + place, columns, mask=seen)
+            unused = (columns > depth) & (columns < num_nodes)
+            tl.store(paths_ptr + out + columns, columns * 0, mask=unused)
     tl.store(positions_ptr + row, context + depth)
 
 

@@ -133,6 +133,7 @@ class Session:
             self.paging.slots,
             num_nodes=num_nodes,
             block_tokens=BLOCK,
+            with_paths=True,
         )
         group = RowGroup(self.paging.slots, contexts, layout, num_nodes)
         output = self.program.run_forward(

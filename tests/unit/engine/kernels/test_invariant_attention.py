@@ -87,6 +87,7 @@ def attend(
         paging.slots,
         num_nodes=num_nodes,
         block_tokens=block_tokens,
+        with_paths=True,
     )
     shared = {
         "tables": paging.tables,

@@ -52,7 +52,7 @@ def test_layout_is_that_of_the_verifier(layout: object, num_nodes: int) -> None:
         num_nodes=num_nodes,
         block_tokens=BLOCK,
     )
-    assert got.mask is not None
+    assert got.mask is not None and got.paths is None
     for b, row_parents in enumerate(parents):
         array = np.array(row_parents, dtype=np.int32)
         tree = DraftTree(np.zeros_like(array), array, np.zeros(len(array), dtype=np.float32))
@@ -77,8 +77,17 @@ def test_a_padding_node_sees_itself_only(layout: object) -> None:
         _int32([0]),
         num_nodes=5,
         block_tokens=BLOCK,
+        with_paths=True,
     )
     assert got.positions.tolist() == [6, 7, 6, 8, 6]
+    assert got.paths is not None
+    assert got.paths[0].tolist() == [
+        [0, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0],
+        [2, 0, 0, 0, 0],
+        [0, 1, 3, 0, 0],
+        [4, 0, 0, 0, 0],
+    ]
     assert got.mask is not None
     assert got.mask[0].tolist() == [
         [1, 0, 0, 0, 0],
@@ -107,8 +116,8 @@ def test_kernel_agrees_with_its_twin_on_padded_trees() -> None:
     parents = _int32([random_parents(rng, 6, padded=padded) for padded in (0, 2, 5, 6)])
     arguments = (parents, _int32([0, 3, 9, 14]), paging.tables, paging.slots)
     _assert_same(
-        tree_layout_triton(*arguments, num_nodes=7, block_tokens=BLOCK),
-        tree_layout_torch(*arguments, num_nodes=7, block_tokens=BLOCK),
+        tree_layout_triton(*arguments, num_nodes=7, block_tokens=BLOCK, with_paths=True),
+        tree_layout_torch(*arguments, num_nodes=7, block_tokens=BLOCK, with_paths=True),
     )
 
 
