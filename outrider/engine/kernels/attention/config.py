@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 
-_SM_COUNT = 132
+SM_COUNT = 132
 """Multiprocessors to fill: an H100's or H200's."""
 _MAX_SPLITS = 64
 _ANY_SPLITS = 32
@@ -77,7 +77,7 @@ def num_splits(
     tiles: tiles of query rows per key/value head. At most one part per step. A power of two where
     `rounded` or where there are many: the parts are joined in a power of two of places.
     """
-    wanted = cdiv(_SM_COUNT * programs_per_sm, batch * kv_heads * tiles)
+    wanted = cdiv(SM_COUNT * programs_per_sm, batch * kv_heads * tiles)
     splits = max(min(wanted, cdiv(max_len, block_slots), _MAX_SPLITS), 1)
     return 1 << (splits.bit_length() - 1) if rounded or splits > _ANY_SPLITS else splits
 
@@ -106,7 +106,7 @@ def choose_config(
     rows = num_nodes * (num_heads // num_kv_heads)
     dims = next_power_of_2(head_dim)
     prompt_tiles = batch * num_kv_heads * cdiv(rows, _PROMPT_ROWS)
-    many = prompt_tiles >= _PROMPT_TILES_PER_SM * _SM_COUNT
+    many = prompt_tiles >= _PROMPT_TILES_PER_SM * SM_COUNT
     if causal and many and rows > 64 and itemsize <= 2 and dims <= 128:
         return AttentionConfig(
             block_rows=_PROMPT_ROWS,

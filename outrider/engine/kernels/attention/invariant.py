@@ -28,18 +28,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.engine.kernels.attention.config import SM_COUNT
 from outrider.engine.kernels.attention.invariant_kernel import (
     SPLIT_TILES,
     TILE_SLOTS,
     joining_kernel,
     shared_tiles_kernel,
 )
-from outrider.engine.kernels.attention.tree import tree_attention_torch
+from outrider.engine.kernels.attention.tree import check_heads, tree_attention_torch
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.errors import InvalidRequestError
 
-_SM_COUNT = 132
-"""Streaming multiprocessors of an H100 or H200."""
 _MAX_TILE_PARTS = 32
 """Number of KV tiles up to which each tile is a part of its own; more tiles are joined by splits
 before they are stored."""
@@ -65,9 +64,9 @@ def choose_invariant_config(
     block_rows = min(max(next_power_of_2(rows), 16), 64)
     base = batch * num_kv_heads * cdiv(rows, block_rows)
     num_warps = 8 if block_rows == 64 else 4
-    if base >= _SM_COUNT and not tree:
+    if base >= SM_COUNT and not tree:
         return InvariantConfig(block_rows, 0, num_warps, 3)
-    programs = min(max(cdiv(4 * _SM_COUNT, base), 1), cdiv(max_len, TILE_SLOTS.value))
+    programs = min(max(cdiv(4 * SM_COUNT, base), 1), cdiv(max_len, TILE_SLOTS.value))
     return InvariantConfig(block_rows, programs, num_warps, 2)
 
 
@@ -114,9 +113,14 @@ def invariant_attention(
     Raises:
         InvalidRequestError: shapes, strides or the scale do not fit.
     """
-    _check(q, keys, values, slots, positions, paths, num_nodes, scale)
-    if out is not None and (not out.is_contiguous() or out.shape != (len(q), q.shape[1:].numel())):
-        raise InvalidRequestError(f"attention of {tuple(q.shape)} into {tuple(out.shape)}")
+    batch = slots.shape[0]
+    check_heads(q, keys, values, out, num_rows=batch * num_nodes)
+    if positions.shape != q.shape[:1]:
+        raise InvalidRequestError(f"positions {tuple(positions.shape)} for {len(q)} rows")
+    if paths is not None and (paths.shape[:2] != (batch, num_nodes) or not paths.is_contiguous()):
+        raise InvalidRequestError(f"paths {tuple(paths.shape)} for {batch} x {num_nodes} nodes")
+    if scale is not None and not scale > 0:
+        raise InvalidRequestError(f"the scale of the scores must be positive, got {scale}")
     launch = invariant_attention_triton if q.is_cuda else invariant_attention_torch
     return launch(
         q,
@@ -282,35 +286,3 @@ def _mask_of_paths(paths: Tensor, positions: Tensor, context: Tensor) -> Tensor:
     there = torch.arange(entries, device=paths.device) <= depth[:, :, None]
     mask = torch.zeros((batch, num_nodes, num_nodes), dtype=torch.uint8, device=paths.device)
     return mask.scatter_add_(2, torch.where(there, paths, 0).long(), there.to(torch.uint8)).ne(0)
-
-
-def _check(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    paths: Tensor | None,
-    num_nodes: int,
-    scale: float | None,
-) -> None:
-    batch, dim = slots.shape[0], keys.shape[2]
-    if q.shape[0] != batch * num_nodes or q.shape[1] % keys.shape[0] or q.shape[2] != dim:
-        raise InvalidRequestError(
-            f"queries {tuple(q.shape)} do not fit {batch} x {num_nodes} nodes and a cache of "
-            f"{tuple(keys.shape)}"
-        )
-    if values.shape != keys.shape or any(x.stride()[1:] != (dim, 1) for x in (q, keys, values)):
-        raise InvalidRequestError(
-            "keys and values must agree; their heads and rows of q contiguous"
-        )
-    if keys.shape[1] * dim >= 2**31 or q.shape[0] * q.stride(0) >= 2**31:
-        raise InvalidRequestError(
-            "queries and heads of the cache must span less than 2^31 elements"
-        )
-    if positions.shape != (batch * num_nodes,):
-        raise InvalidRequestError(f"positions {tuple(positions.shape)} for {len(q)} rows")
-    if paths is not None and (paths.shape[:2] != (batch, num_nodes) or not paths.is_contiguous()):
-        raise InvalidRequestError(f"paths {tuple(paths.shape)} for {batch} x {num_nodes} nodes")
-    if scale is not None and not scale > 0:
-        raise InvalidRequestError(f"the scale of the scores must be positive, got {scale}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from outrider.engine.kernels.attention.kernel import load_slots
 from outrider.engine.kernels.runtime import dot
 
 TILE_SLOTS = tl.constexpr(64)
@@ -149,7 +150,7 @@ def shared_tiles_kernel(
         end = tl.minimum(end, (context + last_node) // TILE_SLOTS + 1)
 
     newest = tl.minimum(position, tl.minimum(end * TILE_SLOTS, table_slots) - 1)
-    lane = tl.arange(0, TILE_SLOTS)
+    place = tl.arange(0, TILE_SLOTS)
     keys = keys_ptr + kv_head.to(tl.int64) * keys_stride
     values = values_ptr + kv_head.to(tl.int64) * values_stride
     whole_top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
@@ -161,17 +162,17 @@ def shared_tiles_kernel(
         top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         norm = tl.zeros([BLOCK_ROWS], tl.float32)
         acc = tl.zeros([BLOCK_ROWS, DIMS], tl.float32)
-        read = tl.minimum(low * TILE_SLOTS + lane, table_slots - 1)
+        read = tl.minimum(low * TILE_SLOTS + place, table_slots - 1)
         block = tl.load(table + read // BLOCK_TOKENS)
         for tile in range(low, high):
-            slot = tile * TILE_SLOTS + lane
+            slot = tile * TILE_SLOTS + place
             offsets = (block * BLOCK_TOKENS + read % BLOCK_TOKENS) * DIM
             offsets = offsets[:, None] + dims[None, :]
             # Asked for one tile ahead: keys and values wait for the block's number.
             read = tl.minimum(slot + TILE_SLOTS, table_slots - 1)
             block = tl.load(table + read // BLOCK_TOKENS)
-            k = _load_slots(keys + offsets, dims, DIM, DIMS)
-            v = _load_slots(values + offsets, dims, DIM, DIMS)
+            k = load_slots(keys + offsets, dims, DIM, DIMS)
+            v = load_slots(values + offsets, dims, DIM, DIMS)
             seen = slot[None, :] <= newest[:, None]
             if WINDOW > 0:
                 seen = seen & (slot[None, :] > position[:, None] - WINDOW)
@@ -189,13 +190,6 @@ def shared_tiles_kernel(
     if SINGLE:
         result = _divide(whole_norm, whole_acc).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (out_row * DIM)[:, None] + dims[None, :], result, mask=used)
-
-
-@triton.jit
-def _load_slots(ptrs, dims, DIM: tl.constexpr, DIMS: tl.constexpr):
-    # Without padding no mask is made, so that the loads stay plain copies.
-    inside = (dims < DIM)[None, :]
-    return tl.load(ptrs) if DIM == DIMS else tl.load(ptrs, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -252,7 +246,7 @@ def joining_kernel(
     head = kv_head * GROUP + member
     dims = tl.arange(0, DIMS)
     used = exists[:, None] & (dims < DIM)[None, :]
-    lane = tl.arange(0, TILE_SLOTS)
+    place = tl.arange(0, TILE_SLOTS)
     out_row = row.to(tl.int64) * (KV_HEADS * GROUP) + head
     if TREE:
         table = tables_ptr + tl.load(slots_ptr + b).to(tl.int64) * table_stride
@@ -269,11 +263,11 @@ def joining_kernel(
         norm = tl.zeros([MEMBERS], tl.float32)
         acc = tl.zeros([MEMBERS, DIMS], tl.float32)
         # Unrolled, so that the parts are read side by side.
-        for place in tl.static_range(SPLIT_TILES):
-            tile = split * SPLIT_TILES + place
+        for index in tl.static_range(SPLIT_TILES):
+            tile = split * SPLIT_TILES + index
             part = tl.where(part_tiles == 1, tile, split)
             there = (part_tiles == 1) & (tile >= first) & (tile < end)
-            if place == 0:
+            if index == 0:
                 there = there | ((part_tiles > 1) & (tile < end))
             at = out_row * allocated + (part - first_part)
             is_read = member < tl.where(there, GROUP, 0)
@@ -286,7 +280,7 @@ def joining_kernel(
         if TREE:
             low = tl.maximum(tl.maximum(split * SPLIT_TILES, end), first)
             for tile in range(low, tl.minimum(split * SPLIT_TILES + SPLIT_TILES, own_end)):
-                at_position = tile * TILE_SLOTS + lane
+                at_position = tile * TILE_SLOTS + place
                 drafted = (at_position >= context) & (at_position <= position)
                 at_path = row.to(tl.int64) * path_len + (at_position - context)
                 node = tl.load(paths_ptr + at_path, mask=drafted, other=0)
@@ -298,8 +292,8 @@ def joining_kernel(
                 block = tl.load(table + slot // BLOCK_TOKENS)
                 offsets = (block * BLOCK_TOKENS + slot % BLOCK_TOKENS) * DIM
                 offsets = offsets[:, None] + dims[None, :]
-                k = _load_slots(keys + offsets, dims, DIM, DIMS)
-                v = _load_slots(values + offsets, dims, DIM, DIMS)
+                k = load_slots(keys + offsets, dims, DIM, DIMS)
+                v = load_slots(values + offsets, dims, DIM, DIMS)
                 own_top, own_norm, own_acc = _attend_tile(
                     q, k, v, seen[None, :], scale, MEMBERS, DIMS
                 )

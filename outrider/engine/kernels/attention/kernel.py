@@ -102,8 +102,8 @@ def attention_kernel(
         offsets = offsets[:, None] + dims[None, :]
         read = tl.minimum(slot + BLOCK_SLOTS, total - 1)
         block = tl.load(table + read // BLOCK_TOKENS)
-        k = _load_slots(keys + offsets, dims, DIM, DIMS)
-        v = _load_slots(values + offsets, dims, DIM, DIMS)
+        k = load_slots(keys + offsets, dims, DIM, DIMS)
+        v = load_slots(values + offsets, dims, DIM, DIMS)
         scores = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_SLOTS], tl.float32))
         seen = _seen(
             slot,
@@ -187,7 +187,7 @@ def _packed(mask_rows, exists, width, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load_slots(ptrs, dims, DIM: tl.constexpr, DIMS: tl.constexpr):
+def load_slots(ptrs, dims, DIM: tl.constexpr, DIMS: tl.constexpr):
     # Without padding no mask is made, so that the loads stay plain copies.
     inside = (dims < DIM)[None, :]
     return tl.load(ptrs) if DIM == DIMS else tl.load(ptrs, mask=inside, other=0.0)

@@ -55,9 +55,8 @@ def tree_attention(
     must be contiguous, or a new tensor. Raises InvalidRequestError for shapes or strides that do
     not fit, and for queries, masks or heads of the cache that span 2^31 elements.
     """
-    _check(q, keys, values, slots, mask, positions, num_nodes, window)
-    if out is not None and (not out.is_contiguous() or out.shape != (len(q), q.shape[1:].numel())):
-        raise InvalidRequestError(f"attention of {tuple(q.shape)} into {tuple(out.shape)}")
+    check_heads(q, keys, values, out, num_rows=slots.shape[0] * num_nodes)
+    _check(slots, mask, positions, num_nodes, window)
     launch = tree_attention_triton if q.is_cuda else tree_attention_torch
     return launch(
         q,
@@ -78,20 +77,13 @@ def tree_attention(
     )
 
 
-def _check(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    mask: Tensor | None,
-    positions: Tensor | None,
-    num_nodes: int,
-    window: int | None,
+def check_heads(
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor | None, *, num_rows: int
 ) -> None:
-    batch = slots.shape[0]
-    if q.shape[0] != batch * num_nodes or q.shape[1] % keys.shape[0] or q.shape[2] != keys.shape[2]:
+    """Raise InvalidRequestError if queries [M, Q, d], cache [G, S, d] and result do not fit."""
+    if q.shape[0] != num_rows or q.shape[1] % keys.shape[0] or q.shape[2] != keys.shape[2]:
         raise InvalidRequestError(
-            f"queries {tuple(q.shape)} do not fit {batch} x {num_nodes} nodes and a cache of "
+            f"queries {tuple(q.shape)} do not fit {num_rows} rows and a cache of "
             f"{tuple(keys.shape)}"
         )
     dim = keys.shape[2]
@@ -101,8 +93,22 @@ def _check(
         )
     if keys.shape[1] * dim >= 2**31:
         raise InvalidRequestError("a head of the cache must have fewer than 2^31 elements")
-    if q.shape[0] * q.stride(0) >= 2**31 or (mask is not None and mask.numel() >= 2**31):
-        raise InvalidRequestError("queries and mask must span fewer than 2^31 elements")
+    if q.shape[0] * q.stride(0) >= 2**31:
+        raise InvalidRequestError("queries must span fewer than 2^31 elements")
+    if out is not None and (not out.is_contiguous() or out.shape != (len(q), q.shape[1:].numel())):
+        raise InvalidRequestError(f"attention of {tuple(q.shape)} into {tuple(out.shape)}")
+
+
+def _check(
+    slots: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    num_nodes: int,
+    window: int | None,
+) -> None:
+    batch = slots.shape[0]
+    if mask is not None and mask.numel() >= 2**31:
+        raise InvalidRequestError("the mask must span fewer than 2^31 elements")
     if mask is not None and (
         mask.ndim != 3 or mask.shape[:2] != (batch, num_nodes) or not mask.shape[2]
     ):

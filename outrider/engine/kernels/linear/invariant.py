@@ -30,6 +30,7 @@ from outrider.engine.kernels.linear.fused import (
     product_config,
 )
 from outrider.engine.kernels.linear.launch import RotaryOut
+from outrider.engine.kernels.linear.qkv import check_heads_product, fits_rotation
 from outrider.engine.kernels.norm import rms_norm
 
 logger = logging.getLogger(__name__)
@@ -171,10 +172,12 @@ def invariant_qkv(
     Arguments, result and errors as for `qkv.rotary_qkv`. The product is rounded before the
     rotation, in one kernel for few rows and in two for many.
     """
-    check_product(x, weight_NK, bias, None, gated=False)
-    if _is_one_kernel(x, weight_NK, keys, values, qk_norms):
+    check_heads_product(x, weight_NK, bias, table, write_slots, keys, values, num_heads)
+    config = invariant_config(x, weight_NK)
+    is_plain = qk_norms is None and x.dtype == keys.dtype == values.dtype
+    if x.is_cuda and is_plain and fits_rotation(x, keys, config):
         rotary = RotaryOut(table, write_slots, keys, values, num_heads)
-        query = invariant_linear_triton(x, weight_NK, bias=bias, rotary=rotary)
+        query = invariant_linear_triton(x, weight_NK, bias=bias, rotary=rotary, config=config)
         return query.view(query.shape[0], num_heads, keys.shape[2])
     qkv = invariant_linear(x, weight_NK, bias=bias)
     return rotary_write(
@@ -187,19 +190,6 @@ def invariant_qkv(
         interleaved=True,
         qk_norms=qk_norms,
         eps=eps,
-    )
-
-
-def _is_one_kernel(
-    x: Tensor, weight: Tensor, keys: Tensor, values: Tensor, qk_norms: Tensor | None
-) -> bool:
-    return (
-        x.is_cuda
-        and qk_norms is None
-        and x.shape[0] <= SKINNY_ROWS
-        and x.dtype in KERNEL_DTYPES
-        and x.dtype == keys.dtype == values.dtype
-        and keys.shape[2] % invariant_config(x, weight).block_n == 0
     )
 
 
@@ -224,9 +214,10 @@ def _cublas_is_equal(
         return False
     generator = torch.Generator(x.device).manual_seed(len(_equal))
     sample = torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
-    others = {"bias": bias, "residual": residual, "gated": gated, "out_dtype": dtype}
-    wide = fused_linear_wide(sample, weight, **others)  # type: ignore[arg-type]
-    streamed = invariant_linear_triton(sample, weight, **others)  # type: ignore[arg-type]
+    wide, streamed = (
+        run(sample, weight, bias=bias, residual=residual, gated=gated, out_dtype=dtype)
+        for run in (fused_linear_wide, invariant_linear_triton)
+    )
     _equal[key] = torch.equal(wide, streamed)
     logger.debug("matrix product compared", extra={"shape": str(key[:3]), "is_cublas": _equal[key]})
     return _equal[key]

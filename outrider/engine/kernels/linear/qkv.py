@@ -67,14 +67,13 @@ def rotary_qkv(
         InternalError: see `linear.fused_linear_triton`.
     """
     plain = x.scaled if isinstance(x, HalfNormed) else x
-    check_product(plain, weight_NK, bias, None, gated=False)
-    _check(plain, weight_NK, table, write_slots, keys, values, num_heads)
+    check_heads_product(plain, weight_NK, bias, table, write_slots, keys, values, num_heads)
     if interleaved and qk_norms is None and plain.dtype == keys.dtype == values.dtype:
         if not plain.is_cuda and isinstance(x, Tensor):
             return rotary_qkv_torch(
                 x, weight_NK, table, write_slots, keys, values, num_heads=num_heads, bias=bias
             )
-        if _fits(plain, weight_NK, keys):
+        if fits_rotation(plain, keys, product_config(plain, weight_NK)):
             return rotary_qkv_triton(
                 x, weight_NK, table, write_slots, keys, values, num_heads=num_heads, bias=bias
             )
@@ -147,24 +146,27 @@ def rotary_qkv_triton(
     return query.view(query.shape[0], num_heads, dim)
 
 
-def _fits(x: Tensor, weight: Tensor, keys: Tensor) -> bool:
-    """Whether the kernel takes the rotation."""
+def fits_rotation(x: Tensor, keys: Tensor, config: LinearConfig) -> bool:
+    """Return whether the kernel of a product of x with `config` can rotate the heads as well."""
     return (
         x.shape[0] <= SKINNY_ROWS
         and x.dtype in KERNEL_DTYPES
-        and keys.shape[2] % product_config(x, weight).block_n == 0
+        and keys.shape[2] % config.block_n == 0
     )
 
 
-def _check(
+def check_heads_product(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     table: Tensor,
     write_slots: Tensor,
     keys: Tensor,
     values: Tensor,
     num_heads: int,
 ) -> None:
+    """Raise InvalidRequestError if the arguments of `rotary_qkv` do not fit together."""
+    check_product(x, weight, bias, None, gated=False)
     num_rows = x.shape[0]
     if keys.ndim != 3 or keys.shape != values.shape or keys.shape[2] % 2:
         raise InvalidRequestError(
