@@ -53,11 +53,14 @@ BFLOAT16: dict[str, Any] = {"device": "cuda:0", "weights": torch.bfloat16, "dtyp
 
 @pytest.fixture(autouse=True)
 def no_split_k() -> Iterator[None]:
-    matmul = torch.backends.cuda.matmul
+    cuda = torch.backends.cuda
+    library, matmul = cuda.preferred_blas_library(), cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
     forbid_split_k()
     yield
     matmul.allow_bf16_reduced_precision_reduction = before
+    matmul.allow_fp16_reduced_precision_reduction = before
+    cuda.preferred_blas_library(library)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -246,13 +249,13 @@ async def test_texts_do_not_depend_on_drafts(
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
 async def test_texts_do_not_depend_on_drafts_by_messages(
-    plan: SpeculationPlan, tiny_target: Path
+    plan: SpeculationPlan, tiny_target: Path, tiny_head: Path
 ) -> None:
     greedy = SAMPLINGS["greedy"]
     async with serving(tiny_target, batch_invariant=True, **BFLOAT16) as service:
         plain = [tokens for tokens, _ in await run_all(service, SpeculationPlan(), greedy)]
     known = dict(zip(PROMPTS, plain, strict=True))
-    async with serving(tiny_target, batch_invariant=True, **BFLOAT16) as service:
+    async with serving(tiny_target, tiny_head, batch_invariant=True, **BFLOAT16) as service:
         drafted = await run_drafted(service, known, plan, greedy)
     assert [tokens for tokens, _ in drafted] == plain
     assert sum(stats.accepted for _, stats in drafted) > 0

@@ -42,6 +42,9 @@ from outrider.errors import InvalidRequestError
 _MAX_TILE_PARTS = 32
 """Number of KV tiles up to which each tile is a part of its own; more tiles are joined by splits
 before they are stored."""
+_SINGLE_PROGRAMS = 64
+"""Programs from which one for each tile of query rows is faster than several and a second
+kernel."""
 
 
 class InvariantConfig(NamedTuple):
@@ -63,11 +66,13 @@ def choose_invariant_config(
     rows = num_nodes * (num_heads // num_kv_heads)
     block_rows = min(max(next_power_of_2(rows), 16), 64)
     base = batch * num_kv_heads * cdiv(rows, block_rows)
-    num_warps = 8 if block_rows == 64 else 4
-    if base >= SM_COUNT and not tree:
-        return InvariantConfig(block_rows, 0, num_warps, 3)
-    programs = min(max(cdiv(4 * SM_COUNT, base), 1), cdiv(max_len, TILE_SLOTS.value))
-    return InvariantConfig(block_rows, programs, num_warps, 2)
+    while not tree and base < SM_COUNT and block_rows > 16:
+        block_rows //= 2
+        base = batch * num_kv_heads * cdiv(rows, block_rows)
+    if base >= _SINGLE_PROGRAMS and not tree:
+        return InvariantConfig(block_rows, 0, 8 if block_rows == 64 else 4, 3)
+    programs = min(max(cdiv(SM_COUNT, base), 4), cdiv(max_len, TILE_SLOTS.value))
+    return InvariantConfig(block_rows, programs, 4, 2 if block_rows == 64 else 3)
 
 
 def invariant_attention(

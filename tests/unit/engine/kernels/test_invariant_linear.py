@@ -12,7 +12,6 @@ from outrider.engine.kernels.attention.rotary import rotary_table, rotary_write_
 from outrider.engine.kernels.linear.configs import LinearConfig
 from outrider.engine.kernels.linear.fused import fused_linear_triton
 from outrider.engine.kernels.linear.invariant import (
-    forbid_split_k,
     invariant_config,
     invariant_linear_triton,
 )
@@ -126,13 +125,3 @@ def test_k_is_never_split() -> None:
         for num_rows in (1, 20, 64, 300):
             x = torch.empty(num_rows, k, dtype=torch.bfloat16, device="meta")
             assert invariant_config(x, weight, gated=gated).split_k == 1
-
-
-def test_split_k_can_be_forbidden() -> None:
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction
-    try:
-        forbid_split_k()
-        assert not matmul.allow_bf16_reduced_precision_reduction
-    finally:
-        matmul.allow_bf16_reduced_precision_reduction = before
