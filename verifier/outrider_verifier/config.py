@@ -38,7 +38,7 @@ AUTOMATIC_PREEMPTION = "auto"
 PREEMPTION_MODES = (AUTOMATIC_PREEMPTION, *(way.value for way in PreemptionMode))
 
 AUTOMATIC = -1.0
-CPU_CEILING_S, CUDA_CEILING_S = 0.2, 0.04
+CPU_CEILING_S, CUDA_CEILING_S = 0.2, 0.02
 CPU_GATHER_ROUNDS, CUDA_GATHER_S = 2.0, 0.005
 CPU_PREFILL, CUDA_PREFILL = 256, 2048
 
@@ -74,7 +74,7 @@ class VerifierConfig:
     on, off or auto. auto is on if this process computes on a GPU with a `feature_head` and chains,
     in separate placement. Drafts then have `draft_length` tokens. Drafters that cannot be reached
     this way exchange by messages."""
-    exchange_timeout_ms: float = 30.0
+    exchange_timeout_ms: float = 20.0
     """Maximum time, in ms, that a round waits for drafts of device_exchange. After it the round
     decodes without drafts, and no round waits again before the drafter has caught up."""
     exchange_fan_out: int = 16
