@@ -56,6 +56,7 @@ drafter."""
 _OPENED, _LOST = "exchanging between devices", "the exchange between devices is lost"
 _MAX_STOP_S, _MAX_GARBAGE_S = 1.0, 0.5
 _POLL_S: Final = 0.02
+_HEARTBEAT_S: Final = 0.005
 _SETTLE_S: Final = 0.2
 """Time in which a verifier notices that an exchange is lost."""
 
@@ -182,6 +183,9 @@ class _FaultRun:
         self._not_reopened = 0
         self._reopened_s: list[float] = []
         self._streams: list[_Stream] = []
+        self._stalls: dict[str, float] = {}
+        """Longest time by which a sleep of this process took too long, s, by the fault before its
+        end. Gaps of the streams up to this time may be the fault of the benchmark itself."""
 
     def run(self, kinds: Sequence[str]) -> dict[str, object]:
         """Inject the faults; what the streams heard."""
@@ -190,6 +194,7 @@ class _FaultRun:
             threading.Thread(target=self._follow, args=(stream,), daemon=True)
             for stream in self._streams
         ]
+        threads.append(threading.Thread(target=self._measure_stalls, daemon=True))
         for thread in threads:
             thread.start()
         done: Counter[str] = Counter()
@@ -226,6 +231,7 @@ class _FaultRun:
             "gaps": [gap for stream in streams for gap in stream.gaps],
             "longest_gap_s": max(gaps_of[0]["gap_s"] for gaps_of in longest.values()),
             "longest_gaps_by_fault": longest,
+            "client_stalls_by_fault": {kind: round(s, 4) for kind, s in self._stalls.items()},
             "longest_first_message_s": round(max(each.first_message_s for each in streams), 4),
             "exchanges_opened": opened,
             "exchanges_lost": self._count(_LOST),
@@ -254,6 +260,13 @@ class _FaultRun:
     def _client(self) -> Client:
         retry = RetryPolicy(max_attempts=1)
         return Client(self._fleet.address, timeout_s=300.0, retry=retry)
+
+    def _measure_stalls(self) -> None:
+        while not self._is_over.is_set():
+            begun = time.monotonic()
+            time.sleep(_HEARTBEAT_S)
+            stall_s = time.monotonic() - begun - _HEARTBEAT_S
+            self._stalls[self._fault] = max(stall_s, self._stalls.get(self._fault, 0.0))
 
     def _follow(self, stream: _Stream) -> None:
         with self._client() as client:

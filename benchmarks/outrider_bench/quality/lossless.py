@@ -1,25 +1,32 @@
-"""`outrider bench lossless`: token ids with and without a drafter, with differences explained.
+"""`outrider bench lossless`: token ids with and without drafts, at several numbers of sessions.
 
-A difference is explained by running the target over the common prefix, in this process and in
-float32: at the first differing position the two ids must be a near tie of (logits / T + noise).
+The answers without a drafter at the first number of sessions are the expected ones. All other
+answers, with drafts or at other numbers of sessions, are compared with them. On a CPU a difference
+is explained by running the target over the common prefix, in this process and in float32: at the
+first differing position the two ids must be a near tie of (logits / T + noise). With
+`--batch-invariant` there must be no difference.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
 
 from outrider.client import Client, GenerateResult, user
+from outrider.client.flags import integer_at_least
 from outrider.client.local.cluster import LocalCluster
+from outrider.client.local.config import CPU, SEPARATE, LocalFleetConfig
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.model_loader import load_target
 from outrider.engine.target import ForwardBatch, Segment, TargetModel
+from outrider.errors import InternalError
 from outrider.spec.noise import NoiseStream, gumbel
 from outrider.text.tokenizer import Tokenizer
 from outrider_bench.environment import describe
@@ -27,10 +34,12 @@ from outrider_bench.models import add_model_arguments, describe_placement, local
 from outrider_bench.prompts import BenchPrompt, load_prompts
 from outrider_bench.report import print_progress, print_result
 
-SEED = 1234
-NEAR_TIE = 1e-3
+SEED: Final = 1234
+NEAR_TIE: Final = 1e-3
 """Largest gap of perturbed logits that float32 sums in another order can turn over."""
-DRAFTS: dict[str, dict[str, object]] = {
+AUTO: Final = "auto"
+NONE: Final = "none"
+DRAFTS: Final[Mapping[str, Mapping[str, object]]] = {
     "chain4": {"drafter": "eagle3", "draft_tokens": 4, "look_ahead": 0},
     "tree32": {"drafter": "eagle3", "draft_tokens": 32, "draft_top_k": 8, "look_ahead": 0},
     "chain4+ahead": {"drafter": "eagle3", "draft_tokens": 4, "look_ahead": 1},
@@ -42,75 +51,139 @@ DRAFTS: dict[str, dict[str, object]] = {
         "fan_out": 16,
     },
     "ngram": {"drafter": "ngram", "draft_tokens": 8},
+    AUTO: {"drafter": "eagle3"},
 }
-SAMPLING: dict[str, dict[str, object]] = {
+"""Request parameters by name of the drafts. `auto` leaves the shape to the planner."""
+SAMPLING: Final[Mapping[str, Mapping[str, object]]] = {
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 0.8, "rule": "coupled", "seed": SEED},
+    "coupled_top_p": {"temperature": 0.8, "top_p": 0.9, "rule": "coupled", "seed": SEED},
 }
+_MAX_DIFFERENCES: Final = 20
+"""Number of differences of a cell that the result describes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add_model_arguments(parser)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--concurrency", type=int, default=1)
+    add = parser.add_argument
+    add("--max-tokens", type=integer_at_least(1), default=128, help="length of answers")
+    add("--sessions", default="1", help="comma-separated numbers of concurrent requests")
+    add(
+        "--drafts",
+        help=f"comma-separated, of {', '.join(DRAFTS)}; default: all but auto with separate "
+        "drafters on CPUs, else auto",
+    )
+    add("--sampling", default="greedy,coupled", help=f"comma-separated, of {', '.join(SAMPLING)}")
+    add("--prefix-cache", action="store_true", help="keep the KV of prompts between requests")
+    add("--kv-tokens", type=integer_at_least(1), help="KV tokens of a verifier; few preempt")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report."""
-    config = local_config(args, max_sessions=max(8, args.concurrency))
-    # Every mode is to draft, whatever that gives.
-    config = replace(config, planner="fixed")
+    """Measure and report. Raises InternalError for differences with `--batch-invariant`."""
+    sessions = [int(number) for number in args.sessions.split(",")]
+    config = local_config(args, max_sessions=max(8, *sessions), queue_limit=4 * max(8, *sessions))
+    names = _chosen("--drafts", args.drafts or ",".join(_default_drafts(config)), DRAFTS)
+    rules = _chosen("--sampling", args.sampling, SAMPLING)
+    # Named drafts are to be verified whatever that gives.
+    planner = "automatic" if names == [AUTO] else "fixed"
+    config = replace(
+        config, planner=planner, prefix_cache=args.prefix_cache, kv_tokens=args.kv_tokens
+    )
     prompts = load_prompts(args.prompts, args.limit)
-    cases: dict[str, object] = {}
-    explain = _Explainer(config.model)
+    explains = config.device == CPU and not config.batch_invariant
+    explain = _Explainer(config.model) if explains else None
+    cells: list[dict[str, object]] = []
     with LocalCluster(config) as cluster, Client(cluster.address, timeout_s=900.0) as client:
-        for rule, sampling in SAMPLING.items():
-            plain = _answers(client, prompts, args, drafter="none", **sampling)
-            for name, drafts in DRAFTS.items():
-                drafted = _answers(client, prompts, args, **sampling, **drafts)
-                case = _compare(
-                    prompts, plain, drafted, explain, float(str(sampling["temperature"]))
-                )
-                cases[f"{rule}/{name}"] = case
-                print_progress(f"{rule}/{name}: {case}")
+        for rule in rules:
+            sampling = SAMPLING[rule]
+            expected = _answers(client, prompts, args, sessions[0], drafter=NONE, **sampling)
+            for number in sessions:
+                for name in (NONE, *names):
+                    if name == NONE and number == sessions[0]:
+                        continue
+                    drafts = {"drafter": NONE} if name == NONE else DRAFTS[name]
+                    actual = _answers(client, prompts, args, number, **sampling, **drafts)
+                    cell: dict[str, object] = {
+                        "configuration": name,
+                        "rule": rule,
+                        "sessions": number,
+                        **_compare(expected, actual),
+                    }
+                    if explain is not None:
+                        temperature = float(str(sampling["temperature"]))
+                        cell |= explain.differences(prompts, expected, actual, temperature)
+                    cells.append(cell)
+                    print_progress(str(cell))
     result = {"benchmark": "lossless", **describe(), "model": config.model_name}
     result |= describe_placement(config)
-    result |= {"max_tokens": args.max_tokens, "prompts": len(prompts)}
-    result |= {"near_tie_bound": NEAR_TIE, "cases": cases}
+    result |= {
+        "batch_invariant": config.batch_invariant,
+        "prefix_cache": config.prefix_cache,
+        "kv_tokens": config.kv_tokens,
+        "max_tokens": args.max_tokens,
+        "prompts": len(prompts),
+        "near_tie_bound": NEAR_TIE if explains else None,
+        "cells": cells,
+    }
     print_result(args, result)
+    if config.batch_invariant and any(cell["same"] != cell["of"] for cell in cells):
+        raise InternalError("answers differ with batch invariance", reason="DIFFERENT_ANSWERS")
+
+
+def _default_drafts(config: LocalFleetConfig) -> list[str]:
+    if config.device == CPU and config.placement == SEPARATE:
+        return [name for name in DRAFTS if name != AUTO]
+    return [AUTO]
+
+
+def _chosen(flag: str, text: str, known: Mapping[str, object]) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"{flag}: unknown {', '.join(unknown)}; choose from {', '.join(known)}")
+    return names
 
 
 def _answers(
-    client: Client, prompts: list[BenchPrompt], args: argparse.Namespace, **options: object
+    client: Client,
+    prompts: Sequence[BenchPrompt],
+    args: argparse.Namespace,
+    sessions: int,
+    **options: object,
 ) -> list[GenerateResult]:
     def one(prompt: BenchPrompt) -> GenerateResult:
         return client.generate([user(prompt.text)], max_tokens=args.max_tokens, **options)  # type: ignore[arg-type]
 
-    with concurrent.futures.ThreadPoolExecutor(args.concurrency) as pool:
+    with concurrent.futures.ThreadPoolExecutor(sessions) as pool:
         return list(pool.map(one, prompts))
 
 
 def _compare(
-    prompts: list[BenchPrompt],
-    plain: list[GenerateResult],
-    drafted: list[GenerateResult],
-    explain: _Explainer,
-    temperature: float,
+    expected: Sequence[GenerateResult], actual: Sequence[GenerateResult]
 ) -> dict[str, object]:
-    """How many answers are identical, and the gap at each first difference."""
-    gaps = []
-    for prompt, expected, actual in zip(prompts, plain, drafted, strict=True):
-        if expected.token_ids != actual.token_ids:
-            gaps.append(explain.gap(prompt, expected.token_ids, actual.token_ids, temperature))
+    """How many answers are the same, and where the others begin to differ."""
+    first = [
+        (index, _num_same(one.token_ids, other.token_ids))
+        for index, (one, other) in enumerate(zip(expected, actual, strict=True))
+        if one.token_ids != other.token_ids
+    ]
+    stats = [answer.finish.stats for answer in actual]
     return {
-        "identical": len(plain) - len(gaps),
-        "of": len(plain),
-        "hit_rounds": sum(answer.finish.stats.hit_rounds for answer in drafted),
-        "rounds": sum(answer.finish.stats.rounds for answer in drafted),
-        "gaps": [float(f"{gap:.3g}") for gap in gaps],
-        "all_near_ties": all(gap <= NEAR_TIE for gap in gaps),
+        "same": len(expected) - len(first),
+        "of": len(expected),
+        "tokens": sum(len(answer.token_ids) for answer in actual),
+        "rounds": sum(each.rounds for each in stats),
+        "hit_rounds": sum(each.hit_rounds for each in stats),
+        "accepted": sum(each.accepted for each in stats),
+        "first_differences": first[:_MAX_DIFFERENCES],
     }
+
+
+def _num_same(expected: Sequence[int], actual: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    pairs = enumerate(zip(expected, actual, strict=False))
+    shorter = min(len(expected), len(actual))
+    return next((index for index, (one, other) in pairs if one != other), shorter)
 
 
 class _Explainer:
@@ -120,7 +193,25 @@ class _Explainer:
         self._target: TargetModel = load_target(model, dtype=torch.float32, kv_tokens=8192)
         self._tokenizer = Tokenizer.load(model)
 
-    def gap(
+    def differences(
+        self,
+        prompts: Sequence[BenchPrompt],
+        expected: Sequence[GenerateResult],
+        actual: Sequence[GenerateResult],
+        temperature: float,
+    ) -> dict[str, object]:
+        """Return the gap at each first difference, and whether all are near ties."""
+        gaps = [
+            self._gap(prompt, one.token_ids, other.token_ids, temperature)
+            for prompt, one, other in zip(prompts, expected, actual, strict=True)
+            if one.token_ids != other.token_ids
+        ]
+        return {
+            "gaps": [float(f"{gap:.3g}") for gap in gaps],
+            "all_near_ties": all(gap <= NEAR_TIE for gap in gaps),
+        }
+
+    def _gap(
         self,
         prompt: BenchPrompt,
         expected: Sequence[int],
@@ -128,9 +219,7 @@ class _Explainer:
         temperature: float,
     ) -> float:
         """Distance of the two ids at the first difference, in units of logits / T + noise."""
-        same = 0
-        while same < min(len(expected), len(actual)) and expected[same] == actual[same]:
-            same += 1
+        same = _num_same(expected, actual)
         if same == min(len(expected), len(actual)):
             return float("inf")
         ids = self._tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
