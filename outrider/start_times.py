@@ -35,10 +35,11 @@ class StartStage(StrEnum):
 
 
 class StartTimes:
-    """Seconds of the stages of this process's start."""
+    """Durations of the stages of this process's start, in seconds."""
 
     def __init__(self) -> None:
-        """Begins with the end of the imports: call it when a process builds its service."""
+        """The time since the process began counts as the stage IMPORTS. So create the object after
+        the imports and before the process builds its service."""
         self._began = _process_start()
         self._seconds = {StartStage.IMPORTS: time.monotonic() - self._began}
 

@@ -29,10 +29,11 @@ class StructuredKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """The grammar of an answer; equal values share one compiled grammar.
+    """Grammar that an answer must follow, as its source text. Requests with equal values share one
+    compiled grammar.
 
-    Raises InvalidRequestError for a text that is missing, not wanted or too long. Whether the text
-    is a valid schema, expression or grammar is for whoever compiles it.
+    The constructor raises InvalidRequestError if the text is missing, too long, or given for a kind
+    that has none. It does not check that the text is a valid schema, expression or grammar.
     """
 
     kind: StructuredKind

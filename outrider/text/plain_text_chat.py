@@ -23,12 +23,13 @@ _ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
 
 
 class PlainChat:
-    """A chat template that writes private names where it wrote special tokens.
+    """Chat template whose special tokens clients cannot imitate in their messages.
 
-    The names are put into the template's source, not into its result: a special token's string in
-    the result is from a client then, even where the template cuts, trims or joins what clients
-    sent. Templates that build special tokens out of parts (`'<|' + role + '|>'`) cannot be treated
-    so; for these the strings of special tokens in messages are hidden before rendering.
+    The source of the template is changed: it writes a placeholder that no client knows in the place
+    of each special token. The string of a special token in the rendered prompt then comes from a
+    client and is encoded as plain text. Some templates build special tokens from parts, such as
+    `'<|' + role + '|>'`. For these, the strings of special tokens in messages are escaped before
+    the template is rendered.
     """
 
     def __init__(

@@ -45,12 +45,12 @@ class ExchangeConnection(Protocol[SendT, ReceiveT]):
         ...
 
     def try_send(self, *messages: SendT) -> bool:
-        """Queue messages, all of them if there is room for one now, else none (False). Raises
-        ConnectionLostError.
+        """Queue messages without waiting: all of them if the queue has room for one, else none.
 
-        They cross together as far as the transport has frames. Bounds may be overstepped by what
-        is offered at once. For whoever cannot wait; `SendQueue` keeps such messages in order with
-        those that must.
+        Returns whether they were queued. The queue may exceed its limit by the messages of one
+        call. A transport with frames sends them in one frame if they fit. `SendQueue` keeps their
+        order among messages that wait for room. Raises ConnectionLostError if the connection is
+        lost.
         """
         ...
 

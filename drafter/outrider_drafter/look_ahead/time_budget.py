@@ -251,8 +251,13 @@ class LookAheadBudget:
         *,
         straight: bool,
     ) -> tuple[PassPlan, list[LookAheadSession]]:
-        """Decide how a pass begins and which of the sessions `ones` it includes. `watched`: all
-        sessions with look-ahead. `straight`: whether the scores of the last pass were not used."""
+        """Decide the form of a drafter pass and which of the sessions `ones` it includes.
+
+        step: the drafting step that the pass continues. watched: all sessions with look-ahead.
+        straight: whether the last pass scored proposals and then drafted nothing; this pass then
+        does not poll for messages before its first drafts. Returns the plan, and the sessions of
+        the pass in order.
+        """
         whole = PassPlan(len(ones), straight)
         self._is_trial = False
         if not self._is_timed:

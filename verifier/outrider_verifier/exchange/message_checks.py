@@ -115,7 +115,8 @@ class DrafterMessageChecker:
             case ReplicaReady() | ReplicaRefused():
                 return ReplicaAnswered(link_id, message)
             case Hello() | ShmAnswer():
-                self.count_invalid(InvalidMessageError("the hands are shaken", reason="HELLO"))
+                late = InvalidMessageError(f"{type(message).__name__} after the handshake", reason="HELLO")
+                self.count_invalid(late)
                 return None
 
     def count_invalid(self, error: InvalidMessageError, count: int = 1) -> None:

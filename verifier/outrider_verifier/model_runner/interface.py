@@ -273,6 +273,6 @@ class ModelRunner(Protocol):
         ...
 
     def collect_round(self, flight: RoundHandle) -> RunnerOutput:
-        """Wait for a round. On an exception nothing that matters was committed: the caller ends
-        the sessions."""
+        """Wait for a round and return its results. If it raises, the KV of the round's sessions is
+        unknown, and the caller must end these sessions."""
         ...

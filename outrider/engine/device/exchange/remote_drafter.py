@@ -240,7 +240,7 @@ class RemoteDrafter:
         reserve_bank(self.drafts, self.state, depth=self._verdicts.depth)
 
     def write_rows(self, rows: NewRows) -> None:
-        """Send the drafter rows of prompts whose predictions are not needed."""
+        """Send the drafter the rows of prompt chunks, after which it does not draft."""
         self._has_chunks = True
         self._put(CHUNK_ROWS, rows, self.exchange_shape.max_chunks, rows.tokens.shape[1])
 

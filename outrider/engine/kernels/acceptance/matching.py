@@ -55,7 +55,7 @@ class DeviceAcceptance(NamedTuple):
     tokens: Tensor
     """int32 [B, N]: the accepted nodes' tokens and the final one; the rest is -1."""
     flags: Tensor
-    """int32 [B]: a sum of RESAMPLED, FALLBACK and INVALID_OUTPUT, or 0."""
+    """int32 [B]: a sum of RESAMPLED, TARGET_ONLY_FALLBACK and INVALID_OUTPUT, or 0."""
 
 
 def accept_matching(
