@@ -115,8 +115,8 @@ class DrafterMessageChecker:
             case ReplicaReady() | ReplicaRefused():
                 return ReplicaAnswered(link_id, message)
             case Hello() | ShmAnswer():
-                late = InvalidMessageError(f"{type(message).__name__} after the handshake", reason="HELLO")
-                self.count_invalid(late)
+                late = f"{type(message).__name__} after the handshake"
+                self.count_invalid(InvalidMessageError(late, reason="HELLO"))
                 return None
 
     def count_invalid(self, error: InvalidMessageError, count: int = 1) -> None:
