@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-pytest_plugins = ("tests.compiled",)
+pytest_plugins = ("tests.compiled", "tests.interpreter")
 
 TRANSPORTS = ("inproc", "grpc", "shm", "ray")
 """shm: gRPC where streams of sessions go through shared memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -110,11 +111,26 @@ def alone(text: Text, position: int, window: int | None = None) -> Tensor:
     return attend([text], [position], num_nodes=1, config=SINGLE, window=window)[0, 0]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("config", [SINGLE, TILES, SPLITS])
+@functools.cache
+def row_alone(seed: int, position: int) -> Tensor:
+    """`alone` of `random_text(seed)`."""
+    return alone(random_text(seed), position)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "window"),
+    [
+        (SINGLE, torch.bfloat16, None),
+        (SINGLE, torch.float16, 40),
+        (SINGLE, torch.float32, None),
+        (TILES, torch.bfloat16, 40),
+        (TILES, torch.float32, None),
+        (SPLITS, torch.bfloat16, None),
+        (SPLITS, torch.float32, 40),
+    ],
+)
 def test_chains_and_prompts_are_right(
-    dtype: torch.dtype, window: int | None, config: InvariantConfig
+    config: InvariantConfig, dtype: torch.dtype, window: int | None
 ) -> None:
     texts = [random_text(1, dtype), random_text(2, dtype)]
     for num_nodes, contexts in ((5, [70, 0]), (40, [500, 3])):
@@ -132,10 +148,16 @@ def test_chains_and_prompts_are_right(
         torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("config", [TILES, SPLITS])
-def test_trees_are_right(dtype: torch.dtype, window: int | None, config: InvariantConfig) -> None:
+@pytest.mark.parametrize(
+    ("config", "dtype", "window"),
+    [
+        (TILES, torch.bfloat16, None),
+        (TILES, torch.float32, 40),
+        (SPLITS, torch.bfloat16, 40),
+        (SPLITS, torch.float16, None),
+    ],
+)
+def test_trees_are_right(config: InvariantConfig, dtype: torch.dtype, window: int | None) -> None:
     rng = np.random.default_rng(3)
     texts = [random_text(1, dtype), random_text(2, dtype)]
     for contexts in ([126, 0], [60, 513]):
@@ -161,14 +183,14 @@ def test_trees_are_right(dtype: torch.dtype, window: int | None, config: Invaria
 def test_launch_parameters_change_no_bit(position: int, config: InvariantConfig) -> None:
     text = random_text(position)
     got = attend([text], [position], num_nodes=1, config=config)[0, 0]
-    assert torch.equal(got, alone(text, position))
+    assert torch.equal(got, row_alone(position, position))
 
 
 @pytest.mark.parametrize("config", [SINGLE, TILES, SPLITS])
 @pytest.mark.parametrize("position", POSITIONS)
 def test_a_row_has_the_same_bits_in_every_chain(position: int, config: InvariantConfig) -> None:
     text = random_text(position)
-    expected = alone(text, position)
+    expected = row_alone(position, position)
     for node, num_nodes in ((1, 3), (4, 5), (14, 16)):
         context = position - node
         if context >= 0 and context + num_nodes <= LONGEST:
@@ -184,16 +206,16 @@ def test_rows_of_prompts_have_the_bits_of_decoding_rows(
     text = random_text(first)
     got = attend([text], [first], num_nodes=32, config=config)[0]
     for row in (0, 7, 21, 30, 31):
-        assert torch.equal(got[row], alone(text, first + row)), row
+        assert torch.equal(got[row], row_alone(first, first + row)), row
 
 
 @pytest.mark.parametrize("config", [TILES, SPLITS])
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("position", [1, 63, 64, 65, 511, 513, 700])
 def test_a_row_has_the_same_bits_in_every_tree(position: int, config: InvariantConfig) -> None:
     """Whatever the siblings, and wherever the nodes of its path lie."""
     text, rng = random_text(position), np.random.default_rng(position)
-    expected = alone(text, position)
-    for _ in range(3):
+    expected = row_alone(position, position)
+    for _ in range(2):
         parents = random_parents(rng, 15)
         node = int(rng.integers(1, 16))
         path = [node]
