@@ -1,0 +1,136 @@
+"""Tune the batch-invariant matrix product for Llama-3.1-8B.
+
+`python -m outrider_bench.gpu.checks.tune_invariant --out FILE` on the device to tune for: for each
+product of a forward and each number of rows it times candidates that do not split K, and cuBLAS
+without algorithms that split K, over more weights than the L2 holds. It also compares the bits of
+both. It prints a line for each pair, and writes everything to FILE as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from outrider.engine.kernels.linear.configs import LinearConfig
+from outrider.engine.kernels.linear.fused import fused_linear_wide
+from outrider.engine.kernels.linear.invariant import (
+    forbid_split_k,
+    invariant_config,
+    invariant_linear_triton,
+)
+from outrider.engine.kernels.runtime import next_power_of_2
+from outrider_bench.gpu.checks.tune_linear import (
+    LAYER,
+    LM_HEAD,
+    Product,
+    compile_all,
+    make_inputs,
+    make_weight,
+    seconds,
+    time_config,
+)
+
+ROWS: Final = (8, 32, 64, 96, 160, 256, 320, 512, 1024, 2048)
+PRODUCTS: Final = (*LAYER, LM_HEAD)
+_COPY_BYTES: Final = 400e6
+_SM_SHARED: Final = 224 << 10
+
+
+def candidates(product: Product, rows: int) -> list[LinearConfig]:
+    """Tiles whose operands and accumulators fit an SM, for a product of this number of rows."""
+    found = []
+    own_tile = max(next_power_of_2(rows), 16)
+    for block_m in (16, 32, 64, 128, 256):
+        if block_m > own_tile or (block_m < 64 and block_m < own_tile):
+            continue
+        for tile_rows in (32, 64, 128, 256):
+            for block_k in (64, 128, 256):
+                found += _staged(product, block_m, tile_rows, block_k)
+    return found
+
+
+def _staged(product: Product, block_m: int, tile_rows: int, block_k: int) -> list[LinearConfig]:
+    block_n = tile_rows // 2 if product.gated else tile_rows
+    values = block_m * tile_rows
+    stages = min(_SM_SHARED // (2 * (block_m + tile_rows) * block_k), 8)
+    if stages < 3 or values > 128 * 256 or 2 * (block_m + tile_rows) * block_k < 8 << 10:
+        return []
+    warps = (8,) if values >= 128 * 128 else (4, 8)
+    swaps = [swap for swap in (False, True) if (tile_rows if swap else block_m) >= 64 or not swap]
+    return [
+        LinearConfig(block_m, block_n, block_k, 1, num_warps, stages, swap)
+        for num_warps in warps
+        for swap in swaps
+    ]
+
+
+def tune(product: Product, rows: int) -> dict[str, Any]:
+    """Times in us of the candidates, of the present configuration and of cuBLAS, and whether the
+    last two give the same bits."""
+    copies = max(4, math.ceil(_COPY_BYTES / product.weight_bytes))
+    weights = [make_weight(product) for _ in range(copies)]
+    x, options = make_inputs(product, rows)
+    present = invariant_config(x, weights[0], gated=product.gated)
+    streamed = invariant_linear_triton(x, weights[0], **options)
+    is_equal = torch.equal(fused_linear_wide(x, weights[0], **_wide(options)), streamed)
+
+    def multiply_wide(index: int) -> object:
+        return fused_linear_wide(x, weights[index % copies], **_wide(options))
+
+    wide_s = seconds(multiply_wide, copies)
+    times = {
+        config: time_config(config, x, weights, options)
+        for config in dict.fromkeys([present, *candidates(product, rows)])
+    }
+    ranked = sorted(times, key=lambda config: times[config])
+    result = {
+        "present_us": times[present] * 1e6,
+        "cublas_us": wide_s * 1e6,
+        "cublas_is_equal": is_equal,
+        "best_us": times[ranked[0]] * 1e6,
+        "ranked": [(config, times[config] * 1e6) for config in ranked[:8]],
+    }
+    print(
+        f"{product.name:8} m={rows:<5} cuBLAS {result['cublas_us']:8.2f} us "
+        f"{'equal' if is_equal else 'DIFFERS'}, present {result['present_us']:8.2f} us, best "
+        f"{result['best_us']:8.2f} us {tuple(ranked[0])}",
+        flush=True,
+    )
+    return result
+
+
+def _wide(options: dict[str, Any]) -> dict[str, Any]:
+    return {"bias": None, "residual": None, "out_dtype": torch.bfloat16, **options}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Tune the batch-invariant matrix product.")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows")
+    parser.add_argument("--products", default=",".join(product.name for product in PRODUCTS))
+    args = parser.parse_args()
+    forbid_split_k()
+    names = args.products.split(",")
+    jobs = [
+        (product, int(rows))
+        for product in PRODUCTS
+        if product.name in names
+        for rows in args.rows.split(",")
+    ]
+    results: dict[str, dict[str, Any]] = {}
+    with torch.inference_mode():
+        compile_all((p, config) for p, rows in jobs for config in candidates(p, rows))
+        for product, rows in jobs:
+            results.setdefault(product.name, {})[str(rows)] = tune(product, rows)
+            torch.cuda.empty_cache()
+            args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
