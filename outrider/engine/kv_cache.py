@@ -102,9 +102,9 @@ class KVSequence:
         # Created on first use: rounds on a device need only the block numbers, and creating these
         # tensors would wait for the device.
         self._slots: Tensor | None = None
-        """Pool indices of the slots of the first `_told` blocks, in order, int64; used while the
-        sequence is fragmented."""
-        self._told = 0
+        """Pool indices of the slots of the first `_num_indexed` blocks, in order, int64; used while
+        the sequence is fragmented."""
+        self._num_indexed = 0
         """Number of blocks whose slots are in `_slots`."""
         self._positions: Tensor | None = None
         """Absolute position of the token in each slot, int64 [>= capacity]."""
@@ -193,7 +193,7 @@ class KVSequence:
     def reset(self) -> None:
         """Free all blocks and drop all tokens; the sequence can be used again."""
         blocks, self._blocks = self._blocks, []
-        self._len = self._pending = self.capacity = self._told = 0
+        self._len = self._pending = self.capacity = self._num_indexed = 0
         self.start = None
         if blocks:
             self._pool.ledger.release_refs(blocks)
@@ -226,7 +226,7 @@ class KVSequence:
                     there.copy_(storage.index_select(3, self.slots(0, used)))
         if self._blocks:
             self._pool.ledger.release_refs(self._blocks)
-        self._blocks, self._told = [], 0
+        self._blocks, self._num_indexed = [], 0
         self._append(extent)
 
     def _copy_from(self, filled: Sequence[int]) -> None:
@@ -279,12 +279,12 @@ class KVSequence:
         if self.start is not None:
             return torch.arange(self.start + start, self.start + end, device=device)
         known = self._slots = _with_capacity(self._slots, self.capacity, device)
-        size, blocks = self._pool.block_tokens, self._blocks[self._told :]
+        size, blocks = self._pool.block_tokens, self._blocks[self._num_indexed :]
         if blocks:
             firsts = torch.tensor(blocks, device=device)[:, None] * size
             added = (firsts + torch.arange(size, device=device)).flatten()
-            known[self._told * size : self.capacity] = added
-            self._told = len(self._blocks)
+            known[self._num_indexed * size : self.capacity] = added
+            self._num_indexed = len(self._blocks)
         return known[start:end]
 
     def commit(self, rows: Sequence[int]) -> None:

@@ -78,10 +78,10 @@ class SwapSpace:
         self._host = BlockAllocator(max(1, self._total))
         self._slabs: list[Tensor] = []
         self._pinned = layout.device.type == "cuda"
-        self._shm_channel: SwapPath = DirectSwapPath(layout)
+        self._path: SwapPath = DirectSwapPath(layout)
         if self._pinned if staged is None else staged:
             size = self._run_blocks * layout.block_bytes
-            self._shm_channel = StagedSwapPath(layout, run_bytes=size, staging_bytes=staging_bytes)
+            self._path = StagedSwapPath(layout, run_bytes=size, staging_bytes=staging_bytes)
         self._rates = [0.0, 0.0]
         """Measured seconds per byte of copies to the host and of copies back."""
         if self._total:
@@ -122,7 +122,7 @@ class SwapSpace:
         count = self._blocks_for(kv.len)
         blocks = self._host.allocate_blocks(count)
         runs = self._runs(blocks)
-        self._shm_channel.save_blocks(kv.blocks[:count], runs)
+        self._path.save_blocks(kv.blocks[:count], runs)
         return SavedKV(kv.len, kv.save_positions(), blocks, runs)
 
     @torch.inference_mode()
@@ -130,14 +130,14 @@ class SwapSpace:
         """Start to copy saved KV back to the device, in parallel with the rounds. Returns whether
         `swap_in_sequence` would now delay no round; call again until it returns True. Only one
         saved copy is prefetched at a time."""
-        return self._shm_channel.prefetch_runs(saved.runs)
+        return self._path.prefetch_runs(saved.runs)
 
     @torch.inference_mode()
     def swap_in_sequence(self, saved: SavedKV, kv: KVSequence) -> None:
         """Fill an empty sequence from a saved copy and drop the copy. Raises ValueError if the
         sequence is not empty or has too few slots."""
         kv.restore(saved.length, saved.positions)
-        self._shm_channel.load_blocks(saved.runs, kv.blocks[: len(saved.blocks)])
+        self._path.load_blocks(saved.runs, kv.blocks[: len(saved.blocks)])
         self.drop_copy(saved)
 
     def drop_copy(self, saved: SavedKV) -> None:
@@ -192,15 +192,15 @@ class SwapSpace:
         runs = self._runs(range(count))
         for _ in range(2):
             # The first copies are slower than all later ones, so only the second are measured.
-            self._shm_channel.take_copy_times()
-            self._shm_channel.save_blocks(range(count), runs)
-            self._shm_channel.load_blocks(runs, range(count))
+            self._path.take_copy_times()
+            self._path.save_blocks(range(count), runs)
+            self._path.load_blocks(runs, range(count))
             if self._pinned:
                 torch.cuda.synchronize()
         self._learn()
 
     def _learn(self) -> None:
-        for took in self._shm_channel.take_copy_times():
+        for took in self._path.take_copy_times():
             if not took.bytes:
                 continue
             rate, known = took.seconds / took.bytes, self._rates[took.is_restore]

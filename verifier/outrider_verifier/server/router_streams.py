@@ -222,11 +222,11 @@ class RouterStreams:
         post: Callable[[Command], None],
         admit: Callable[[], None],
         on_change: Callable[[int], None],
-        forms: GrammarPreparation,
+        grammars: GrammarPreparation,
     ) -> None:
         """`admit` raises if no session may be opened. `on_change` is called with the number of
-        sessions. `forms` compiles the grammars of structured outputs."""
-        self._forms = forms
+        sessions. `grammars` compiles the grammars of structured outputs."""
+        self._grammars = grammars
         self._compiling: dict[int, asyncio.Task[None]] = {}
         """Compilations of the grammars of sessions that are not opened in the engine yet, by
         ticket."""
@@ -371,7 +371,7 @@ class RouterStreams:
         self._on_change(len(self._served))
         self._spans.start_span(ticket, spec)
         answer.add_done_callback(partial(self._answered, router, ticket))
-        known = self._forms.get_cached(spec)
+        known = self._grammars.get_cached(spec)
         if known is not None:
             self._post(OpenSession(ticket, spec, answer, *known))
             return
@@ -383,7 +383,7 @@ class RouterStreams:
     async def _compile(self, ticket: int, spec: SessionSpec, answer: asyncio.Future[None]) -> None:
         """Compile a session's grammar, then open the session in the engine."""
         try:
-            form = await self._forms.begin(spec)
+            prepared = await self._grammars.begin(spec)
         except asyncio.CancelledError:
             # Its router has left it.
             answer.set_result(None)
@@ -402,7 +402,7 @@ class RouterStreams:
             # Its router has left it.
             answer.set_result(None)
             return
-        self._post(OpenSession(ticket, spec, answer, form))
+        self._post(OpenSession(ticket, spec, answer, prepared))
         del self._compiling[ticket]
         wish = self._moving.pop(ticket, None)
         if wish is not None:

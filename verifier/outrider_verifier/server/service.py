@@ -163,12 +163,12 @@ class VerifierService(SessionIteratorMixin):
         """Connections of the drafters that are attached."""
         if config.exchanges_on_device and projection is not None:
             self._exchange = self._make_exchange(runner)
-        self._forms = GrammarPreparation(grammars)
+        self._grammar_preparation = GrammarPreparation(grammars)
         self.router_streams = RouterStreams(
             post=self._post,
             admit=self._check_draining,
             on_change=lambda sessions: self._busy_cores.set_busy(sessions > 0),
-            forms=self._forms,
+            grammars=self._grammar_preparation,
         )
         """Connections of the routers, and the sessions that each follows."""
         self.metrics = VerifierMetrics(self.read_counters, self._gauges)
@@ -255,7 +255,7 @@ class VerifierService(SessionIteratorMixin):
             self._watchdog.stop()
         loop, self._loop = self._loop, None
         self._close_shm_channels()
-        self._forms.close()
+        self._grammar_preparation.close()
         if loop is not None:
             await asyncio.to_thread(loop.stop, _STOP_TIMEOUT_S)
             for command in loop.remaining_commands():

@@ -52,11 +52,11 @@ class DraftTokenMasks:
         self._first = 1 + -(-(levels * max_rows + num_beside) // self.words)
         size = (self._first + levels * max_rows) * self.words
         self._bits = int32_zeros(size, device).view(-1, self.words)
-        self._told = self._bits[1:].view(-1)
-        self._places = self._told[: levels * max_rows]
-        self.beside = self._told[levels * max_rows : levels * max_rows + num_beside]
+        self._device_words = self._bits[1:].view(-1)
+        self._places = self._device_words[: levels * max_rows]
+        self.beside = self._device_words[levels * max_rows : levels * max_rows + num_beside]
         """int32 [num_beside]: the extra words of the last `set_masks` call that gave them."""
-        self._uploads = Uploader(self._told.numel(), device, ring=ring) if ring else None
+        self._uploads = Uploader(self._device_words.numel(), device, ring=ring) if ring else None
         self._masked = False
         """Whether any row of the last `set_masks` call was masked."""
 
@@ -90,12 +90,12 @@ class DraftTokenMasks:
         """
         given = [mask for each in masks if each is not None for mask in each[: self.levels]]
         known = np.bitwise_or.reduce(np.stack(given) & self._drafted, axis=1) if given else ()
-        told, bits = iter(zip(given, known, strict=True)), list[NDArray[np.int32]]()
+        masks_left, bits = iter(zip(given, known, strict=True)), list[NDArray[np.int32]]()
         header = np.zeros((self._first - 1) * self.words, dtype=np.int32)
         places = header[: self.levels * rows].reshape(self.levels, rows)
         for row, each in enumerate(masks):
             for level in range(0 if each is None else min(len(each), self.levels)):
-                mask, known_ids = next(told)
+                mask, known_ids = next(masks_left)
                 if known_ids:
                     places[level, row] = self._first + len(bits)
                     bits.append(mask.view(np.int32))
@@ -107,13 +107,13 @@ class DraftTokenMasks:
         self._masked = bool(bits)
 
     def _send(self, header: NDArray[np.int32], bits: Sequence[NDArray[np.int32]]) -> None:
-        told = self._told[: header.size + len(bits) * self.words]
+        target = self._device_words[: header.size + len(bits) * self.words]
         if self._uploads is None:
-            upload_int32s(told, header, *bits)
+            upload_int32s(target, header, *bits)
             return
         staged = self._uploads.stage_int32s()
         staged[: header.size] = header
         for place, words in enumerate(bits):
             start = header.size + place * self.words
             staged[start : start + self.words] = words
-        self._uploads.start_upload(told)
+        self._uploads.start_upload(target)

@@ -48,7 +48,7 @@ class RoundInputs:
         # Inputs that a kind of round does not read are not uploaded.
         self._chains, self._trees = buffer[:drafts_end], buffer
         self._uploader = Uploader(size, device)
-        self._told: list[int] | None = None
+        self._sent_slots: list[int] | None = None
         """The slots of the last upload."""
 
     def fill_rows(self, rows: RoundRows, drafts: DraftKind, part: int = 0) -> None:
@@ -59,10 +59,10 @@ class RoundInputs:
             words = self._stage(slots, part)
             self._stage_drafts(words, rows, with_parents=drafts is DraftKind.TREE)
             self._uploader.start_upload(self._trees if drafts is DraftKind.TREE else self._chains)
-        elif slots != self._told:
+        elif slots != self._sent_slots:
             self._stage(slots, part)
             self._uploader.start_upload(self.slots)
-        self._told = slots
+        self._sent_slots = slots
 
     def _stage(self, slots: list[int], part: int) -> NDArray[np.int32]:
         words = self._uploader.stage_int32s(part)

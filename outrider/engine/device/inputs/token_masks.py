@@ -61,8 +61,8 @@ class AllowedTokenMasks:
             # The first row of bits allows all tokens, for rows without a mask. Row offsets
             # follow.
             bits[0] = -1
-        self._told = bits[1:].view(-1)
-        self._places, places = rows, self._told[:rows]
+        self._device_words = bits[1:].view(-1)
+        self._places, places = rows, self._device_words[:rows]
         self.chunks = AllowedTokenBits(bits, places[:MAX_CHUNKS])
         """Masks by prefill chunk."""
         self.decoding = AllowedTokenBits(bits, places[MAX_CHUNKS:])
@@ -94,5 +94,5 @@ class AllowedTokenMasks:
             if masks is not None:
                 ends[chunk] = place
                 place += 1
-        told = self._told[: (place - 1) * words]
-        upload_int32s(told, header, *(masks.view(np.int32) for masks in given))
+        target = self._device_words[: (place - 1) * words]
+        upload_int32s(target, header, *(masks.view(np.int32) for masks in given))

@@ -231,7 +231,7 @@ class _RandomizedAcceptance:
         batch = len(slots)
         self.changed_at = torch.full((batch,), -1, dtype=torch.int64, device=logits.device)
         """Row at which a rejection changed what is drawn there, or -1."""
-        self._lawless_at = self.changed_at.clone()
+        self._unsound_at = self.changed_at.clone()
         """Row at which the session's dense distribution was no distribution, or -1."""
         self._mass_at = self.changed_at.clone()
         self._mass = torch.zeros(batch, dtype=torch.float64, device=logits.device)
@@ -303,11 +303,11 @@ class _RandomizedAcceptance:
         self.changed_at[sessions] = torch.where(drawn, node, self.changed_at[sessions])
         stands &= drawn
         # A distribution that does not have the token it is said to have given is no distribution.
-        lawless = (drawn & ~((weights > 0) & (weights < math.inf))).nonzero()[:, 0]
-        if len(lawless):
-            self.fallback[sessions[lawless]] = True
-            self._lawless_at[sessions[lawless]] = node[lawless]
-            stands[lawless] = self._target_only(sessions[lawless], node[lawless], row)
+        unsound = (drawn & ~((weights > 0) & (weights < math.inf))).nonzero()[:, 0]
+        if len(unsound):
+            self.fallback[sessions[unsound]] = True
+            self._unsound_at[sessions[unsound]] = node[unsound]
+            stands[unsound] = self._target_only(sessions[unsound], node[unsound], row)
         return stands
 
     def _sparse(self, sessions: Tensor, node: Tensor, row: int) -> Tensor:
@@ -352,7 +352,7 @@ class _RandomizedAcceptance:
         """
         scores_AV = self._logprobs(sessions, node)
         changed = self.changed_at[sessions] == node  # else only huge
-        by_distribution = self._uses_distribution[sessions] & (self._lawless_at[sessions] != node)
+        by_distribution = self._uses_distribution[sessions] & (self._unsound_at[sessions] != node)
         self._without_children(scores_AV, changed & ~by_distribution, sessions, node)
         if isinstance(self._distribution, DenseChainDistribution):
             self._residual_without_dense(scores_AV, changed & by_distribution, sessions, node)

@@ -47,11 +47,11 @@ _SHARED_DRAW_ID = tl.constexpr(SHARED_DRAW_ID)
 _TARGET_ONLY = tl.constexpr(RULE_TARGET_ONLY)
 _REJECTION = tl.constexpr(RULE_REJECTION)
 
-NO_LAW, SPARSE_LAW, DENSE_LAW = 0, 1, 2
+NO_DISTRIBUTION, SPARSE_DISTRIBUTION, DENSE_DISTRIBUTION = 0, 1, 2
 """Kinds of draft distribution."""
-_NO_DISTRIBUTION = tl.constexpr(NO_LAW)
-_SPARSE = tl.constexpr(SPARSE_LAW)
-_DENSE = tl.constexpr(DENSE_LAW)
+_NO_DISTRIBUTION = tl.constexpr(NO_DISTRIBUTION)
+_SPARSE = tl.constexpr(SPARSE_DISTRIBUTION)
+_DENSE = tl.constexpr(DENSE_DISTRIBUTION)
 
 _UNCHANGED = tl.constexpr(0)
 _WITHOUT_CHILDREN = tl.constexpr(1)

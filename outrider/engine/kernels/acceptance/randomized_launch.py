@@ -14,9 +14,9 @@ from torch import Tensor
 
 from outrider.engine.kernels.acceptance.matching import DeviceAcceptance, new_acceptance
 from outrider.engine.kernels.acceptance.randomized_kernels import (
-    DENSE_LAW,
-    NO_LAW,
-    SPARSE_LAW,
+    DENSE_DISTRIBUTION,
+    NO_DISTRIBUTION,
+    SPARSE_DISTRIBUTION,
     draw_in_tile,
     put_drawn,
     sum_tiles,
@@ -39,10 +39,10 @@ class DistributionTensors(NamedTuple):
 
     @property
     def kind(self) -> int:
-        """NO_LAW, SPARSE_LAW or DENSE_LAW."""
+        """NO_DISTRIBUTION, SPARSE_DISTRIBUTION or DENSE_DISTRIBUTION."""
         if self.ids is not None:
-            return SPARSE_LAW
-        return NO_LAW if self.probs is None else DENSE_LAW
+            return SPARSE_DISTRIBUTION
+        return NO_DISTRIBUTION if self.probs is None else DENSE_DISTRIBUTION
 
     @property
     def entries(self) -> int:
@@ -205,7 +205,7 @@ def _launch_walks(
         CHAIN=arguments.parents is None,
         DISTRIBUTION=distributions.kind,
         ENTRIES=min(max(next_power_of_2(distributions.entries), 16), 1024),
-        num_warps=4 if distributions.kind == SPARSE_LAW else 1,
+        num_warps=4 if distributions.kind == SPARSE_DISTRIBUTION else 1,
     )
 
 

@@ -69,8 +69,8 @@ def attention_kernel(
     low = first + split * part
     high = tl.minimum(low + part, total)
 
-    shm_channel = tl.arange(0, BLOCK_SLOTS)
-    read = tl.minimum(low + shm_channel, total - 1)
+    place = tl.arange(0, BLOCK_SLOTS)
+    read = tl.minimum(low + place, total - 1)
     block = tl.load(table + read // BLOCK_TOKENS)
 
     tile_row = tl.program_id(0) // KV_HEADS * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -97,7 +97,7 @@ def attention_kernel(
     norm = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, DIMS], tl.float32)
     for start in range(low, high, BLOCK_SLOTS):
-        slot = start + shm_channel
+        slot = start + place
         offsets = (block * BLOCK_TOKENS + read % BLOCK_TOKENS) * DIM
         offsets = offsets[:, None] + dims[None, :]
         read = tl.minimum(slot + BLOCK_SLOTS, total - 1)

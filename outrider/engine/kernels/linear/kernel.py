@@ -41,9 +41,9 @@ def _finish(
     the tile's part of the next norm."""
     BLOCK_N: tl.constexpr = ROWS // 2 if GATED else ROWS
     if HAS_BIAS:
-        shm_channel = tl.arange(0, ROWS)
-        at = tile * BLOCK_N + shm_channel % BLOCK_N
-        at_row = at + (shm_channel // BLOCK_N) * C
+        place = tl.arange(0, ROWS)
+        at = tile * BLOCK_N + place % BLOCK_N
+        at_row = at + (place // BLOCK_N) * C
         product += tl.load(bias + at_row, mask=at < C, other=0.0).to(tl.float32)[None, :]
     if ROUNDED and (GATED or (HAS_BIAS and HAS_RESIDUAL)):
         product = product.to(out.dtype.element_ty).to(tl.float32)
@@ -120,9 +120,9 @@ def _finish_rotary(
     """Bias and rotation of one tile of a head, and its store: queries to `out`, keys and values to
     the cache."""
     start = tile * ROWS
-    shm_channel = tl.arange(0, ROWS)
+    place = tl.arange(0, ROWS)
     if HAS_BIAS:
-        product += tl.load(bias + start + shm_channel).to(tl.float32)[None, :]
+        product += tl.load(bias + start + place).to(tl.float32)[None, :]
     if ROUNDED:
         product = product.to(out.dtype.element_ty).to(tl.float32)
     head = start // DIM
@@ -136,10 +136,10 @@ def _finish_rotary(
     result = tl.reshape(tl.join(turned_first, turned_second), (BLOCK_M, ROWS))
     result = result.to(out.dtype.element_ty)
     if head < QUERY_HEADS:
-        at_query = m[:, None] * (QUERY_HEADS * DIM) + (start + shm_channel)[None, :]
+        at_query = m[:, None] * (QUERY_HEADS * DIM) + (start + place)[None, :]
         tl.store(out + at_query, result, mask=(m < M)[:, None])
     else:
-        at_slot = slot[:, None] * DIM + (tile % (DIM // ROWS) * ROWS + shm_channel)[None, :]
+        at_slot = slot[:, None] * DIM + (tile % (DIM // ROWS) * ROWS + place)[None, :]
         kv_head = (head - QUERY_HEADS).to(tl.int64)
         if kv_head < KV_HEADS:
             tl.store(keys + kv_head * keys_stride + at_slot, result, mask=(slot >= 0)[:, None])
@@ -212,9 +212,9 @@ def skinny_kernel(
         m += tile % row_tiles * BLOCK_M
         tile = tile // row_tiles
     part = tl.program_id(1)
-    shm_channel = tl.arange(0, ROWS)
+    place = tl.arange(0, ROWS)
     # Rows past the end read the last row again: cheaper than a mask in the loop.
-    row = tl.minimum(tile * BLOCK_N + shm_channel % BLOCK_N, C - 1) + (shm_channel // BLOCK_N) * C
+    row = tl.minimum(tile * BLOCK_N + place % BLOCK_N, C - 1) + (place // BLOCK_N) * C
     row_starts = weight + row.to(tl.int64) * weight_stride
     length = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
     start = part * length
@@ -256,7 +256,7 @@ def skinny_kernel(
 
     last = True
     if SPLIT_K > 1:
-        at_part = m[:, None] * ROWS + shm_channel[None, :]
+        at_part = m[:, None] * ROWS + place[None, :]
         partials = workspace + tile * (SPLIT_K * BLOCK_M * ROWS)
         tl.store(partials + part * (BLOCK_M * ROWS) + at_part, product, mask=present)
         # Every thread's stores come before the one thread that releases them.

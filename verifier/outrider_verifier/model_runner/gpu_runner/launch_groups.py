@@ -131,7 +131,7 @@ def group_rows(
     drafts; every row is in one group. `max_rows` returns the maximum number of rows of a launch for
     the largest number of nodes of any of its rows."""
     if _all_plain(verify) and len(verify) <= max_rows(1):
-        slots = RoundRows.without_drafts([seat.slot for seat in device_slots])
+        slots = RoundRows.without_drafts([slot.slot for slot in device_slots])
         places = list(range(len(verify)))
         return [
             LaunchGroup(
@@ -143,8 +143,8 @@ def group_rows(
             )
         ]
     workload_classes = [
-        row.in_process_depth > 0 and seat.has_current_draft
-        for row, seat in zip(verify, device_slots, strict=True)
+        row.in_process_depth > 0 and slot.has_current_draft
+        for row, slot in zip(verify, device_slots, strict=True)
     ]
     if len(workload_classes) == 1 or (workload_classes and all(workload_classes)):
         return [
@@ -184,9 +184,9 @@ def _all_plain(verify: Sequence[VerifyRow]) -> bool:
 
 
 def _judge(device_slots: Sequence[DeviceSlot]) -> AcceptanceMode:
-    if all([seat.is_plain for seat in device_slots]):
+    if all([slot.is_plain for slot in device_slots]):
         return AcceptanceMode.MATCH
-    if any([seat.uses_rejection for seat in device_slots]):
+    if any([slot.uses_rejection for slot in device_slots]):
         return AcceptanceMode.REJECTION
     return AcceptanceMode.SAMPLED
 
@@ -209,7 +209,7 @@ def _fitting(
 
 def round_rows(rows: Sequence[VerifyRow], device_slots: Sequence[DeviceSlot]) -> RoundRows:
     """Return the inputs of rows for the device."""
-    slots = [seat.slot for seat in device_slots]
+    slots = [slot.slot for slot in device_slots]
     if not any([row.nodes for row in rows]):
         return RoundRows.without_drafts(slots)
     message = _message(rows)
