@@ -236,7 +236,7 @@ def start_span(
     *,
     may_begin: bool = False,
 ) -> RequestSpan:
-    """A span of this process, a child of another one's.
+    """Return a span of this process, a child of another one's.
 
     `may_begin`: where nobody says, the sampling ratio decides; otherwise nothing is traced without
     a `traceparent`. One that is malformed counts as none.

@@ -60,7 +60,8 @@ class TimelineRecorder:
         """Names of the threads that recorded marks; a thread may end before the file is written."""
 
     def add_mark(self, began: float, lasted: float, name: str, n: int, track: str) -> None:
-        """Record a mark."""
+        """Record a span of `n` items on a track. It began at `began` and lasted `lasted`
+        seconds."""
         # The counter gives each place to one thread only.
         place = next(self._places) % len(self._ring)
         self._ring[place] = TimelineMark(began, lasted, name, n, track or self._calling_thread())

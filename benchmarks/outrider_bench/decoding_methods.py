@@ -40,7 +40,7 @@ class DecodingMethod:
     seconds: list[float] = field(default_factory=list)
 
     def tokens_per_s(self, keep: list[int]) -> float:
-        """Tokens over seconds of the kept prompts."""
+        """Return the tokens over seconds of the kept prompts."""
         return sum(self.tokens[i] for i in keep) / sum(self.seconds[i] for i in keep)
 
     def ratio_to(self, other: DecodingMethod, keep: list[int]) -> list[float]:

@@ -33,7 +33,7 @@ def describe() -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, object]:
-    """The accelerators that torch sees, their driver and torch's CUDA version."""
+    """Return the accelerators that torch sees, their driver and torch's CUDA version."""
     try:
         import torch
 

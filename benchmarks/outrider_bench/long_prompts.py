@@ -25,8 +25,8 @@ _QUESTION: Final = "\n\nWhich of these questions is the hardest one? Say why, in
 
 
 def make_prompt(tokenizer: Tokenizer, texts: list[str], number: int, tokens: int) -> str:
-    """The text number `number`, of `tokens` tokens give or take a few: text that is cut may be read
-    back as other tokens, and a chat template adds its own."""
+    """Return the text number `number`, of `tokens` tokens give or take a few: text that is cut may
+    be read back as other tokens, and a chat template adds its own."""
     order = random.Random(number)
     parts = [f"Collection {number}."]
     end = tokenizer.encode(_QUESTION, add_special_tokens=False).ids

@@ -45,5 +45,5 @@ def repeated_share(token_ids: Sequence[int], n: int = LOOP_NGRAM) -> float:
 
 
 def is_loop(token_ids: Sequence[int]) -> bool:
-    """Whether an answer repeats itself (see LOOP_SHARE)."""
+    """Return whether an answer repeats itself (see LOOP_SHARE)."""
     return repeated_share(token_ids) > LOOP_SHARE

@@ -214,7 +214,7 @@ def _fuzz(
 
 
 def _is_message(read: object) -> bool:
-    """Whether all of a frame was; a malformed part of a bundle is an error in its place."""
+    """Return whether all of a frame was; a malformed part of a bundle is an error in its place."""
     return not (isinstance(read, list) and any(isinstance(m, InvalidMessageError) for m in read))
 
 

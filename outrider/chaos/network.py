@@ -221,11 +221,11 @@ class ChaosNetwork:
         return near, far
 
     def exchange_end(self, frames: _NetworkEnd) -> DrafterConnection:
-        """A drafter's end of an exchange."""
+        """Return a drafter's end of an exchange."""
         return drafter_end(frames, self._heartbeat)
 
     def router_end(self, frames: _NetworkEnd) -> RouterConnection:
-        """A router's end of a stream of sessions."""
+        """Return a router's end of a stream of sessions."""
         return router_end(frames, self._heartbeat)
 
     async def _serve(
@@ -276,11 +276,11 @@ class ChaosDialer:
         return self._network.router_end(near)
 
     async def verifier(self, address: str) -> Any:
-        """A control client of the verifier at `address`."""
+        """Return a control client of the verifier at `address`."""
         return _Control(self, address)
 
     async def drafter(self, address: str) -> Any:
-        """A control client of the drafter at `address`."""
+        """Return a control client of the drafter at `address`."""
         return _Control(self, address)
 
     async def close_channel(self, address: str) -> None:

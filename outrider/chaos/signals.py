@@ -69,7 +69,7 @@ def pick_fault(
     targets: list[FaultTarget], kinds: tuple[FaultKind, ...], rng: random.Random
 ) -> tuple[FaultKind, FaultTarget] | None:
     """Return the next fault and its target; None if no process is left. Only running processes are
-    targets; a restarted process has another id."""
+    targets. A process that was restarted counts as a new target."""
     left = [target for target in targets if is_alive(target)]
     return (rng.choice(kinds), rng.choice(left)) if left else None
 

@@ -140,7 +140,7 @@ def system(content: str) -> ChatMessage:
 
 
 def assistant(content: str) -> ChatMessage:
-    """A message of the assistant: an earlier answer of the model."""
+    """Return a message of the assistant: an earlier answer of the model."""
     return ChatMessage(role="assistant", content=content)
 
 

@@ -82,7 +82,7 @@ class ProcessEnvironment:
 
 
 def variable_of(role: str, key: str) -> str:
-    """The variable of a dotted key."""
+    """Return the variable of a dotted key."""
     return f"OUTRIDER_{role.upper()}_{key.replace('.', '__').upper()}"
 
 
@@ -116,8 +116,8 @@ def _find(config: type, path: tuple[str, ...], variable: str, prefix: str) -> An
 
 
 def _table_of(hint: Any) -> Any:
-    """The type that says what is in it: of some keys of another configuration, that one; of what
-    may be unset, what it is else."""
+    """Return the type that says what is in it: of some keys of another configuration, that one; of
+    what may be unset, what it is else."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         tables = [each for each in typing.get_args(hint) if dataclasses.is_dataclass(each)]
         return tables[0] if tables else hint
@@ -133,7 +133,7 @@ def _is_mapping(hint: Any) -> bool:
 
 
 def _parse(hint: Any, text: str) -> object:
-    """A variable's text as TOML would have the value. Raises ValueError."""
+    """Return a variable's text as TOML would have the value. Raises ValueError."""
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
         return _parse(hint.__origin__, text)

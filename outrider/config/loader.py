@@ -102,7 +102,7 @@ class _Layers:
         self._merge(self.values, values, source, "")
 
     def value_of(self, key: str) -> object:
-        """The value of a dotted key that is there."""
+        """Return the value of a dotted key that is there."""
         value: Any = self.values
         for name in key.split("."):
             value = value[name]

@@ -115,8 +115,9 @@ def make_linear(
 ) -> Linear:
     """Return a linear layer over `weight` [out, in], packed if possible on this machine.
 
-    The packed layer keeps `weight` only if `keep_plain` is set and single rows are faster with the
-    plain weight on this kind of processor.
+    A packed layer holds the weight in the layout of oneDNN's matrix products. It also keeps
+    `weight` as it is if `keep_plain` is set and products of one input row are faster with it on
+    this kind of processor.
     """
     if not (packed and can_pack(weight.dtype, weight.device)):
         return PlainLinear(weight, bias)

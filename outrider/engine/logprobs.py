@@ -48,10 +48,12 @@ class LogprobPath(NamedTuple):
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return the log-softmax of logits, float32 [n, V], at tokens, int64 [n].
+    """Return log-probabilities of tokens and of the most likely tokens of each row.
 
-    Returns values, float32 [n, 1 + K], and ids, int32 [n, K], as in `PathLogprobs`, with
-    K = min(top, V). A NaN logit counts as probability 0. Never waits for the device.
+    logits: float32 [n, V]. tokens: int64 [n], one of each row. Returns values, float32 [n, 1 + K]
+    with K = min(top, V): the log-probability of the row's token, then those of the K most likely
+    tokens in descending order; and ids, int32 [n, K], of these K tokens. A NaN logit counts as
+    probability 0. Never waits for the device.
     """
     tamed = logits.float().nan_to_num(nan=-math.inf, posinf=MAX_LOGIT, neginf=-math.inf)
     best = tamed.topk(min(top, logits.shape[1]), dim=-1)

@@ -53,7 +53,7 @@ def plain_error_message(why: str) -> str:
 
 
 def _plain_range(found: re.Match[str]) -> str:
-    """The message about bounds of numbers between which the library finds no text."""
+    """Return the message about bounds of numbers between which the library finds no text."""
     bounds = [
         f"{name} {value}"
         for name, value in zip(("minimum", "maximum"), found.groups(), strict=True)

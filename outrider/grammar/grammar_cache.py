@@ -143,8 +143,8 @@ class GrammarCache:
     def compile_grammar(
         self, structured: StructuredOutput, cancellation: Cancellation | None = None
     ) -> CompiledGrammar:
-        """The grammar of a text; threads that ask for the same one share its compiling, which the
-        first one's `cancellation` ends for all.
+        """Return the grammar of a text; threads that ask for the same one share its compiling,
+        which the first one's `cancellation` ends for all.
 
         Raises InvalidRequestError, with the library's reason, for what cannot be compiled within
         the limits; FailedPreconditionError for a tokenizer that the library cannot read;

@@ -33,7 +33,8 @@ class DraftDistribution:
         return self.ids[begin:end], self.counts[begin:end]
 
     def draft_probs(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """A slot's ids (int64) and probabilities (float64, sum 1); both empty if it is empty."""
+        """Return a slot's ids (int64) and probabilities (float64, sum 1); both empty if it is
+        empty."""
         ids, counts = self.entries(slot)
         total = int(counts.sum(dtype=np.int64))
         return ids.astype(np.int64), counts.astype(np.float64) / max(total, 1)

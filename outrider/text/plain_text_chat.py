@@ -52,7 +52,7 @@ class PlainChat:
             self._is_marked = not any(map(tokens.contains_string, results))
 
     def render(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
-        """The conversation as text, with private names for the template's special tokens;
+        """Return the conversation as text, with private names for the template's special tokens;
         `options` are those of `ChatTemplate.render`.
 
         Raises InvalidRequestError if the template refuses the messages.

@@ -59,20 +59,20 @@ class SpecialTokens:
             )
 
     def contains_string(self, text: str) -> bool:
-        """Whether `text` holds the usual string of a special token."""
+        """Return whether `text` holds the usual string of a special token."""
         return self._string.search(text) is not None
 
     def mark(self, text: str) -> str:
-        """`text` with private names in place of the strings of special tokens."""
+        """Return `text` with private names in place of the strings of special tokens."""
         return self._string.sub(lambda found: self._names[self._number[found[0]]], text)
 
     def hide(self, text: str) -> str:
-        """`text` with placeholders in place of the strings of special tokens; `mark` leaves
+        """Return `text` with placeholders in place of the strings of special tokens; `mark` leaves
         placeholders alone, and for `encode` and `unmark` they stand for these strings."""
         return self._string.sub(lambda found: self._hidden[self._number[found[0]]], text)
 
     def unmark(self, text: str) -> str:
-        """`text` with the strings of special tokens in place of names and placeholders."""
+        """Return `text` with the strings of special tokens in place of names and placeholders."""
         return self._any.sub(self._string_of, text)
 
     def marked_ids(self, text: str) -> list[int]:
@@ -93,7 +93,7 @@ class SpecialTokens:
 
 
 def _renamed(document: dict[str, Any], names: dict[str, str]) -> FastTokenizer:
-    """The tokenizer of tokenizer.json with the special tokens of `names` renamed.
+    """Return the tokenizer of tokenizer.json with the special tokens of `names` renamed.
 
     Raises InvalidRequestError (BAD_TOKENIZER).
     """
@@ -134,6 +134,6 @@ def _renamed(document: dict[str, Any], names: dict[str, str]) -> FastTokenizer:
 
 
 def _spells_none(merge: str | list[str], names: dict[str, str]) -> bool:
-    """Whether neither the parts nor the result of a merge is one of `names`."""
+    """Return whether neither the parts nor the result of a merge is one of `names`."""
     left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
     return names.keys().isdisjoint((left, right, left + right))

@@ -21,7 +21,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The printable stand-ins of byte-level BPE: printable Latin-1 stands for itself."""
+    """Return the printable stand-ins of byte-level BPE: printable Latin-1 stands for itself."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
@@ -54,7 +54,7 @@ class TokenByteTable:
         self._cache: dict[int, bytes] = {}
 
     def including_special(self) -> TokenByteTable:
-        """The same table, in which special ids contribute their text, too."""
+        """Return the same table, in which special ids contribute their text, too."""
         table = copy.copy(self)
         table._special, table._cache = frozenset(), {}
         return table

@@ -235,8 +235,8 @@ def _template_file(directory: Path) -> Path:
 def _template_source(
     directory: Path, settings: Mapping[str, Any]
 ) -> tuple[str | None, dict[str, str]]:
-    """The template from chat_template.jinja, else from tokenizer_config.json, and the text of each
-    special token that it may name."""
+    """Return the template from chat_template.jinja, else from tokenizer_config.json, and the text
+    of each special token that it may name."""
     file = _template_file(directory)
     source: Any
     if file.name == TEMPLATE_FILE:
@@ -258,7 +258,7 @@ def _template_source(
 
 
 def _eos_ids(fast: FastTokenizer, directory: Path, settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """Every id that any of the model's files names as an end of turn.
+    """Return every id that any of the model's files names as an end of turn.
 
     Raises InvalidRequestError for ids outside the vocabulary of config.json.
     """

@@ -191,7 +191,8 @@ class InprocNetwork:
 
 
 def open_local_sessions(endpoint: VerifierEndpoint) -> RouterConnection:
-    """A stream of sessions with an endpoint of this process, without codec and heartbeats."""
+    """Return a stream of sessions with an endpoint of this process, without codec and
+    heartbeats."""
     process = _InProcessHost()
     far, near = _session_pipe("inproc:verifier")
     serving = process.start(_serve(endpoint.serve_sessions, far, far, process))

@@ -55,7 +55,7 @@ class ExchangeConnection(Protocol[SendT, ReceiveT]):
         ...
 
     async def receive(self) -> ReceiveT:
-        """The next message.
+        """Return the next message.
 
         Raises InvalidMessageError for a malformed one (the connection stays usable) and
         ConnectionLostError when the peer is gone or silent.
@@ -63,7 +63,8 @@ class ExchangeConnection(Protocol[SendT, ReceiveT]):
         ...
 
     def receive_ready(self) -> Sequence[ReceiveT]:
-        """The messages that `receive` would give without waiting, up to the first malformed one.
+        """Return the messages that `receive` would give without waiting, up to the first malformed
+        one.
 
         What stopped it, a malformed message or the loss of the connection, is raised by the
         `receive` that comes to it.

@@ -48,7 +48,7 @@ def add_round(
     looked_ahead: bool = False,
     hit: bool = False,
 ) -> SpecStats:
-    """The statistics after one more round.
+    """Return the statistics after one more round.
 
     proposed: nodes verified; accepted_len: nodes accepted (<= proposed); emitted: tokens that
     reached the stream, usually accepted_len + 1, fewer when a stop cut the round short; fallback:

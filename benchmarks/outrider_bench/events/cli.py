@@ -119,7 +119,8 @@ def _cell(
 
 
 def _emitted(http: str) -> float:
-    """Tokens of all rounds that a router has passed on; its clients do not see tokens over HTTP."""
+    """Return the tokens of all rounds that a router has passed on; its clients do not see tokens
+    over HTTP."""
     with urllib.request.urlopen(f"http://{http}/metrics", timeout=30.0) as answer:
         lines = answer.read().decode().splitlines()
     return float(next(line for line in lines if line.startswith(_TOKENS)).rpartition(" ")[2])

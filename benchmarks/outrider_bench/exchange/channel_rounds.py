@@ -87,8 +87,8 @@ def measure(
 
 
 def _in_shm(message: Verdicts, channel: BenchChannel) -> Verdicts:
-    """The message with its features where they are sent from, if the transport has such a place: a
-    device would have put them there."""
+    """Return the message with its features where they are sent from, if the transport has such a
+    place: a device would have put them there."""
     features = message.features
     if not isinstance(channel, InPlaceShmBenchChannel) or features is None:
         return message

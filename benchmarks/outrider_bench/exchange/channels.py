@@ -193,7 +193,7 @@ class LoopSocket:
         self._socket = connected
 
     async def read(self) -> bytes:
-        """The next frame."""
+        """Return the next frame."""
         (size,) = struct.unpack("<I", await self._read(4))
         return await self._read(size)
 
@@ -244,7 +244,7 @@ def _serve_grpc(address: str) -> None:
 
 
 def _accepted(address: str) -> socket.socket:
-    """The one who connects. The address is there when it answers: it is looked for."""
+    """Connect to an address, and wait until it answers."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{address}.new")
         listening.listen()

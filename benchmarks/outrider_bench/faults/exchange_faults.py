@@ -240,7 +240,7 @@ class _FaultRun:
         }
 
     def _expect(self) -> list[_Stream]:
-        """The streams, with the texts of the verifier alone."""
+        """Return the streams, with the texts of the verifier alone."""
         prompts = load_prompts(self._args.prompts, self._args.limit)
         found = []
         with self._client() as client:
@@ -350,7 +350,7 @@ class _FaultRun:
         poll_until(have_begun)
 
     def _count(self, event: str) -> int:
-        """How often the verifier has logged an event."""
+        """Return how often the verifier has logged an event."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         return sum(_event_of(line) == event for line in lines)
 

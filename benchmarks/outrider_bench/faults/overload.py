@@ -86,7 +86,8 @@ def _burst(
 
 
 def _wait_idle(client: Client) -> ServerInfo:
-    """The fleet once it holds nothing; the router looks at its verifiers every half second."""
+    """Return the fleet once it holds nothing; the router looks at its verifiers every half
+    second."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         info = client.server_info()

@@ -154,7 +154,7 @@ async def _answer(
 
 
 def _answers(args: argparse.Namespace) -> list[SessionSpec]:
-    """The crowd: answers between half of the longest and the longest."""
+    """Return the requests of all sessions, with answers of half of `max_tokens` to `max_tokens`."""
     rng = np.random.default_rng(1)
     lengths = rng.integers(args.max_tokens // 2, args.max_tokens + 1, args.sessions)
     return [_spec(args, i, int(length), "s") for i, length in enumerate(lengths)]

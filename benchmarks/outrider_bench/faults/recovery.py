@@ -158,7 +158,7 @@ class _RecoveryRun:
         }
 
     def _several(self, fault: RecoveryFault) -> bool:
-        """Whether others of its kind go on while one of them starts again."""
+        """Return whether others of its kind go on while one of them starts again."""
         return fault.victim is CertificateRole.DRAFTER and self._args.drafters > 2
 
     def _hit(self, victim: ChildProcess, fault: RecoveryFault) -> None:

@@ -50,7 +50,7 @@ class FleetUsage:
 
 
 def measure_usage(cluster: LocalCluster) -> FleetUsage:
-    """The fleet at this moment, as its router sees it; that looks twice a second."""
+    """Return the fleet at this moment, as its router sees it; that looks twice a second."""
     with Client(cluster.address) as client:
         info = client.server_info()
     pids = {process.name: process.pid for process in cluster.processes if process.pid is not None}
@@ -67,7 +67,7 @@ def measure_usage(cluster: LocalCluster) -> FleetUsage:
 
 
 def wait_idle(cluster: LocalCluster, *, seconds: float = SETTLE_S) -> FleetUsage:
-    """The fleet once no request holds anything, or after a while."""
+    """Return the fleet once no request holds anything, or after a while."""
     end = time.monotonic() + seconds
     while True:
         held = measure_usage(cluster)

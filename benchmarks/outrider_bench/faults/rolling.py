@@ -122,7 +122,7 @@ class ClosedLoopClients:
         return [user(self._prompts[case])]
 
     def _options(self, case: int) -> GenerateOptions:
-        """Every second text is sampled."""
+        """Return the sampling parameters of a text; every second text is sampled."""
         sampling: GenerateOptions = {"temperature": 0.8, "seed": case} if case % 2 else {}
         return {
             "temperature": 0.0,

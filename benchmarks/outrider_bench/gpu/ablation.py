@@ -58,7 +58,7 @@ def run(bench: Bench) -> dict[str, object]:
 
 
 def log_probs(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
-    """Time of both ways to score candidates, and a tree that products tear."""
+    """Return the time of both ways to score candidates, and a tree that products tear."""
     rows = []
     for count in STEP_ROWS:
         logits = _logits(bench, count, VOCABULARIES[0])
@@ -93,7 +93,8 @@ def log_probs(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
 
 
 def argmax(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
-    """Time and kernels of choosing one candidate: softmax and top-k 1, or perturb-and-argmax."""
+    """Return the time and kernels of choosing one candidate: softmax and top-k 1, or
+    perturb-and-argmax."""
     rows = []
     for vocabulary in VOCABULARIES:
         for count in STEP_ROWS:
@@ -207,7 +208,7 @@ def fused_graph(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
 
 
 def draft_probabilities(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
-    """Tokens a round without and with draft probabilities, coupled beside them."""
+    """Return the tokens a round without and with draft probabilities, coupled beside them."""
     table = acceptance.table(bench)
     rules = ("target-only", "rejection", "coupled")
     rows = []

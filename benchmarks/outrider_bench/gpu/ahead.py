@@ -78,7 +78,7 @@ class _Session:
         self._engine.handle_message(1, Verdicts.of_verdicts([verdict]))
 
     def round(self) -> dict[str, float]:
-        """A verdict that nobody foresaw, its draft, and a pass; seconds of each step."""
+        """Return a verdict that nobody foresaw, its draft, and a pass; seconds of each step."""
         took: dict[str, float] = {}
         began = time.perf_counter()
         self.emit(self._random.integers(0, 300, 3))

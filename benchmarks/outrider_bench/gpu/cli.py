@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def chosen(only: str | None) -> list[str]:
-    """The parts of `all`, in its order. Raises InvalidRequestError for unknown names."""
+    """Return the parts of `all`, in its order. Raises InvalidRequestError for unknown names."""
     if only is None:
         return list(NAMES)
     wanted = only.split(",")
@@ -111,5 +111,5 @@ def finish(args: argparse.Namespace, name: str, result: dict[str, object]) -> No
 
 
 def import_part(name: str) -> Any:
-    """The module of a benchmark."""
+    """Return the module of a benchmark."""
     return importlib.import_module(f"outrider_bench.gpu.{_MODULES.get(name, name)}")

@@ -46,7 +46,7 @@ def run(bench: Bench) -> dict[str, object]:
 async def measure(
     bench: Bench, models: LoadedModels, setup: ServingSetup
 ) -> dict[int, ServiceWave]:
-    """A wave of random prompts for every batch through one service, after a short one that
+    """Return a wave of random prompts for every batch through one service, after a short one that
     captures the graphs."""
     setup = sized(bench, setup)
     waves: dict[int, ServiceWave] = {}
@@ -63,7 +63,7 @@ async def measure(
 
 
 def sized(bench: Bench, setup: ServingSetup) -> ServingSetup:
-    """The setup with the bounds of this run."""
+    """Return the setup with the bounds of this run."""
     return replace(
         setup,
         max_sessions=max(bench.batches) + SPARE_SESSIONS,

@@ -73,7 +73,7 @@ def run(bench: Bench) -> dict[str, object]:
 def waves(
     bench: Bench, models: LoadedModels, placement: str, batches: tuple[int, ...]
 ) -> dict[int, ServiceWave]:
-    """A wave for every batch through one service; measured once a run."""
+    """Return a wave for every batch through one service; measured once a run."""
     missing = [b for b in batches if ("serving", models.name, placement, b) not in bench.memo]
     if missing:
         found = run_loop(_measure(bench, models, placement, missing))
@@ -83,7 +83,7 @@ def waves(
 
 
 def describe_wave(wave: ServiceWave) -> dict[str, Any]:
-    """The figures of a wave, and how many of its answers loop."""
+    """Return the figures of a wave, and how many of its answers loop."""
     loops = sum(is_loop(stream.tokens) for stream in wave.streams)
     return {**wave.summary(), "answers_that_loop": loops}
 

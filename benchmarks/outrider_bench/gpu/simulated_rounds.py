@@ -154,7 +154,7 @@ def wrap_engine(running: RunningService, host: HostTimeline) -> None:
 
 
 def _device_origin(running: RunningService, host: HostTimeline) -> float:
-    """Milliseconds on the host's clock at the origin of the recorder's."""
+    """Return the milliseconds on the host's clock at the origin of the recorder's."""
     import torch
 
     recorder = running.recorder
@@ -168,7 +168,7 @@ def _device_origin(running: RunningService, host: HostTimeline) -> float:
 
 
 def describe_spans(spans: list[TrackSpan]) -> dict[str, Any]:
-    """The figures of a timeline."""
+    """Return the figures of a timeline."""
     gaps = idle_gaps_us(spans)
     overhead = round_overhead_us(spans)
     return {

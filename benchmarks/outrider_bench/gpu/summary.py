@@ -28,7 +28,7 @@ FIGURES: Final = (
 
 
 def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """One object of all results, oldest first: a later figure replaces an earlier one.
+    """Return one object of all results, oldest first: a later figure replaces an earlier one.
 
     `commit`, `date`, `device` and `versions` are the newest result's; where results differ in
     commit or device, `all_commit` and `all_device` list them. Raises InvalidRequestError for a

@@ -64,7 +64,7 @@ def install(hooks: object, *, switch: str, out: str, round: str) -> None:
 
 @cache
 def is_counted(module: str) -> bool:
-    """Whether a module is one of this project's, and not generated."""
+    """Return whether a module is one of this project's, and not generated."""
     return module.partition(".")[0] in PACKAGES and not module.endswith(("_pb2", "_pb2_grpc"))
 
 
@@ -104,7 +104,7 @@ class CallCensus:
         """How often the values of a call were looked at in this round."""
 
     def begin(self) -> None:
-        """Look from now on."""
+        """Begin to count calls."""
         self._is_on = True
 
     def end(self) -> dict[str, Any]:
@@ -198,8 +198,8 @@ def _arguments(code: CodeType, values: Mapping[str, Any]) -> list[Any]:
 
 
 def kind_of(value: object) -> str | None:
-    """The name of the class of a value, or of its first element, if that is one of this project's
-    and no enumeration; else None."""
+    """Return the name of the class of a value, or of its first element, if that is one of this
+    project's and no enumeration; else None."""
     elements: Iterable[object] = ()
     # Not of their subclasses, which are kinds of their own.
     if type(value) is dict:

@@ -150,7 +150,8 @@ class RelayDirection:
         return self._held[0][0] if self._held else self._ended_at
 
     def over(self, now: float) -> bool:
-        """Whether the end of its source is due at the other end, after all that came before."""
+        """Return whether the end of its source is due at the other end, after all that came
+        before."""
         ended = self._ended_at is not None and self._ended_at <= now
         return ended and not self._held and not self.sink.num_unsent
 
@@ -239,7 +240,7 @@ class Relay:
         return [direction for link in self._links for direction in link]
 
     def _wait_s(self) -> float | None:
-        """How long to sleep; None: until something comes."""
+        """Return how long to sleep, in seconds; None to sleep until data arrives."""
         dues = [
             due for d in self._directions() if (due := d.due) is not None and not d.sink.num_unsent
         ]
@@ -248,7 +249,7 @@ class Relay:
         return max(0.0, min(dues) - self._clock() - SPIN_S)
 
     def _carry(self, link: tuple[RelayDirection, RelayDirection], ready: set[int]) -> bool:
-        """Whether the link still stands."""
+        """Return whether the link still stands."""
         for direction in link:
             if direction.reads and direction.source.fileno() in ready:
                 direction.take_in(self._clock())

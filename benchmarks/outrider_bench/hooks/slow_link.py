@@ -82,11 +82,11 @@ class SlowDialer:
         return self._join(ShmOffer(name=name, token=bytes.fromhex(token)))
 
     async def verifier(self, address: str) -> VerifierControl:
-        """A control client of the verifier at `address`."""
+        """Return a control client of the verifier at `address`."""
         return await self._dialer.verifier(address)
 
     async def drafter(self, address: str) -> DrafterControl:
-        """A control client of the drafter at `address`."""
+        """Return a control client of the drafter at `address`."""
         return await self._dialer.drafter(address)
 
     async def close_channel(self, address: str) -> None:
@@ -99,7 +99,7 @@ class SlowDialer:
         await asyncio.to_thread(self._stop)
 
     def _ask(self, command: str) -> str:
-        """The relay's answer to a command; blocks. Raises UnavailableError."""
+        """Return the relay's answer to a command; blocks. Raises UnavailableError."""
         if "\n" in command:
             raise InvalidMessageError("an address of several lines", reason="INVALID_ADDRESS")
         assert self._relay.stdin is not None and self._relay.stdout is not None

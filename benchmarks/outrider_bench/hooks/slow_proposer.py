@@ -63,7 +63,7 @@ def slow_down(
     now: Callable[[], float] = time.perf_counter,
     wait: Waits = busy_wait,
 ) -> Proposer:
-    """The source, `factor` times as slow at all that it computes."""
+    """Return the source, `factor` times as slow at all that it computes."""
     if isinstance(source, LookAheadProposer):
         return SlowLookAheadProposer(source, factor, now, wait)
     return SlowProposer(source, factor, now, wait)

@@ -43,18 +43,19 @@ class Steps:
         self._round.clear()
 
     def mean(self, name: str) -> float:
-        """Microseconds of a step a round, those without it included."""
+        """Return the microseconds of a step a round, those without it included."""
         rounds = max(map(len, self.taken.values()))
         return sum(self.taken[name]) / rounds
 
     def lowest(self, name: str) -> float:
-        """Microseconds of a step: the mean of the lowest tenth of the rounds."""
+        """Return the microseconds of a step: the mean of the lowest tenth of the rounds."""
         taken = sorted(self.taken[name])
         return float(np.mean(taken[: max(1, len(taken) // 10)]))
 
 
 def steps_table(found: Mapping[str, Steps]) -> str:
-    """Microseconds by step, and of a whole round of the verifier, a column each."""
+    """Return a table of microseconds: a row for each step and one for a whole round of the
+    verifier, a column for each entry of `found`."""
     names = list(dict.fromkeys(name for steps in found.values() for name in steps.taken))
     rows = [[name, *(f"{steps.lowest(name):.0f}" for steps in found.values())] for name in names]
     totals = (sum(map(steps.lowest, names)) for steps in found.values())
@@ -73,7 +74,7 @@ class CannedGraphs:
         self._made: dict[Hashable, Any] = {}
 
     def run_graph(self, key: Hashable, fn: Callable[[], T]) -> T:
-        """The canned result of a key."""
+        """Return the canned result of a key."""
         self._launched()
         if key not in self._made:
             self._made[key] = self._make(key)
@@ -85,7 +86,7 @@ class CannedCalls:
     """Fake `DriverInterface`: starts no copy."""
 
     def copy_array(self, to: Tensor, source: np.ndarray[Any, Any]) -> None:
-        """Nothing, but for what it must be."""
+        """Check the sizes of a copy, and copy nothing."""
         assert to.nbytes == source.nbytes
 
 
@@ -103,7 +104,7 @@ class CannedReadback:
         return True
 
     def wait_tensor(self) -> Tensor:
-        """The tensor."""
+        """Return the tensor."""
         self._arrived()
         return self._tensor
 
@@ -120,7 +121,7 @@ class CannedLanding:
         self._arrived = arrived
 
     def wait_copy(self, like: Tensor) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor, which is there already."""
         self._arrived()
         return like
 
@@ -132,7 +133,7 @@ class CannedDownloads:
         self._arrived = arrived
 
     def start_download(self, tensor: Tensor, part: int = 0) -> CannedReadback:
-        """A tensor that is there."""
+        """Return a tensor that is there."""
         return CannedReadback(tensor, self._arrived)
 
     def start_downloads(

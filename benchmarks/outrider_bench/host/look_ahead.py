@@ -71,7 +71,7 @@ class LookAheadHits(VerifierSide):
         self.service.outbox.take_effects()
 
     def _frame(self, offered: int, emitted: tuple[int, ...]) -> bytes:
-        """A message of drafts, the right one of each session in the middle."""
+        """Return a message of drafts, the right one of each session in the middle."""
         entries: list[Proposal] = []
         for session in self._core.sessions.values():
             digest = int(self._core.verdict_builder._digests[session.handle])

@@ -74,20 +74,20 @@ def spec_of(
 
 
 def _fused(length: int) -> dict[str, Any]:
-    """The settings of a verifier whose in-process drafter drafts chains."""
+    """Return the settings of a verifier whose in-process drafter drafts chains."""
     return {"placement": "fused", "draft_length": length, "feature_head": "canned"}
 
 
 def _shape_of(key: Any) -> RoundShape:
-    """The shape that a graph was made for; in-process drafts behind a round have a graph of their
-    own."""
+    """Return the shape that a graph was made for; in-process drafts behind a round have a graph of
+    their own."""
     shape: RoundShape = key[1] if isinstance(key, tuple) else key
     return shape
 
 
 def _verified(shape: RoundShape, width: int) -> VerifyOutput:
-    """The canned outcome of a shape, with features of some width: all drafted tokens but the last
-    stand."""
+    """Return the canned outcome of a shape, with features of some width: all drafted tokens but the
+    last stand."""
     words = np.zeros((shape.rows, shape.result_words), dtype=np.int32)
     kept = min(LENGTH, shape.nodes)
     words[:, 0] = kept

@@ -121,7 +121,7 @@ class OutcomeHits:
 
 
 def emitted(verdict: SimulatedVerdict) -> list[int]:
-    """Tokens of the path that stood, and the one that followed."""
+    """Return the tokens of the path that stood, and the one that followed."""
     nodes = path(verdict.tree.parents, verdict.node)
     return [*verdict.tree.tokens[list(nodes)].tolist(), verdict.token]
 
@@ -145,7 +145,8 @@ class HeadModels(NamedTuple):
 
 
 def load(args: argparse.Namespace) -> HeadModels:
-    """The model and head of the flags. Raises NotFoundError, InvalidRequestError, ValueError."""
+    """Return the model and head of the flags. Raises NotFoundError, InvalidRequestError,
+    ValueError."""
     files = find_model(args.model, head=args.head)
     if files.head is None:
         raise InvalidRequestError(f"no head ships for {args.model}: give --head DIR")
@@ -206,7 +207,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure(models: HeadModels, tasks: Mapping[str, Sequence[TrainingSample]]) -> dict[str, object]:
-    """All figures of a head over these answers."""
+    """Return all figures of a head over these answers."""
     taught = held_out_report(models.target, models.trainable, tasks)["all"]
     clean = taught.get("loops_excluded")
     if clean is None:

@@ -161,7 +161,7 @@ def _answers(
 def _compare(
     expected: Sequence[GenerateResult], actual: Sequence[GenerateResult]
 ) -> dict[str, object]:
-    """How many answers are the same, and where the others begin to differ."""
+    """Return how many answers are the same, and where the others begin to differ."""
     first = [
         (index, _num_same(one.token_ids, other.token_ids))
         for index, (one, other) in enumerate(zip(expected, actual, strict=True))

@@ -104,7 +104,7 @@ class AnswerCount:
 def ask_structured(
     address: str, schema: dict[str, Any], number: int, **options: Any
 ) -> StructuredAnswer:
-    """One answer."""
+    """Return one answer."""
     topic = TOPICS[number % len(TOPICS)]
     prompt = f"Describe {topic} as a JSON object with this schema: {json.dumps(schema)}"
     arrivals: list[float] = []
@@ -152,7 +152,8 @@ def _is_valid(text: str, schema: dict[str, Any]) -> bool:
 def mask_us(
     model: Path, vocab_size: int, forms: Sequence[dict[str, Any]], found: Sequence[StructuredAnswer]
 ) -> tuple[list[float], list[float]]:
-    """Microseconds of compiling a form, and of a row's mask with its step, along the answers."""
+    """Return the microseconds of compiling a form, and of a row's mask with its step, along the
+    answers."""
     grammars = GrammarCache.from_tokenizer_file(model / "tokenizer.json", vocab_size=vocab_size)
     assert grammars is not None
     compiling: list[float] = []

@@ -230,7 +230,7 @@ class BenchCell:
         )
 
     def described(self) -> dict[str, object]:
-        """The fields that identify a cell in service.json."""
+        """Return the fields that identify a cell in service.json."""
         return {
             "model": self.model,
             "placement": self.placement,

@@ -21,7 +21,8 @@ ChartLine = list[tuple[int, float]]
 
 
 def chart_lines(cells: Sequence[dict[str, Any]]) -> dict[str, ChartLine]:
-    """The lines of the sampling parameters and the model that most cells have, plain first."""
+    """Return the lines of the sampling parameters and the model that most cells have, plain
+    first."""
     closed = [cell for cell in cells if cell["sessions"] and cell["tokens_per_s"]]
     if not closed:
         raise InvalidRequestError("there is no closed loop to draw", reason="NO_RESULTS")
@@ -57,7 +58,7 @@ def write_chart(path: Path, cells: Sequence[dict[str, Any]]) -> None:
 
 
 def draw_chart(found: dict[str, ChartLine], heading: str) -> str:
-    """The picture as SVG text; both axes are logarithmic."""
+    """Return the picture as SVG text; both axes are logarithmic."""
     points = [point for line in found.values() for point in line]
     xs = sorted({sessions for sessions, _ in points})
     low, high = min(y for _, y in points) / 1.2, max(y for _, y in points) * 1.2
@@ -83,7 +84,7 @@ class _Axis:
         self._start, self._end = start, end
 
     def at(self, value: float) -> float:
-        """The pixel of a value; a single value is in the middle."""
+        """Return the pixel of a value; a single value is in the middle."""
         if self.high <= self.low:
             return (self._start + self._end) / 2
         share = math.log(value / self.low) / math.log(self.high / self.low)

@@ -317,7 +317,7 @@ def _report(args: argparse.Namespace, content: dict[str, object]) -> None:
 
 
 def row(cell: dict[str, Any]) -> tuple[object, ...]:
-    """A line of the table."""
+    """Return a line of the table."""
     first, between = cell["ttft_ms"], cell["itl_ms"]
     load = cell["sessions"] if cell["rate"] is None else f"{cell['rate']}/s"
     speeds = (cell["tokens_per_s"], cell["steady_tokens_per_s"], results.over_plain(cell))

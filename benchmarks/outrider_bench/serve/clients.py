@@ -130,7 +130,8 @@ class ClientProcesses:
 
 
 def _expect(pipe: Connection, kind: type[Any]) -> Any:
-    """The next message, of this type; a client that fails sends its error's text as bytes."""
+    """Return the next message, of this type; a client that fails sends its error's text as
+    bytes."""
     message = pipe.recv()
     if not isinstance(message, kind):
         text = message.decode() if isinstance(message, bytes) else repr(message)
@@ -192,7 +193,7 @@ async def _connected(address: str) -> AsyncIterator[AsyncClient]:
 async def _loop(
     client: AsyncClient, asks: Sequence[BenchRequest], take: Callable[[], int], begin: float
 ) -> list[WaveAnswer]:
-    """One request after the other, as long as any process's wave has one left."""
+    """Return one request after the other, as long as any process's wave has one left."""
     answers: list[WaveAnswer] = []
     while (index := take()) < len(asks):
         answers.append(await _ask(client, asks[index], _clock() if answers else begin))

@@ -105,7 +105,7 @@ class RunningFleet:
     info: ServerInfo
 
     def verifiers(self) -> list[VerifierInfo]:
-        """The verifiers' own account of themselves; none where they cannot be asked."""
+        """Return the verifiers' own account of themselves; none where they cannot be asked."""
         try:
             return [asyncio.run(_info(v.address)) for v in self.info.verifiers]
         except (OutriderError, OSError):
@@ -124,7 +124,7 @@ def plan_services(
     busy_cores: dict[str, int],
     handicaps: Sequence[DrafterHandicap] = (NO_HANDICAP,),
 ) -> list[BenchService]:
-    """The services to start, plain first.
+    """Return the services to start, plain first.
 
     A head in the verifier drafts in the shape that it was started with, so each shape is a start of
     its own; drafts by other means ride with the first. So is each handicap of separate drafters.
@@ -161,7 +161,7 @@ def plan_services(
 
 
 def drafts_at(placement: str, drafts: Sequence[DraftSetting]) -> tuple[DraftSetting, ...]:
-    """The drafts that differ from each other in a placement."""
+    """Return the drafts that differ from each other in a placement."""
     if placement not in IN_PROCESS_PLACEMENTS:
         return tuple(drafts)
     within = (draft.within() if in_process_shape(draft) is not None else draft for draft in drafts)
@@ -169,7 +169,7 @@ def drafts_at(placement: str, drafts: Sequence[DraftSetting]) -> tuple[DraftSett
 
 
 def is_chain(draft: DraftSetting) -> bool:
-    """Whether these are a head's chains of a stated length."""
+    """Return whether these are a head's chains of a stated length."""
     shape = in_process_shape(draft)
     return shape is not None and shape[1] == 1
 
@@ -182,7 +182,7 @@ def in_process_shape(draft: DraftSetting) -> tuple[int, int] | None:
 
 
 def local_config(machine: ServiceMachine, service: BenchService) -> LocalFleetConfig:
-    """The processes of a service."""
+    """Return the processes of a service."""
     files, own = machine.files, service.placement in IN_PROCESS_PLACEMENTS
     methods = {draft.method for draft in service.drafts} - {DraftMethod.NONE}
     if own:
@@ -239,7 +239,8 @@ def drafter_hooks(handicap: DrafterHandicap) -> tuple[str, ...]:
 
 
 def service_name(service: BenchService) -> str:
-    """A name for what this start leaves behind: fused-chain-3, separate-chain-4+ahead-1ms-2x."""
+    """Return a name for what this start leaves behind: fused-chain-3,
+    separate-chain-4+ahead-1ms-2x."""
     handicap = service.handicap
     parts = [service.placement, service.drafts[0].name]
     if handicap.exchange_delay_ms:

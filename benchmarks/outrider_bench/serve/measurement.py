@@ -37,7 +37,7 @@ class TimeBudget:
         self._began = self.clock()
 
     def allows(self, kind: object) -> bool:
-        """Whether something of this kind may begin: the longest so far would end in time."""
+        """Return whether something of this kind may begin: the longest so far would end in time."""
         if self.seconds is None:
             return True
         return self.clock() - self._began + self._longest.get(kind, 0.0) < self.seconds
@@ -68,7 +68,7 @@ class CellMeter:
     """Cells of this run that draft in lock-step, by `lock_step_key`."""
 
     def cell(self, fleet: RunningFleet, cell: BenchCell) -> dict[str, Any]:
-        """A cell of service.json. Raises InternalError if a wave has no answer at all."""
+        """Return a cell of service.json. Raises InternalError if a wave has no answer at all."""
         waves, beside = list[RequestWave](), list[RequestWave]()
         for _ in range(self.waves):
             if self.in_turn and cell.placement != PLAIN:
@@ -134,7 +134,7 @@ def describe_cell(
     lab: BaselineRound | None,
     forward_ms: float | None,
 ) -> dict[str, Any]:
-    """A cell's figures: those of its last wave, and how the waves before it went.
+    """Return a cell's figures: those of its last wave, and how the waves before it went.
 
     Without a round of the lab `forward_ms`, the verifier's own figure, stands for it at one
     session; of more it is of the rounds without prompts, most of which have fewer sessions.
@@ -165,8 +165,8 @@ def describe_cell(
 
 
 def throughput_ratio(cell: dict[str, Any], base: dict[str, Any] | None) -> float | None:
-    """A cell's tokens/s over another's: steady ones, or of whole waves where one of the two has no
-    steady state; None without another."""
+    """Return a cell's tokens/s over another's: steady ones, or of whole waves where one of the two
+    has no steady state; None without another."""
     if base is None:
         return None
     for name in ("steady_tokens_per_s", "tokens_per_s"):

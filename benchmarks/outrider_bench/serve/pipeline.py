@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def summarize(files: Sequence[Path]) -> dict[str, object]:
-    """The content of pipeline.json. Raises InvalidRequestError for a file without cells."""
+    """Return the content of pipeline.json. Raises InvalidRequestError for a file without cells."""
     contents = [_content(file) for file in files]
     flat = [_flat(_figures(content["cells"])) for content in contents]
     merged: dict[str, Any] = {}
@@ -85,7 +85,7 @@ def _content(file: Path) -> dict[str, Any]:
 
 
 def _flat(figures: dict[str, Any]) -> dict[str, Any]:
-    """Figures by name, those of a group as group.name."""
+    """Return the figures by name, those of a group as group.name."""
     found: dict[str, Any] = {}
     for name, value in figures.items():
         if isinstance(value, dict):
@@ -133,7 +133,7 @@ def _slow_drafters(cells: Sequence[Cell]) -> dict[str, float | None]:
 
 
 def _fleets(cells: Sequence[Cell]) -> list[Cell]:
-    """The best drafts of every fleet of more than a verifier and a drafter, one a GPU."""
+    """Return the best drafts of every fleet of more than a verifier and a drafter, one a GPU."""
     best: dict[tuple[object, ...], Cell] = {}
     for cell in sorted(cells, key=lambda cell: float(cell["tokens_per_s"])):
         if cell.get("verifiers", 1) > 1:

@@ -42,7 +42,7 @@ def about() -> dict[str, Any]:
 
 
 def machine_words() -> str:
-    """The machine of a cell, in words."""
+    """Return the machine of a cell, in words."""
     facts = describe()
     gpus = f"{facts['gpus']}x {facts['gpu']}, " if "gpu" in facts else ""
     return f"{gpus}{facts['cores']} cores of {facts['cpu']}"
@@ -108,8 +108,8 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def round_cost(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Time of a round with a parameter over the greedy one's at equal sessions: the worst of all
-    placements and drafts with at most ROUND_COST_SESSIONS sessions."""
+    """Return the time of a round with a parameter over the greedy one's at equal sessions: the
+    worst of all placements and drafts with at most ROUND_COST_SESSIONS sessions."""
     greedy = {greedy_key(cell): cell for cell in cells if _kind(cell) == "greedy"}
     worst: dict[str, float] = {}
     for cell in cells:
@@ -132,8 +132,9 @@ def over_plain(cell: dict[str, Any]) -> float | None:
 
 
 def floor_ratio(cells: Sequence[dict[str, Any]]) -> float | None:
-    """The smallest tokens/s over plain decoding of all closed loops that speculate; in an open one
-    both are what arrives, and a fixed planner drafts where it was told to, not where it pays."""
+    """Return the smallest tokens/s over plain decoding of all closed loops that speculate; in an
+    open one both are what arrives, and a fixed planner drafts where it was told to, not where it
+    pays."""
     closed = [
         cell
         for cell in cells

@@ -40,8 +40,8 @@ class RoundBaseline:
     rounds: Mapping[tuple[str, int], Mapping[int, float]] = field(default_factory=dict)
 
     def round_of(self, cell: BenchCell) -> BaselineRound | None:
-        """The lab's round for a cell, between measured numbers of sessions and draft lengths by
-        straight lines; None where the lab measured nothing like it."""
+        """Return the lab's round for a cell, between measured numbers of sessions and draft lengths
+        by straight lines; None where the lab measured nothing like it."""
         if cell.sessions is None:
             return None
         if cell.drafts.name == NONE:
@@ -62,8 +62,8 @@ class RoundBaseline:
 
 
 def read_baseline(device: str, weight_bytes: int, folder: Path = RESULTS) -> RoundBaseline:
-    """The lab's rounds in a folder, as far as they are of this device ("NVIDIA H200") and of a
-    model that reads about as many bytes a forward; else none."""
+    """Return the lab's rounds in a folder, as far as they are of this device ("NVIDIA H200") and of
+    a model that reads about as many bytes a forward; else none."""
     rounds: dict[tuple[str, int], dict[int, float]] = {}
     plain = _read(folder / "plain.json", device, weight_bytes)
     drafted = _read(folder / "rounds.json", device, weight_bytes)
@@ -98,7 +98,7 @@ def _read(path: Path, device: str, weight_bytes: int) -> dict[str, Any]:
 
 
 def _between(table: Mapping[int, float], at: int) -> float | None:
-    """A value between measured ones; None outside of them."""
+    """Return a value between measured ones; None outside of them."""
     known = sorted(table)
     if not known or not known[0] <= at <= known[-1]:
         return None

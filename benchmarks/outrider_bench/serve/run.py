@@ -316,8 +316,8 @@ class BenchRun:
 
 
 def placements_of(wanted: Sequence[str], in_turn: bool) -> list[str]:
-    """The placements to measure, plain decoding first: it is what the others are compared with, so
-    it is left out only if it has its waves beside theirs."""
+    """Return the placements to measure, plain decoding first: it is what the others are compared
+    with, so it is left out only if it has its waves beside theirs."""
     return [name for name in PLACEMENTS if name in wanted or (name == PLAIN and not in_turn)]
 
 

@@ -129,7 +129,7 @@ class RequestWave:
         return median(means) if means else None
 
     def figures(self) -> dict[str, object]:
-        """The figures of the wave; what there is not is None."""
+        """Return the figures of the wave; what there is not is None."""
         heard, rounds = self.heard, sum(answer.rounds for answer in self.answers)
         each = [
             (a.arrivals[-1][0] - a.arrivals[0][0]) * 1000.0 / (a.tokens - 1)

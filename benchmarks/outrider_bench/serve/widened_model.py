@@ -28,7 +28,7 @@ EIGHT_B: Final = "4096,14336,32,64,16"
 def bench_model(
     name: str, head: Path | None, *, wide: str | None, dtype: str, device: str
 ) -> ModelFiles:
-    """The files of --model; those of a widened one are written if they are not there.
+    """Return the files of --model; those of a widened one are written if they are not there.
 
     `wide` is the shape of a widened model, of which the default is an 8B's. Raises NotFoundError
     for unknown names, InvalidRequestError without a head to widen.

@@ -47,8 +47,8 @@ class WaveSize:
 def make_load(
     cell: BenchCell, prompts: Sequence[BenchPrompt], size: WaveSize
 ) -> list[BenchRequest]:
-    """The requests of every wave of a cell: the same prompts and seeds each time, so that waves
-    differ by what the services have learnt, not by what they are asked."""
+    """Return the requests of every wave of a cell: the same prompts and seeds each time, so that
+    waves differ by what the services have learnt, not by what they are asked."""
     count = size.requests(cell)
     shared: dict[str, Any] = {
         **cell.drafts.options(),
@@ -67,7 +67,8 @@ def make_load(
 
 
 def arrivals(count: int, rate: float, seed: int = SEED) -> list[float]:
-    """Seconds at which so many requests of a Poisson process arrive, ascending; the first at 0."""
+    """Return the seconds at which so many requests of a Poisson process arrive, ascending; the
+    first at 0."""
     gaps = np.random.default_rng(seed).exponential(1.0 / rate, size=count)
     gaps[0] = 0.0
     return [float(at) for at in np.cumsum(gaps)]

@@ -75,14 +75,14 @@ class _Spans:
         return self.all[first:last]
 
     def only(self, begin: float, end: float) -> tuple[float, float, int] | None:
-        """The one that begins in between; None if it is not one."""
+        """Return the one that begins in between; None if it is not one."""
         found = self.between(begin, end)
         return found[0] if len(found) == 1 else None
 
 
 def find_gaps(timelines: Sequence[Event]) -> list[RoundGap]:
-    """The gaps of a verifier and its drafter, on one host. Raises InvalidRequestError where it is
-    not one of each."""
+    """Return the gaps of a verifier and its drafter, on one host. Raises InvalidRequestError where
+    it is not one of each."""
     sides = {timeline["otherData"]["process"]: timeline for timeline in timelines}
     if len(timelines) != 2 or set(sides) != {_VERIFIER, _DRAFTER}:
         raise InvalidRequestError(
@@ -143,7 +143,7 @@ def exchange_us(gaps: Sequence[RoundGap]) -> dict[str, int]:
 
 
 def describe_gaps(gaps: Sequence[RoundGap]) -> str:
-    """A table: medians of each step by the rows of a round, in microseconds.
+    """Return a table: medians of each step by the rows of a round, in microseconds.
 
     Raises InvalidRequestError where there is no round in lock-step.
     """

@@ -89,7 +89,7 @@ def _show(content: Event, args: argparse.Namespace) -> None:
 
 
 def read_timeline(path: Path) -> Event:
-    """The timeline in a file. Raises InvalidRequestError if there is none."""
+    """Return the timeline in a file. Raises InvalidRequestError if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         about = content["otherData"]
@@ -105,7 +105,7 @@ def read_timeline(path: Path) -> Event:
 
 
 def common_clock(timelines: Sequence[Event]) -> str:
-    """The clock of all of them. Raises InvalidRequestError where there are several."""
+    """Return the clock of all of them. Raises InvalidRequestError where there are several."""
     clocks = {timeline["otherData"]["clock"] for timeline in timelines}
     if len(clocks) > 1:
         raise InvalidRequestError(
@@ -115,8 +115,8 @@ def common_clock(timelines: Sequence[Event]) -> str:
 
 
 def merge_timelines(timelines: Sequence[Event]) -> Event:
-    """One timeline: the events of all in their order, from 0 on, each process under an id of its
-    own. Raises InvalidRequestError where their clocks have nothing in common."""
+    """Return one timeline: the events of all in their order, from 0 on, each process under an id of
+    its own. Raises InvalidRequestError where their clocks have nothing in common."""
     clock = common_clock(timelines)
     about: list[Event] = []
     happened: list[Event] = []

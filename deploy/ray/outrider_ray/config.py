@@ -261,7 +261,7 @@ class RayFleetConfig:
         return CPU if self.devices[role] == CPU else "cuda:0"
 
     def gpus_of(self, role: MemberRole) -> float:
-        """Number of GPUs that Ray reserves for an actor, one by default."""
+        """Return the number of GPUs that Ray reserves for an actor, one by default."""
         if self.devices[role] == CPU:
             return 0.0
         return 1.0 if self.gpus_per_actor is None else self.gpus_per_actor

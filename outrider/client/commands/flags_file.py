@@ -17,7 +17,7 @@ _NOT_IN_FILES: Final = frozenset({"config", "help"})
 
 
 def read_flags(path: Path, add_arguments: Callable[[argparse.ArgumentParser], None]) -> list[str]:
-    """The flags that a file gives, as a command line; all are checked.
+    """Return the flags that a file gives, as a command line; all are checked.
 
     Keys are the flags' names without their dashes, with hyphens or underscores; a switch is `true`
     or `false`, a list is joined by commas, or repeats a flag that may be repeated. Raises

@@ -162,7 +162,8 @@ async def ask_conversation(client: AsyncClient, turns: Turns, options: GenerateO
 
 
 def describe_answers(answers: Answers) -> dict[str, object]:
-    """The JSON object of a prompt: its last answer, with all answers if there were several."""
+    """Return the JSON object of a prompt: its last answer, with all answers if there were
+    several."""
     described = [_describe_one(answer) for answer in answers]
     if len(described) == 1:
         return described[0]

@@ -12,7 +12,8 @@ Turns = tuple[str, ...]
 
 
 def read_prompts(path: Path) -> list[Turns]:
-    """Every line's turns: {"prompt": TEXT} or {"turns": [TEXT, ...]}; other keys are ignored.
+    """Return every line's turns: {"prompt": TEXT} or {"turns": [TEXT, ...]}; other keys are
+    ignored.
 
     Raises NotFoundError and InvalidRequestError, which name the file and the line.
     """

@@ -179,7 +179,8 @@ class TargetProgram:
         place: _LayerContext,
         out: Tensor | None,
     ) -> tuple[Tensor, Normed]:
-        """The residual stream after a layer, and its norm by `next_norm`; `out`: its memory."""
+        """Return the residual stream after a layer, and its norm by `next_norm`; `out`: its
+        memory."""
         kernels, weights, eps = self._kernels, layer.weights, self._config.rms_norm_eps
         writes = HeadWrites(
             place.table,

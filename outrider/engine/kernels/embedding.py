@@ -29,7 +29,8 @@ def embed(
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Normed]:
-    """Rows [M, H] of embedding [V, H] for tokens int32 [M], and their RMSNorm for a product.
+    """Return the rows [M, H] of embedding [V, H] for tokens int32 [M], and their RMSNorm for a
+    product.
 
     Ids below 0 (no node) read row 0. norm_weight [H]. `out`: memory that the rows may take.
     """
@@ -40,7 +41,7 @@ def embed(
 
 
 def embed_torch(tokens: Tensor, embedding: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """The rows by torch's lookup."""
+    """Return the rows by torch's lookup."""
     rows = tokens.clamp(min=0)
     if out is None:
         return F.embedding(rows, embedding)

@@ -77,7 +77,7 @@ def gumbel(bits):
 
 @triton.jit
 def gumbel_estimate(bits):
-    """The variates of `gumbel` to within _ESTIMATE_ERROR, in float32.
+    """Return the variates of `gumbel` to within _ESTIMATE_ERROR, in float32.
 
     The distance of U to the nearer end of (0, 1) keeps its relative precision in float32, and
     near U = 1, where a float32 logarithm has none, -log U = s + s^2/2 + s^3/3 + s^4/4 + ..

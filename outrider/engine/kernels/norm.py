@@ -37,14 +37,14 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_torch(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
-    """`rms_norm` by torch operators."""
+    """Compute `rms_norm` by torch operators."""
     wide = x_MK if x_MK.dtype == torch.float64 else x_MK.float()
     normed = F.rms_norm(wide, weight_K.shape, None, eps).to(x_MK.dtype)
     return (normed * weight_K).to(x_MK.dtype)
 
 
 def rms_norm_triton(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
-    """`rms_norm` by one program a row."""
+    """Compute `rms_norm` by one program a row."""
     num_rows, num_features = x_MK.shape
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
@@ -81,14 +81,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_torch(gate_up: Tensor) -> Tensor:
-    """`silu_mul` by torch operators."""
+    """Compute `silu_mul` by torch operators."""
     wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
     gate, up = wide.chunk(2, dim=1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
-    """`silu_mul` by one program a row and block of columns."""
+    """Compute `silu_mul` by one program a row and block of columns."""
     num_rows, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
     if gate_up.stride(1) != 1:
         gate_up = gate_up.contiguous()

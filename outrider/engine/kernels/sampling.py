@@ -68,7 +68,7 @@ def choose_tokens(
     num_columns: int | None = None,
     finite: Tensor | None = None,
 ) -> Tensor:
-    """The column that each row of logits chooses, int32 [R].
+    """Return the column that each row of logits chooses, int32 [R].
 
     logits: float32 or bfloat16 [R, V], columns contiguous, rows of any stride; row r belongs to the
     session of slot slots[r // rows_per_slot], slots int32 [B]. NaN never wins and a row of nothing
@@ -221,7 +221,7 @@ def num_warps_for(tile: int) -> int:
 
 @triton.jit
 def scaled_tile(logits_ptr, columns, valid, temperature):
-    """`scaled_scores` of a tile of one row; -inf where a column is not valid."""
+    """Compute `scaled_scores` of a tile of one row; -inf where a column is not valid."""
     values = tl.load(logits_ptr + columns, mask=valid, other=float("-inf")).to(tl.float32)
     values = tl.where(values == values, values, float("-inf"))
     values = tl.where(values > _MAX_LOGIT, _MAX_LOGIT, values)
@@ -252,7 +252,7 @@ def _choose_in_tile(
     HAS_IDS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The best (score, column) of one tile of one row."""
+    """Return the best (score, column) of one tile of one row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row // rows_per_slot)
@@ -288,7 +288,7 @@ def _choose_among_tiles(
     HAS_FINITE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The best of a row's tiles; -1 for a row without a finite logit."""
+    """Return the best of a row's tiles; -1 for a row without a finite logit."""
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, BLOCK)
     valid = parts < tiles

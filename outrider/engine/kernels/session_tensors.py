@@ -103,7 +103,7 @@ _STREAMS = tuple(NoiseStream)
 
 
 def stream_keys(sampling: SamplingParams) -> list[int]:
-    """A slot's row of `SamplingState.stream_keys`: NUM_STREAMS words of 64 bits."""
+    """Return a slot's row of `SamplingState.stream_keys`: NUM_STREAMS words of 64 bits."""
     return [
         sampling.stream_key(stream) if sampling.has_noise_stream(stream) else 0
         for stream in _STREAMS

@@ -33,7 +33,7 @@ def build_verify_inputs(
 def build_verify_inputs_torch(
     sequence: SequenceState, slots: Tensor, drafts: Tensor, *, num_nodes: int, by_slot: bool
 ) -> tuple[Tensor, Tensor]:
-    """The PyTorch reference of `build_verify_inputs_triton`."""
+    """Return the PyTorch reference of `build_verify_inputs_triton`."""
     roots = sequence.roots.index_select(0, slots)
     if by_slot:
         drafts = drafts.index_select(0, slots)
@@ -44,7 +44,7 @@ def build_verify_inputs_torch(
 def build_verify_inputs_triton(
     sequence: SequenceState, slots: Tensor, drafts: Tensor, *, num_nodes: int, by_slot: bool
 ) -> tuple[Tensor, Tensor]:
-    """`build_verify_inputs` in one kernel, one program a row."""
+    """Compute `build_verify_inputs` in one kernel, one program a row."""
     rows = slots.shape[0]
     tokens = torch.empty(rows * num_nodes, dtype=torch.int32, device=slots.device)
     context = torch.empty(rows, dtype=torch.int32, device=slots.device)

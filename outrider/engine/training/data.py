@@ -165,7 +165,7 @@ class TrainingBatch:
     selected_documents_BQ: Tensor
 
     def to(self, device: torch.device) -> TrainingBatch:
-        """The same batch on a device."""
+        """Return the same batch on a device."""
         pin = device.type == "cuda"
         return TrainingBatch(
             **{

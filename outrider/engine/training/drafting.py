@@ -203,7 +203,7 @@ def grow_drafts(rows: DraftedRows, tips: Tensor, shape: DraftShape) -> list[Draf
 
 
 def _select(scores: Tensor, tokens: Tensor, parents: Tensor, size: int) -> list[DraftTree]:
-    """The best candidates of each [B, C], ties to the lower index, so parents come first."""
+    """Return the best candidates of each [B, C], ties to the lower index, so parents come first."""
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     order = order[:, :size].sort(-1).values
     node_of = torch.full((len(scores), scores.shape[1] + 1), -1, device=scores.device)

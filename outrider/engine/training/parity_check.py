@@ -140,9 +140,8 @@ def compare_forwards(
 def run_serving_head(
     head: DraftHead, projection: FeatureProjection, batch: TrainingBatch, taps: Tensor, steps: int
 ) -> dict[tuple[int, str], Tensor]:
-    """The serving pieces with a naive attention: step j drafts from the roots that still have a
-    true token to read, so it holds j rows fewer than step 0.
-    """
+    """Return the serving pieces with a naive attention: step j drafts from the roots that still
+    have a true token to read, so it holds j rows fewer than step 0."""
     tokens, raw = batch.next_ids_BS[0], taps[0]
     size = len(tokens) - 1
     features = projection(raw)
@@ -180,7 +179,7 @@ def run_serving_head(
 
 
 def _attend_row(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """One query [nq, hd] over KV [L, nkv, hd]; softmax in fp32 or better."""
+    """Return one query [nq, hd] over KV [L, nkv, hd]; softmax in fp32 or better."""
     group = query.shape[0] // keys.shape[1]
     keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
     scores = torch.einsum("hd,lhd->hl", query, keys) * query.shape[-1] ** -0.5

@@ -84,7 +84,8 @@ class TrainingTarget:
         return self.embedding.device
 
     def compiled(self) -> TrainingTarget:
-        """The same weights with a layer's pointwise work fused, for callers of few shapes."""
+        """Return the same weights with a layer's pointwise work fused, for callers of few
+        shapes."""
         other = TrainingTarget(self.config, self.embedding, self.layers, self.norm, self.lm_head)
         other._before = torch.compile(_before_attention, dynamic=False)
         other._after = torch.compile(_after_attention, dynamic=False)

@@ -195,7 +195,7 @@ class Trainer:
         config: TrainConfig,
         step: int,
     ) -> LogEntry | None:
-        """One optimiser step; returns an entry when this step is to be logged."""
+        """Run one optimiser step. Return a log entry if this step is to be logged, else None."""
         with torch.no_grad():
             final, taps = self._target.forward(
                 batch.ids_BS,

@@ -309,7 +309,8 @@ def _attend(
     own_values: Tensor,
     present: Tensor,
 ) -> Tensor:
-    """One softmax over the stable rows [B,S] under `mask` [B,Q,S] and a row's own [T] rows."""
+    """Return one softmax over the stable rows [B,S] under `mask` [B,Q,S] and a row's own [T]
+    rows."""
     batch, width, num_q, head_dim = q.shape
     num_kv = keys.shape[2]
     grouped = q.view(batch, width, num_kv, num_q // num_kv, head_dim).permute(0, 2, 3, 1, 4)

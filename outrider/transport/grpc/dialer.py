@@ -158,7 +158,8 @@ class GrpcDialer:
     def channel(
         self, address: str, role: CertificateRole = CertificateRole.VERIFIER
     ) -> grpc.aio.Channel:
-        """The channel to an address, where a process of this role is to be."""
+        """Return the channel to an address. With TLS, the peer's certificate must have this
+        role."""
         return self._line(address, role).channel
 
     def _line(
@@ -236,7 +237,7 @@ class GrpcDialer:
 async def _answered(
     call: grpc.aio.StreamStreamCall[bytes, bytes], address: str, config: GrpcConfig
 ) -> grpc.aio.StreamStreamCall[bytes, bytes]:
-    """The call, once its handler runs. Raises UnavailableError."""
+    """Return the call, once its handler runs. Raises UnavailableError."""
     try:
         async with asyncio.timeout(config.connect_timeout_s):
             # Answered by the server's initial metadata: the handler is running.
@@ -260,7 +261,7 @@ async def _read(
     call: grpc.aio.StreamStreamCall[bytes, bytes],
     peer: str,
 ) -> bytes | None:
-    """The next message of a stream, None at its end; a typed error if it broke."""
+    """Return the next message of a stream, None at its end; a typed error if it broke."""
     try:
         frame = await call.read()
     except grpc.aio.AioRpcError as error:

@@ -117,7 +117,7 @@ class GrpcServer:
         self._health_server = server
 
     def _bind(self, server: grpc.aio.Server) -> int:
-        """The port. Raises RuntimeError if it cannot be had."""
+        """Return the port. Raises RuntimeError if it cannot be had."""
         access = self._access
         if access.tls.cert is None:
             return server.add_insecure_port(self._address)

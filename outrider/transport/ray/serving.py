@@ -58,7 +58,8 @@ async def serve_verifier(
 ) -> RayEndpoint:
     """Start an actor that serves a verifier, and wait until it is ready.
 
-    `factory` is picklable and is called inside the actor; its context yields a `VerifierEndpoint`.
+    `factory` is picklable and is called inside the actor. It returns an async context manager that
+    yields a `VerifierEndpoint`.
     `actor_options` are Ray's options of an actor (num_cpus, num_gpus, lifetime,
     scheduling_strategy, ...). Raises AlreadyExistsError if the name is in use, UnavailableError if
     the actor did not start, and any error of the factory.

@@ -218,8 +218,8 @@ class VerdictInputs:
 
 
 def commit_rows(verify: Sequence[VerifyRow], decoded: DecodeOutput, now: float) -> CommittedRows:
-    """Commit the accepted tokens of decoding rows whose sessions continue, without informing
-    drafters or clients. `now` is the time at which the new roots became known."""
+    """Return the commit the accepted tokens of decoding rows whose sessions continue, without
+    informing drafters or clients. `now` is the time at which the new roots became known."""
     going, others, end = list[int](), list[int](), 0
     tokens, unlike = decoded.tokens.tolist(), decoded.special_rows()
     counts, drafted = decoded.counts.tolist(), decoded.draft_nodes()
@@ -253,7 +253,7 @@ def commit_rows(verify: Sequence[VerifyRow], decoded: DecodeOutput, now: float) 
 def commit_prompts(
     prefill: Sequence[PrefillRow], results: Sequence[RowOutput], now: float
 ) -> list[RowResult]:
-    """Commit the first tokens of the prompts that are complete."""
+    """Return the commit the first tokens of the prompts that are complete."""
     return [
         _commit_prompt(row, result, now)
         for row, result in zip(prefill, results, strict=True)
@@ -303,8 +303,8 @@ def _columns(session: Session) -> tuple[int, int, int, bool, bool]:
 
 
 def has_drafter_link(session: Session) -> bool:
-    """Whether a drafter receives this session's committed tokens by messages. False for ended
-    sessions, because another session may have taken their slot."""
+    """Return whether a drafter receives this session's committed tokens by messages. False for
+    ended sessions, because another session may have taken their slot."""
     return session.spec.drafter_id is not None and not (
         session.is_speculation_off or session.phase is ENDED or session.in_process_draft_length
     )

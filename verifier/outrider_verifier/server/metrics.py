@@ -241,7 +241,7 @@ class VerifierMetrics(Collector):
             self._hit_idle.observe(report.hit_idle_s)
 
     def observe_exchange(self, rounds: Iterable[ExchangedRound]) -> None:
-        """Record rounds whose drafts came from the drafter's device; any thread."""
+        """Record rounds whose drafts came from the drafter's device. Any thread may call it."""
         for each in rounds:
             self._exchange_idle.observe(each.idle_s)
 

@@ -161,7 +161,7 @@ def default_config(shape: AttentionShape) -> AttentionConfig:
 
 
 def candidates(shape: AttentionShape) -> list[AttentionConfig]:
-    """The default, and others of VARIANTS with half to twice as many parts.
+    """Return the default, and others of VARIANTS with half to twice as many parts.
 
     One large tree can be cut by its rows as well: it gets every height of a tile, and few parts.
     """
@@ -184,7 +184,7 @@ def candidates(shape: AttentionShape) -> list[AttentionConfig]:
 
 
 def reference(storage: Tensor, bucket: AttentionBucket, shape: AttentionShape) -> Tensor:
-    """float64 attention of layer 0, [M, Q * d]."""
+    """Return float64 attention of layer 0, [M, Q * d]."""
     index = torch.arange(shape.context + shape.nodes, device=storage.device)
     blocks = bucket.tables[bucket.slots.long()].long()
     pool = blocks[:, index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS
@@ -260,7 +260,7 @@ def _make_storage(layers: int, num_blocks: int) -> Tensor:
 def time_config(
     storage: Tensor, bucket: AttentionBucket, config: AttentionConfig, shape: AttentionShape
 ) -> float | None:
-    """Seconds of one layer; None if the device cannot run it."""
+    """Return the seconds of one layer; None if the device cannot run it."""
     launch = functools.partial(attend, storage, bucket, config, shape)
     try:
         return seconds(launch, LAYERS, replays=5)
@@ -270,7 +270,8 @@ def time_config(
 
 
 def sweep(storage: Tensor, budget_s: float) -> list[dict[str, Any]]:
-    """Time every candidate of every shape; print default and best. Ends early at the budget."""
+    """Return the time every candidate of every shape; print default and best. Ends early at the
+    budget."""
     results = []
     started = time.perf_counter()
     print("config: block_rows, block_slots, splits, num_warps, num_stages", flush=True)
@@ -349,7 +350,8 @@ def _companions(storage: Tensor, shape: AttentionShape) -> dict[str, Callable[[i
 
 
 def time_companions(storage: Tensor) -> dict[str, float]:
-    """Microseconds of the other kernels, and of rotary and attention in turn, by shape."""
+    """Return the microseconds of the other kernels, and of rotary and attention in turn, by
+    shape."""
     results: dict[str, float] = {}
     for shape in COMPANIONS:
         name = f"B={shape.batch} N={shape.nodes}"

@@ -149,7 +149,7 @@ def check(device: torch.device) -> list[tuple[str, bool]]:
 
 
 def time_settings(device: torch.device) -> list[list[object]]:
-    """Rows of (setting, V, scale, microseconds at each number of sessions)."""
+    """Return the rows of (setting, V, scale, microseconds at each number of sessions)."""
     result: list[list[object]] = []
     for name, params in SETTINGS.items():
         for vocab in VOCABULARIES:

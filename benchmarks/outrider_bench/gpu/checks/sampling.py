@@ -113,7 +113,7 @@ def _softmax_agrees(logits: Tensor) -> bool:
 
 
 def time_choices(device: torch.device) -> list[list[object]]:
-    """Rows of (V, rows, greedy, coupled, softmax + argmax, top-8)."""
+    """Return the rows of (V, rows, greedy, coupled, softmax + argmax, top-8)."""
     result: list[list[object]] = []
     for vocab in VOCABULARIES:
         for rows in ROWS:
@@ -173,8 +173,8 @@ def dense_distribution(sessions: int, device: torch.device) -> DenseChainDistrib
 
 
 def time_acceptance(device: torch.device) -> list[list[object]]:
-    """Rows of (sessions, matching chain, matching tree, target-only, sparse distribution, dense
-    distribution)."""
+    """Return the rows of (sessions, matching chain, matching tree, target-only, sparse
+    distribution, dense distribution)."""
     result: list[list[object]] = []
     for sessions in (1, 8, 64):
         rows = sessions * NODES

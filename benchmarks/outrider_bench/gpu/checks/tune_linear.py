@@ -83,7 +83,8 @@ PRODUCTS = (*LAYER, LM_HEAD, *DRAFT)
 
 
 def candidates(product: Product, block_m: int, limit: int) -> list[LinearConfig]:
-    """The config in use and up to `limit` others that fill the SMs in whole waves, spread out."""
+    """Return the config in use and up to `limit` others that fill the SMs in whole waves, spread
+    out."""
     found: dict[LinearConfig, float] = {}
     for rows in (32, 64, 128, 256):
         for block_k in (64, 128, 256):
@@ -166,7 +167,7 @@ def make_inputs(product: Product, m: int) -> tuple[Tensor, dict[str, Any]]:
 
 
 def make_weight(product: Product) -> Tensor:
-    """A random bfloat16 weight that keeps the size of its input."""
+    """Return a random bfloat16 weight that keeps the size of its input."""
     weight = torch.randn(product.n, product.k, device="cuda", dtype=torch.bfloat16)
     return weight.mul_(product.k**-0.5)
 
@@ -197,7 +198,8 @@ def _compile(job: tuple[Product, LinearConfig]) -> str | None:
 
 
 def seconds(launch: Callable[[int], object], launches: int, replays: int = 9) -> float:
-    """Time of one launch: the median replay of a graph of launches 0, 1, ..., divided by them."""
+    """Return the time of one launch: the median replay of a graph of launches 0, 1, ..., divided by
+    them."""
     launch(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -219,7 +221,8 @@ def seconds(launch: Callable[[int], object], launches: int, replays: int = 9) ->
 def time_config(
     config: LinearConfig, x: Tensor, weights: list[Tensor], options: dict[str, Any]
 ) -> float:
-    """Time of one product in a chain of products that read distinct weights; inf if it fails."""
+    """Return the time of one product in a chain of products that read distinct weights; inf if it
+    fails."""
 
     def launch(index: int) -> object:
         return fused_linear_triton(x, weights[index % len(weights)], config=config, **options)
@@ -302,7 +305,8 @@ def _merge(results: dict[int, dict[str, Any]], m: int, new: dict[str, Any]) -> N
 
 
 def _near(product: Product, ranked: list[LinearConfig]) -> list[LinearConfig]:
-    """The best config again, and those one step from the best two that were not timed yet."""
+    """Return the best config again, and those one step from the best two that were not timed
+    yet."""
     near = [step for config in ranked[:2] for step in neighbours(product, config)]
     return [config for config in dict.fromkeys([ranked[0], *near]) if config not in ranked[1:]]
 
@@ -338,7 +342,8 @@ def _config_at(best: dict[str, Any], product: Product, m: int) -> LinearConfig:
 
 
 def time_forwards(best: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of all norms and products of a target forward in one graph, in their order."""
+    """Return the milliseconds of all norms and products of a target forward in one graph, in their
+    order."""
     layers = [[make_weight(product) for product in LAYER] for _ in range(NUM_LAYERS)]
     lm_head = make_weight(LM_HEAD)
     norm = torch.ones(LM_HEAD.k, device="cuda", dtype=torch.bfloat16)

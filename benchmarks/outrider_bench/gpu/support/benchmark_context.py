@@ -140,23 +140,24 @@ class Bench:
         return tuple(self.args.drafts)
 
     def placements(self, *default: str) -> tuple[str, ...]:
-        """The placements to compare."""
+        """Return the placements to compare."""
         return tuple(self.args.placements.split(",")) if self.args.placements else default
 
     def random(self) -> LoadedModels:
-        """The random-weight target and head."""
+        """Return the random-weight target and head."""
         return self._load("random", self._load_random)
 
     def real(self) -> LoadedModels:
-        """The real model as it is."""
+        """Return the real model as it is."""
         return self._load("real", self._load_real)
 
     def widened(self) -> LoadedModels:
-        """The real model at the cost of a large one."""
+        """Return the real model at the cost of a large one."""
         return self._load("widened", self._load_widened)
 
     def model_files(self) -> ModelFiles:
-        """The real model's files and its head's. Raises InvalidRequestError without a head."""
+        """Return the real model's files and its head's. Raises InvalidRequestError without a
+        head."""
         files = find_model(self.args.model, head=self.args.head)
         if files.head is None:
             raise InvalidRequestError(f"no head ships for {self.args.model}: give --head DIR")
@@ -179,14 +180,14 @@ class Bench:
         return load_model_config(self.model_files().path).eos_ids
 
     def floor_ms(self, models: LoadedModels) -> float:
-        """Time to read the weights of one forward once, at the rate of a device copy."""
+        """Return the time to read the weights of one forward once, at the rate of a device copy."""
         read = weight_bytes(models.target.config, models.target.dtype)
         return round(read / DEVICE_COPY_BYTES_S * 1000.0, 4)
 
     def result(
         self, name: str, models: LoadedModels | None, **content: object
     ) -> dict[str, object]:
-        """A benchmark's result with all that it must be stored with."""
+        """Return a benchmark's result with all that it must be stored with."""
         about: dict[str, object] = {"benchmark": f"gpu {name}", **describe()}
         about["device"] = _device_name(self.device)
         if models is not None:
@@ -267,7 +268,7 @@ class Bench:
 
 
 def wide_spec(text: str | None) -> WideSpec:
-    """The widened shape of a flag; None is the default."""
+    """Return the widened shape of a flag; None is the default."""
     if not text:
         return WideSpec()
     names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")

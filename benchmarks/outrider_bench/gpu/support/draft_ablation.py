@@ -36,7 +36,8 @@ def chains_by_choice(bench: Bench) -> list[dict[str, Any]]:
 
 
 def trees_by_score(bench: Bench) -> list[dict[str, Any]]:
-    """A catch-up with a tree, ranked by sums of log-probs or by products of probabilities."""
+    """Return a catch-up with a tree, ranked by sums of log-probs or by products of
+    probabilities."""
     sessions = _at_most(bench, TREE_SESSIONS)
     found = []
     with closing(DraftBench(bench, bench.random(), max_rows=max(sessions))) as draft:
@@ -86,7 +87,7 @@ def _chain_facts(bench: Bench, draft: DraftBench, count: int, name: str) -> dict
 
 
 def _whole_vocabulary(models: LoadedModels) -> LoadedModels:
-    """The same target with a head that drafts over all of its ids."""
+    """Return the same target with a head that drafts over all of its ids."""
     target = models.target
     with torch.inference_mode():
         shape = head_shape(target.config, target.config.vocab_size)

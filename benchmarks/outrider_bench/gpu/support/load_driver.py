@@ -88,7 +88,7 @@ class ServiceWave:
         return [(stream.arrivals[0][0] - stream.opened) * 1000.0 for stream in self.streams]
 
     def summary(self) -> dict[str, object]:
-        """The figures of a serving benchmark; times in milliseconds."""
+        """Return the figures of a serving benchmark; times in milliseconds."""
         between = [gap * 1000.0 for gap, _ in self._gaps(0.0, float("inf"))]
         each = [
             (s.arrivals[-1][0] - s.arrivals[0][0]) * 1000.0 / max(1, len(s.tokens) - 1)
@@ -114,7 +114,8 @@ class ServiceWave:
         }
 
     def _gaps(self, start: float, end: float) -> list[tuple[float, int]]:
-        """Seconds between consecutive events of a session within a window, and their tokens."""
+        """Return the seconds between consecutive events of a session within a window, and their
+        tokens."""
         return [
             (later - earlier, count)
             for stream in self.streams

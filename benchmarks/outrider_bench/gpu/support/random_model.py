@@ -62,7 +62,7 @@ SHAPES: Final = {"llama-8b": LLAMA_8B, "tiny": TINY}
 
 
 def head_shape(target: ModelConfig, draft_vocab_size: int) -> HeadConfig:
-    """An EAGLE-3 head of the target's own width, as such heads are trained for it."""
+    """Return an EAGLE-3 head of the target's own width, as such heads are trained for it."""
     layers = target.num_layers
     return HeadConfig(
         kind="eagle3",
@@ -90,7 +90,7 @@ def build_target(
     kv_tokens: int,
     block_tokens: int = 16,
 ) -> TargetModel:
-    """A target over plain weights from any source of tensors."""
+    """Return a target over plain weights from any source of tensors."""
     pool = KVPool(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -112,7 +112,7 @@ def random_target(
     kv_tokens: int,
     seed: int = 0,
 ) -> TargetModel:
-    """A target of this shape with normal weights, made on the device."""
+    """Return a target of this shape with normal weights, made on the device."""
     source = RandomSource(config, dtype=dtype, device=device, seed=seed)
     return build_target(source, config, dtype=dtype, device=device, kv_tokens=kv_tokens)
 
@@ -127,11 +127,11 @@ class RandomSource:
         self._normal = _normal(dtype, device, seed)
 
     def has(self, name: str) -> bool:
-        """Whether there is such a tensor: all of a Llama model without biases."""
+        """Return whether there is such a tensor: all of a Llama model without biases."""
         return not name.endswith(".bias")
 
     def get(self, name: str) -> Tensor:
-        """The tensor, on the device. Raises InvalidRequestError for an unknown name."""
+        """Return the tensor, on the device. Raises InvalidRequestError for an unknown name."""
         config = self._config
         hidden, dim = config.hidden_size, config.head_dim
         sizes = {
@@ -155,8 +155,8 @@ class RandomSource:
 def random_head(
     config: HeadConfig, embedding: Tensor, *, seed: int = 1
 ) -> tuple[Eagle3Head, FeatureProjection]:
-    """A head of this shape with normal weights and a sorted random draft vocabulary, where the
-    target's embedding [V, H] is and in its type; and the verifier's part of it."""
+    """Return a head of this shape with normal weights and a sorted random draft vocabulary, where
+    the target's embedding [V, H] is and in its type; and the verifier's part of it."""
     normal = _normal(embedding.dtype, embedding.device, seed)
     hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
     query, kv = config.num_heads * dim, config.num_kv_heads * dim
@@ -195,7 +195,7 @@ def widened_target(
     kv_tokens: int,
     seed: int = 0,
 ) -> TargetModel:
-    """The widened model of a checkpoint, made on the device."""
+    """Return the widened model of a checkpoint, made on the device."""
     generator = torch.Generator(device).manual_seed(seed)
     source = WidenedTarget(
         open_checkpoint(model),

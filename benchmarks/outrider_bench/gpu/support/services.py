@@ -181,12 +181,12 @@ def _serving_process(busy_cores: BusyCores) -> Iterator[set[int]]:
 
 
 def uses_device_engine(models: LoadedModels) -> bool:
-    """Whether rounds run on the device path: it needs plain weights."""
+    """Return whether rounds run on the device path: it needs plain weights."""
     return isinstance(models.target.weights.lm_head, PlainLinear)
 
 
 def verifier_config(models: LoadedModels, setup: ServingSetup) -> VerifierConfig:
-    """The verifier's settings for a setup."""
+    """Return the verifier's settings for a setup."""
     own = setup.placement in IN_PROCESS_PLACEMENTS
     return VerifierConfig(
         model=models.name,
@@ -209,7 +209,7 @@ def verifier_config(models: LoadedModels, setup: ServingSetup) -> VerifierConfig
 def make_runner(
     models: LoadedModels, setup: ServingSetup, config: VerifierConfig
 ) -> tuple[Any, Any]:
-    """The device engine for a setup, and its recorder."""
+    """Return the device engine for a setup, and its recorder."""
     from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 
     from outrider.engine.device.device_timeline import DeviceRecorder

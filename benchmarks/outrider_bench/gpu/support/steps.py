@@ -45,8 +45,8 @@ _LONGEST_CHAIN = 8
 def timed_ms(
     fn: Callable[[], object], device: torch.device, *, repeats: int, graphs: bool = True
 ) -> list[float]:
-    """Milliseconds of each of `repeats` runs of `fn`, replayed from a CUDA graph where there is
-    one; off a device the wall time of plain calls."""
+    """Return the milliseconds of each of `repeats` runs of `fn`, replayed from a CUDA graph where
+    there is one; off a device the wall time of plain calls."""
     cache = GraphCache(device, enabled=graphs)
 
     def body() -> tuple[()]:
@@ -210,7 +210,7 @@ class DraftBench:
     def chain(
         self, rows: int, length: int, *, new_rows: int, prune: bool = True
     ) -> Callable[[], ChainDraft]:
-        """A catch-up on `new_rows` rows of each of `rows` sessions, with a chain."""
+        """Return a catch-up on `new_rows` rows of each of `rows` sessions, with a chain."""
         inputs, state = self._inputs(rows, new_rows), self._runner._slots.sampling
         return partial(self.program.draft_chain, inputs, length=length, state=state, prune=prune)
 
@@ -229,7 +229,7 @@ class DraftBench:
         )
 
     def catch_up(self, rows: int, *, new_rows: int, prune: bool) -> Callable[[], Tensor]:
-        """A catch-up alone: dead rows stop after their KV write, or do not."""
+        """Return a catch-up alone: dead rows stop after their KV write, or do not."""
         return partial(self.program.catch_up, self._inputs(rows, new_rows), prune=prune)
 
     def median_ms(self, fn: Callable[[], object]) -> float:

@@ -27,7 +27,7 @@ _MIN_LABEL_PX = 7.0
 def draw(
     spans: Sequence[TrackSpan], tracks: Sequence[str], *, title: str, width: int = 1200
 ) -> str:
-    """The picture as SVG text. Raises ValueError without spans."""
+    """Return the picture as SVG text. Raises ValueError without spans."""
     if not spans:
         raise ValueError("a timeline needs at least one span")
     start = min(span.start_ms for span in spans)
@@ -106,7 +106,7 @@ def _scale(length: float, scale: float, bottom: int) -> list[str]:
 
 
 def _round_step(rough: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """Return the next of 1, 2, 5 times a power of ten."""
     power = 1.0
     while power > rough:
         power /= 10

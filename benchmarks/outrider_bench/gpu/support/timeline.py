@@ -64,9 +64,9 @@ def device_spans(spans: Sequence[Any], offset_ms: float = 0.0) -> list[TrackSpan
 
 
 def idle_gaps_us(spans: Sequence[TrackSpan]) -> list[float]:
-    """Microseconds between the end of a verify forward and the start of the next one, less the
-    drafting (and nothing else) that the device did in between. A fused round drafts inside its
-    own span, so its gap is all idle."""
+    """Return the microseconds between the end of a verify forward and the start of the next one,
+    less the drafting (and nothing else) that the device did in between. A fused round drafts inside
+    its own span, so its gap is all idle."""
     forwards = sorted((s for s in spans if s.track == VERIFY), key=lambda s: s.start_ms)
     drafts = [s for s in spans if s.track == DRAFT]
     gaps = []
@@ -78,7 +78,7 @@ def idle_gaps_us(spans: Sequence[TrackSpan]) -> list[float]:
 
 
 def round_overhead_us(spans: Sequence[TrackSpan]) -> float | None:
-    """The median gap; None with fewer than two forwards."""
+    """Return the median gap; None with fewer than two forwards."""
     gaps = idle_gaps_us(spans)
     return median(gaps) if gaps else None
 
@@ -92,8 +92,8 @@ def split_ms(spans: Sequence[TrackSpan]) -> dict[str, float]:
 
 
 def select_rounds(spans: Sequence[TrackSpan], rounds: int, skip: int = 0) -> list[TrackSpan]:
-    """The spans of `rounds` rounds after the first `skip`; a round begins with its verify (off a
-    device: with the call that submits it)."""
+    """Return the spans of `rounds` rounds after the first `skip`; a round begins with its verify
+    (off a device: with the call that submits it)."""
     starts = sorted(s.start_ms for s in spans if s.track == VERIFY) or sorted(
         s.start_ms for s in spans if s.name == "submit"
     )

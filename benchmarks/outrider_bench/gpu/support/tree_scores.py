@@ -28,8 +28,8 @@ MAX_TOKENS = 64
 
 
 def torn_tree(sums: bool) -> dict[str, int]:
-    """A chain of certain nodes of which the better half is kept: how many scores differ, and how
-    many kept nodes can lack an ancestor. Equal scores may be taken in any order; the worst one
+    """Return a chain of certain nodes of which the better half is kept: how many scores differ, and
+    how many kept nodes can lack an ancestor. Equal scores may be taken in any order; the worst one
     takes the deepest first. Products are kept in bfloat16, sums in float32."""
     if sums:
         step = torch.log(torch.tensor(CERTAIN, dtype=torch.float32))
@@ -70,7 +70,8 @@ def _bfloat16(value: float) -> float:
 
 
 def tree_acceptance(bench: Bench) -> dict[str, dict[str, object]]:
-    """Tokens a round of greedy trees of the real model, ranked either way; loops left out."""
+    """Return the tokens a round of greedy trees of the real model, ranked either way; loops left
+    out."""
     models = bench.real()
     setup = sized(bench, ServingSetup(placement=INPROC, draft_length=NODES, top_k=TOP_K))
     prompts = bench.prompts()[:PROMPTS]

@@ -110,11 +110,11 @@ class WidenedTarget:
         return [*names, "model.norm.weight", "lm_head.weight"]
 
     def has(self, name: str) -> bool:
-        """Whether the widened model has the tensor."""
+        """Return whether the widened model has the tensor."""
         return name in self.names()
 
     def get(self, name: str) -> Tensor:
-        """The widened tensor. Raises InvalidRequestError for a name that there is not."""
+        """Return the widened tensor. Raises InvalidRequestError for a name that there is not."""
         canvas = self._canvas
         if name == "model.norm.weight":
             return canvas.norm(self._source.get(name))
@@ -141,7 +141,7 @@ def widen_head(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The `config.json` and the tensors of the head of a widened target.
+    """Return the `config.json` and the tensors of the head of a widened target.
 
     `tensors` are those of the head's checkpoint, `config` its configuration, `target` that of the
     target before widening. An embedding of its own is dropped: the head reads the widened
@@ -180,7 +180,7 @@ def _head_tensor(canvas: _Canvas, name: str, tensor: Tensor) -> Tensor:
 
 
 def _layer_tensor(canvas: _Canvas, part: str, old: Tensor | None) -> Tensor:
-    """A tensor of a target's layer; `old` None is an added layer."""
+    """Return a tensor of a target's layer; `old` None is an added layer."""
     if part in LAYER_NORMS:
         return canvas.norm(old)
     if part not in LAYER_MATRICES:
@@ -223,7 +223,7 @@ class _Canvas:
         }
 
     def norm(self, old: Tensor | None) -> Tensor:
-        """A norm's weight: live ones scaled, the others near one (their input is zero)."""
+        """Return a norm's weight: live ones scaled, the others near one (their input is zero)."""
         live, size = self._axes["hidden"]
         dtype = self._dtype or (torch.float32 if old is None else old.dtype)
         result = 1.0 + self._noise((size,), torch.float32)
@@ -269,7 +269,7 @@ class _Canvas:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes of weights that one forward reads: all layers and the output projection."""
+    """Return the bytes of weights that one forward reads: all layers and the output projection."""
     hidden, dim = config.hidden_size, config.head_dim
     attention = (2 * config.num_heads + 2 * config.num_kv_heads) * dim * hidden
     layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden

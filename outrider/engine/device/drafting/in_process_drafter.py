@@ -201,8 +201,8 @@ class InProcessDrafter:
         self.tokens[:, : shape.num_nodes].index_copy_(0, rows.slots.long(), chain.tokens)
 
     def store_catch_up(self, rows: NewRows) -> None:
-        """Store these rows for drafts that are made later, and run the head over them for
-        chains."""
+        """Store these rows for drafts that are made later. If the drafts are chains, also run the
+        head over the rows."""
         self.kept.store_rows(rows)
         if self.levels is not None:
             self.levels.run_rows(rows)

@@ -138,7 +138,7 @@ class ExchangeShape:
         return 1 + self.draft_length
 
     def verdict_layout(self) -> BufferLayout:
-        """The layout of the verdict buffer."""
+        """Return the layout of the verdict buffer."""
         rows, nodes, chunks = self.max_rows, self.num_nodes, self.max_chunks
         width, dtype = self.feature_size, self.feature_dtype
         return BufferLayout.of_arrays(
@@ -159,7 +159,7 @@ class ExchangeShape:
         )
 
     def draft_layout(self) -> BufferLayout:
-        """The layout of the draft buffer."""
+        """Return the layout of the draft buffer."""
         slots, drafts, entries = self.num_slots, self.draft_length, self.distribution_entries
         return BufferLayout.of_arrays(
             1,

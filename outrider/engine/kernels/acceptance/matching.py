@@ -173,7 +173,8 @@ class ReferenceWalk:
         self.tokens.scatter_(1, at, torch.where(where, tokens, before)[:, None])
 
     def finish(self, final: Tensor) -> DeviceAcceptance:
-        """The outcome; final: int32 [B], the last token of each session, -1 if there is none."""
+        """Return the outcome; final: int32 [B], the last token of each session, -1 if there is
+        none."""
         self._put(torch.ones_like(self.rejected), final.clamp(min=0))
         flags = (
             RESAMPLED * self.rejected
@@ -258,7 +259,7 @@ def accept_matching_triton(
 
 @triton.jit
 def load_parents(parents_ptr, batch, rows, NODES: tl.constexpr, CHAIN: tl.constexpr):
-    """The row of each row's parent; -1 for the root and for rows that are not there."""
+    """Return the row of each row's parent; -1 for the root and for rows that are not there."""
     if CHAIN:
         above = rows - 1
     else:

@@ -240,7 +240,7 @@ class _RandomizedAcceptance:
         self._changes: dict[int, tuple[np.ndarray, np.ndarray] | None] = {}
 
     def draw_accept(self, sessions: Tensor, node: Tensor, row: int) -> Tensor:
-        """Whether the child at `row` of each session's node stands, bool [A]."""
+        """Return whether the child at `row` of each session's node stands, bool [A]."""
         stands = torch.zeros(len(sessions), dtype=torch.bool, device=sessions.device)
         has_distribution = self._uses_distribution[sessions]
         plain = (~has_distribution).nonzero()[:, 0]
@@ -274,7 +274,7 @@ class _RandomizedAcceptance:
         return row_keys(self._stream_keys[sessions, stream - 1], positions)
 
     def _siblings(self, sessions: Tensor, node: Tensor) -> Tensor:
-        """bool [A, N]: the rows that are children, in range, of each session's node."""
+        """Return bool [A, N]: the rows that are children, in range, of each session's node."""
         drafted = self.tokens_BN[sessions]
         below = torch.zeros_like(drafted, dtype=torch.bool)
         below[:, 1:] = self.parents_BN[sessions] == node[:, None] - 1
@@ -345,8 +345,8 @@ class _RandomizedAcceptance:
         return scaled_scores(tops[:, None], self._temperatures)[:, 0] > HUGE_SCORE
 
     def draw_token(self, sessions: Tensor, node: Tensor, bonus: Tensor) -> Tensor:
-        """The last token, int32 [A], of sessions whose distribution a rejection changed or whose
-        scores are huge.
+        """Return the last token, int32 [A], of sessions whose distribution a rejection changed or
+        whose scores are huge.
 
         bonus: int32 [A], the token where nothing is left of the distribution.
         """

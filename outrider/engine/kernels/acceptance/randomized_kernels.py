@@ -127,7 +127,7 @@ def logsumexp(maxima_ptr, sums_ptr, row, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def _next_child(above, there, rows, node, after, NODES: tl.constexpr):
-    """The first child of `node` behind row `after`; NODES if there is none."""
+    """Return the first child of `node` behind row `after`; NODES if there is none."""
     return tl.min(tl.where(there & (above == node) & (rows > after), rows, NODES), 0)
 
 
@@ -350,7 +350,7 @@ def draw_in_tile(
     SEARCH_STEPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The best perturbed column of one tile of what a rejection left of a session's
+    """Return the best perturbed column of one tile of what a rejection left of a session's
     distribution."""
     batch = tl.program_id(0)
     part = tl.program_id(1)
@@ -413,7 +413,8 @@ def put_drawn(
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The best of a session's tiles becomes its last token, unless nothing was left to draw."""
+    """Return the best of a session's tiles becomes its last token, unless nothing was left to
+    draw."""
     batch = tl.program_id(0)
     if tl.load(modes_ptr + batch) != _UNCHANGED:
         parts = tl.arange(0, BLOCK)

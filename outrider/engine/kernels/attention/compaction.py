@@ -53,7 +53,7 @@ def compact_kv_torch(
     *,
     block_tokens: int,
 ) -> None:
-    """What `compact_kv` does."""
+    """PyTorch reference of `compact_kv`."""
     order = torch.arange(rows.shape[1], device=rows.device)
     used = order < counts[:, None]
     start = context[:, None]
@@ -73,7 +73,8 @@ def compact_kv_triton(
     *,
     block_tokens: int,
 ) -> None:
-    """`compact_kv` in one kernel: a program moves the slots of one session, layer and head."""
+    """Compute `compact_kv` in one kernel: a program moves the slots of one session, layer and
+    head."""
     _, num_layers, num_heads, _, dim = storage.shape
     _compact_kernel[(num_heads, num_layers, rows.shape[0])](
         storage,
@@ -157,13 +158,13 @@ def gather_rows(src: Tensor, rows: Tensor, *, num_nodes: int) -> Tensor:
 
 
 def gather_rows_torch(src: Tensor, rows: Tensor, *, num_nodes: int) -> Tensor:
-    """What `gather_rows` computes."""
+    """PyTorch reference of `gather_rows`."""
     first = torch.arange(rows.shape[0], device=rows.device)[:, None] * num_nodes
     return src[(first + rows.clamp(min=0)).flatten()]
 
 
 def gather_rows_triton(src: Tensor, rows: Tensor, *, num_nodes: int) -> Tensor:
-    """`gather_rows` in one kernel."""
+    """Compute `gather_rows` in one kernel."""
     num_rows, width = src.shape
     out = torch.empty((num_rows, width), dtype=src.dtype, device=src.device)
     block = min(next_power_of_2(width), _GATHER_BLOCK)

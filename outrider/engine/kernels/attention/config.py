@@ -83,7 +83,8 @@ def num_splits(
 
 
 def joined_rows(num_rows: int, splits: int) -> int:
-    """Rows that a program of the combine kernel takes, of `num_rows` token rows times heads.
+    """Return the rows that a program of the combine kernel takes, of `num_rows` token rows times
+    heads.
 
     Few rows spread over the device; many share programs, so that enough loads are under way.
     """

@@ -164,7 +164,8 @@ def invariant_attention_torch(
     config: InvariantConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`invariant_attention` up to rounding, by torch operators; `config` is for the kernels."""
+    """Compute `invariant_attention` up to rounding, by torch operators; `config` is for the
+    kernels."""
     return tree_attention_torch(
         q,
         keys,
@@ -201,7 +202,8 @@ def invariant_attention_triton(
     config: InvariantConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`invariant_attention` in one kernel, or two where several programs share a context."""
+    """Compute `invariant_attention` in one kernel, or two where several programs share a
+    context."""
     (num_rows, num_heads, dim), num_kv_heads = q.shape, keys.shape[0]
     config = config or choose_invariant_config(
         batch=slots.shape[0],
@@ -285,7 +287,7 @@ def invariant_attention_triton(
 
 
 def _mask_of_paths(paths: Tensor, positions: Tensor, context: Tensor) -> Tensor:
-    """uint8 [B, N, N]: 1 where row j has node w on its path."""
+    """Return uint8 [B, N, N]: 1 where row j has node w on its path."""
     batch, num_nodes, entries = paths.shape
     depth = positions.view(batch, num_nodes) - context[:, None]
     there = torch.arange(entries, device=paths.device) <= depth[:, :, None]

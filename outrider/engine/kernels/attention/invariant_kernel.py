@@ -62,7 +62,7 @@ def _join(top, norm, acc, next_top, next_norm, next_acc, scale):
 
 @triton.jit
 def _divide(norm, acc):
-    """The weighted mean; zeros for a row that saw nothing. A NaN stays one."""
+    """Return the weighted mean; zeros for a row that saw nothing. A NaN stays one."""
     return acc * tl.div_rn(1.0, tl.where(norm == 0, 1.0, norm))[:, None]
 
 

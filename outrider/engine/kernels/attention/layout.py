@@ -81,7 +81,7 @@ def tree_layout_torch(
     block_tokens: int,
     with_paths: bool = False,
 ) -> RoundLayout:
-    """What `tree_layout` computes."""
+    """PyTorch reference of `tree_layout`."""
     nodes = torch.arange(num_nodes, dtype=torch.int32, device=context.device)
     logical = context[:, None] + nodes
     write_slots = pool_slots(tables, slots, logical, block_tokens).flatten()
@@ -114,7 +114,7 @@ def tree_layout_triton(
     block_tokens: int,
     with_paths: bool = False,
 ) -> RoundLayout:
-    """`tree_layout` in one kernel: a program per token row walks up to the root."""
+    """Compute `tree_layout` in one kernel: a program per token row walks up to the root."""
     batch, device = slots.shape[0], context.device
     positions = torch.empty(batch * num_nodes, dtype=torch.int32, device=device)
     write_slots = torch.empty(batch * num_nodes, dtype=torch.int64, device=device)
@@ -197,7 +197,7 @@ def _layout_kernel(
 
 
 def pool_slots(tables: Tensor, slots: Tensor, logical: Tensor, block_tokens: int) -> Tensor:
-    """int64 [B, n]: pool slots of the logical slots [B, n] (>= 0) of sessions `slots` [B].
+    """Return int64 [B, n]: pool slots of the logical slots [B, n] (>= 0) of sessions `slots` [B].
 
     -1 for logical slots that the table [X, T] has no block for.
     """

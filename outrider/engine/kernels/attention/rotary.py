@@ -25,7 +25,7 @@ _PROGRAM_ELEMENTS = 1024
 
 
 def rotary_table(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """float32 [M, 2, d/2]: cos and sin of position * frequency; the angles are float32.
+    """Return float32 [M, 2, d/2]: cos and sin of position * frequency; the angles are float32.
 
     positions int32 [M], inv_freq float32 [d/2].
     """
@@ -33,13 +33,13 @@ def rotary_table(positions: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 def rotary_table_torch(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """What `rotary_table` computes."""
+    """PyTorch reference of `rotary_table`."""
     angles = positions.to(torch.float32)[:, None] * inv_freq
     return torch.stack((angles.cos(), angles.sin()), dim=1)
 
 
 def rotary_table_triton(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """`rotary_table` in one kernel, a program per row."""
+    """Compute `rotary_table` in one kernel, a program per row."""
     num_rows, pairs = positions.shape[0], inv_freq.shape[0]
     table = torch.empty((num_rows, 2, pairs), dtype=torch.float32, device=positions.device)
     _table_kernel[(num_rows,)](
@@ -114,7 +114,7 @@ def rotary_write_torch(
     qk_norms: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """What `rotary_write` computes."""
+    """PyTorch reference of `rotary_write`."""
     num_rotated = num_heads + keys.shape[0]
     rotated = qkv[:, :num_rotated]
     if qk_norms is not None:
@@ -146,7 +146,7 @@ def rotary_write_triton(
     qk_norms: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """`rotary_write` in one kernel: a program turns a few heads of one row."""
+    """Compute `rotary_write` in one kernel: a program turns a few heads of one row."""
     num_rows, num_all, dim = qkv.shape
     pairs = next_power_of_2(dim // 2)
     block_heads = min(max(_PROGRAM_ELEMENTS // (2 * pairs), 1), next_power_of_2(num_all))

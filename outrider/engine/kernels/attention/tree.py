@@ -137,7 +137,7 @@ def tree_attention_torch(
     config: AttentionConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What `tree_attention` computes; `config` has no meaning here."""
+    """PyTorch reference of `tree_attention`; `config` has no meaning here."""
     batch, (num_rows, num_heads, dim) = slots.shape[0], q.shape
     num_kv_heads, factor = keys.shape[0], dim**-0.5 if scale is None else scale
     if mask is None:
@@ -187,7 +187,7 @@ def tree_attention_triton(
     config: AttentionConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`tree_attention` in one kernel, or two where the context is split."""
+    """Compute `tree_attention` in one kernel, or two where the context is split."""
     (num_rows, num_heads, dim), num_kv_heads = q.shape, keys.shape[0]
     config = config or choose_config(
         batch=slots.shape[0],

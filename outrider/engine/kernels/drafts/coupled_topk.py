@@ -33,7 +33,7 @@ _DRAFT_LOGIT_ERROR = tl.constexpr(DRAFT_LOGIT_ERROR)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
 _NO_KEY = tl.constexpr(-(2**63))
 _MINUS_INF_ORDER = tl.constexpr(-2139095041)
-"""`ordered` of -inf."""
+"""Compute `ordered` of -inf."""
 
 
 def put_coupled_topk(
@@ -149,7 +149,8 @@ def _rivals_of_tile(
     rows_per_slot,
     TILE: tl.constexpr,
 ):
-    """The best perturbed columns of one tile of one row; keys as in `kernels.drafts.topk`."""
+    """Return the best perturbed columns of one tile of one row; keys as in
+    `kernels.drafts.topk`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row // rows_per_slot)
@@ -183,7 +184,7 @@ def _rivals_of_row(
     K: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """The best of a row's tiles, and how likely each is the target's choice."""
+    """Return the best of a row's tiles, and how likely each is the target's choice."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row // rows_per_slot)
     temperature = tl.load(temperatures_ptr + slot)

@@ -32,7 +32,7 @@ _NO_COLUMN = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def draws(temperatures_ptr, rules_ptr, slot):
-    """Whether a slot's session draws from distributions."""
+    """Return whether a slot's session draws from distributions."""
     return (tl.load(temperatures_ptr + slot) > 0.0) & (tl.load(rules_ptr + slot) == _REJECTION)
 
 
@@ -47,7 +47,7 @@ def max_tiles(
     maxima_ptr,
     TILE: tl.constexpr,
 ):
-    """The largest score of one tile of one row."""
+    """Return the largest score of one tile of one row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row)
@@ -96,7 +96,7 @@ def count_tiles(
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """How many columns of one tile have a count."""
+    """Return how many columns of one tile have a count."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     tiles = tl.num_programs(1)

@@ -58,7 +58,7 @@ class ChainDistributions(NamedTuple):
 
 
 def stack_distributions(drawn: Sequence[DrawnDistributions]) -> ChainDistributions:
-    """The distributions of chains from those of their steps."""
+    """Return the distributions of chains from those of their steps."""
     return ChainDistributions(
         sizes=torch.stack([law.sizes for law in drawn], dim=1),
         entries=torch.stack([law.entries for law in drawn], dim=2),
@@ -68,7 +68,7 @@ def stack_distributions(drawn: Sequence[DrawnDistributions]) -> ChainDistributio
 def with_target_ids(
     distributions: ChainDistributions, target_ids: Tensor, *, is_increasing: bool
 ) -> ChainDistributions:
-    """The same distributions with increasing target ids in place of columns.
+    """Return the same distributions with increasing target ids in place of columns.
 
     target_ids: integer [V], the columns' target ids, different from each other; is_increasing:
     whether they increase, so that nothing needs sorting.

@@ -126,7 +126,8 @@ def select_frontier_triton(
     *,
     width: int,
 ) -> FrontierRows:
-    """`select_frontier` in one kernel: a program per session ranks its level by counting."""
+    """Compute `select_frontier` in one kernel. A program per session ranks the candidates of a
+    level: the rank of a candidate is the number of candidates with a higher score."""
     batch, count = candidates.scores.shape
     top_k, rows = logprobs.shape[1], logprobs.shape[0] // batch
 
@@ -251,7 +252,7 @@ def grow_mask_torch(mask: Tensor | None, parents: Tensor) -> Tensor:
 
 
 def grow_mask_triton(mask: Tensor | None, parents: Tensor) -> Tensor:
-    """`grow_mask` in one kernel, a program per row."""
+    """Compute `grow_mask` in one kernel, a program per row."""
     batch, width = parents.shape
     seen = 0 if mask is None else mask.shape[2]
     grown = torch.empty((batch, width, seen + width), dtype=torch.uint8, device=parents.device)

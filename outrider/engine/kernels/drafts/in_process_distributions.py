@@ -118,7 +118,7 @@ def _put_tiles(
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The distribution of one tile of one row, by the maxima and sums of `sum_tiles`."""
+    """Return the distribution of one tile of one row, by the maxima and sums of `sum_tiles`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     tiles = tl.num_programs(1)

@@ -118,7 +118,7 @@ def draft_layout_triton(
     step_rows: int,
     block_tokens: int,
 ) -> DraftLayout:
-    """`draft_layout` in one kernel, a program per session."""
+    """Compute `draft_layout` in one kernel, a program per session."""
     batch, device = counts.shape[0], counts.device
     entries = num_rows + num_steps * step_rows
 
@@ -278,7 +278,7 @@ def head_inputs_triton(
     rows: Tensor | None = None,
     norm_before_residual: bool = False,
 ) -> BlockInputs:
-    """`head_inputs` in one kernel: a program for each half of each row."""
+    """Compute `head_inputs` in one kernel: a program for each half of each row."""
     num_rows, hidden = tokens.shape[0], features.shape[1]
     inputs = torch.empty((num_rows, 2 * hidden), dtype=features.dtype, device=features.device)
     residual = features

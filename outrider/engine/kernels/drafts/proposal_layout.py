@@ -62,7 +62,7 @@ def layout_proposals_torch(parents: Tensor, live: Tensor) -> ProposalLayout:
 
 
 def layout_proposals_triton(parents: Tensor, live: Tensor) -> ProposalLayout:
-    """`layout_proposals` in one kernel, a program per session."""
+    """Compute `layout_proposals` in one kernel, a program per session."""
     (batch, count), device = parents.shape, parents.device
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

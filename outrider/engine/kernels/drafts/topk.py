@@ -26,13 +26,14 @@ _MAX_LOGIT = tl.constexpr(MAX_LOGIT)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
 _NO_KEY = tl.constexpr(-(2**63))
 _MINUS_INF_ORDER = tl.constexpr(-2139095041)
-"""`ordered` of -inf."""
+"""Compute `ordered` of -inf."""
 
 
 def log_softmax_topk(
     logits: Tensor, k: int, *, temperatures: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The k largest of log_softmax(logits / T) of every row, best first, ties to the lower column.
+    """Return the k largest of log_softmax(logits / T) of every row, best first, ties to the lower
+    column.
 
     logits: float32 or bfloat16 [R, V], columns contiguous; NaN counts as -inf, +inf as 1e30.
     temperatures: float32 [R]; None, or an entry that is not positive: 1.

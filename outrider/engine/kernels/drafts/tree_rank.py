@@ -31,7 +31,8 @@ class TreeDraft(NamedTuple):
 
 
 def rank_tree(candidates: TreeCandidates, target_ids: Tensor, *, num_nodes: int) -> TreeDraft:
-    """The best `num_nodes` candidates, in candidate order: parents first, siblings best first.
+    """Return the best `num_nodes` candidates, in candidate order: parents first, siblings best
+    first.
 
     target_ids: target id of every draft id, [Vd].
     """
@@ -70,7 +71,7 @@ def rank_tree_torch(candidates: TreeCandidates, target_ids: Tensor, *, num_nodes
 def rank_tree_triton(
     candidates: TreeCandidates, target_ids: Tensor, *, num_nodes: int
 ) -> TreeDraft:
-    """`rank_tree` in two kernels: ranks by counting, then places by a running count."""
+    """Compute `rank_tree` in two kernels: ranks by counting, then places by a running count."""
     batch, count = candidates.scores.shape
     device = candidates.scores.device
     block = min(next_power_of_2(count), 128)

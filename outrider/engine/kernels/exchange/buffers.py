@@ -124,7 +124,7 @@ ROUNDS_KEPT: Final = 256
 
 
 def new_state(device: torch.device) -> ExchangeState:
-    """The state of a side that is not open yet."""
+    """Return the state of a side that is not open yet."""
     with torch.inference_mode(False):
         pinned = device.type == "cuda"
         host = torch.zeros(4, dtype=torch.int32, pin_memory=pinned)

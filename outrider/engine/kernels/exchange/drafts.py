@@ -37,7 +37,8 @@ _OFFSET = tl.constexpr(TOKEN_OFFSET)
 
 
 def new_taken_tokens(slots: int, length: int, device: torch.device) -> Tensor:
-    """int32 [X, K]: static private memory for draft tokens by session slot, without a draft."""
+    """Return memory for the draft tokens of each session slot, int32 [X, K], filled with NO_TOKEN.
+    It is static, so that CUDA graphs can use it."""
     with torch.inference_mode(False):
         return torch.full((slots, length), NO_TOKEN, dtype=torch.int32, device=device)
 

@@ -118,7 +118,7 @@ def wait_round_triton(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
 
 
 def is_round_there(verdicts: ExchangeBuffer, state: ExchangeState) -> bool:
-    """Whether a drafter's next wait on a CPU would end at once, by its round or because the
+    """Return whether a drafter's next wait on a CPU would end at once, by its round or because the
     exchange is closed."""
     return not int(state.words[1]) or int(verdicts.bank(0)[0][0] - state.words[0] - 1) >= 0
 
@@ -199,7 +199,7 @@ def publish_number_triton(
 def _poll(
     number: Tensor, wanted: Tensor, state: ExchangeState, begun: int, *, bound: bool
 ) -> tuple[bool, int]:
-    """Whether the number has come, and after how many looks; without `bound` it is looked at
+    """Return whether the number has come, and after how many looks; without `bound` it is looked at
     once."""
     polls = 0
     while int(number[0] - wanted) < 0:
@@ -264,7 +264,7 @@ else:
 
 @triton.jit
 def array_at(addresses, place: tl.constexpr, dtype: tl.constexpr):
-    """The array of a buffer at this place of its addresses, in the first bank."""
+    """Return the array of a buffer at this place of its addresses, in the first bank."""
     return tl.load(addresses + place).to(tl.pointer_type(dtype))
 
 
@@ -277,7 +277,8 @@ def _tell_host(control, is_open, found):
 
 @triton.jit
 def _wait(number, wanted, control, begun, lasts):
-    """Whether the number has come, and after how many looks; `lasts` 0: it is looked at once."""
+    """Return whether the number has come, and after how many looks; `lasts` 0: it is looked at
+    once."""
     host = tl.load(control).to(tl.pointer_type(tl.int32))
     bound = load_acquire(host + 1).to(tl.int64) * 1000
     found = 0

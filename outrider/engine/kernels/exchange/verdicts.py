@@ -253,7 +253,7 @@ def bank_offset(number, bank_bytes, DEPTH: tl.constexpr):
 
 @triton.jit
 def bank_array(addresses, place: tl.constexpr, offset, dtype: tl.constexpr):
-    """The array of a buffer at this place of its addresses, in the bank at `offset`."""
+    """Return the array of a buffer at this place of its addresses, in the bank at `offset`."""
     return (tl.load(addresses + place) + offset).to(tl.pointer_type(dtype))
 
 

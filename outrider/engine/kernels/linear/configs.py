@@ -43,7 +43,7 @@ class LinearConfig(NamedTuple):
         return 2 * self.block_n if gated else self.block_n
 
     def workspace_floats(self, num_tiles: int, gated: bool) -> int:
-        """float32 values of workspace that `num_tiles` tiles need: their partial sums."""
+        """Return float32 values of workspace that `num_tiles` tiles need: their partial sums."""
         return self.split_k * num_tiles * self.block_m * self.tile_rows(gated)
 
 

@@ -49,7 +49,7 @@ Normed = Tensor | HalfNormed
 
 
 def splits_norms(num_rows: int, like: Tensor) -> bool:
-    """Whether norms of `num_rows` rows of `like`'s kind are split around their products."""
+    """Return whether norms of `num_rows` rows of `like`'s kind are split around their products."""
     # x * weight before the division would leave float16's range.
     return (
         like.is_cuda
@@ -69,7 +69,7 @@ def add_linear(
     overwrite: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Normed]:
-    """`fused_linear` with a residual, and the RMSNorm of its result for the next product.
+    """Compute `fused_linear` with a residual, and the RMSNorm of its result for the next product.
 
     norm_weight [N]; the other arguments as there.
     """
@@ -95,7 +95,7 @@ def add_linear_triton(
     config: LinearConfig | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, HalfNormed]:
-    """`add_linear` in one kernel; the norm is half done."""
+    """Compute `add_linear` in one kernel; the norm is half done."""
     config = config or product_config(x_MK, weight_NK)
     num_rows, columns = residual_MN.shape
     tiles = cdiv(columns, config.block_n)
@@ -184,7 +184,7 @@ def fused_linear_torch(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`fused_linear` without the norm by torch operators, in float32 (float64 stays)."""
+    """Compute `fused_linear` without the norm by torch operators, in float32 (float64 stays)."""
     wide = torch.float64 if x_MK.dtype == torch.float64 else torch.float32
     result = F.linear(x_MK.to(wide), weight_NK.to(wide), None if bias is None else bias.to(wide))
     if gated:
@@ -205,7 +205,7 @@ def fused_linear_wide(
     out_dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> Tensor:
-    """`fused_linear` without the norm for many rows: cuBLAS product, activation.
+    """Compute `fused_linear` without the norm for many rows: cuBLAS product, activation.
 
     Rounds to x's dtype between the steps. The residual is added within the product where there is
     no bias, activation or other dtype between them; only there does `overwrite` take its memory.
@@ -240,7 +240,7 @@ def fused_linear_triton(
     rounded: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`fused_linear` by the weight-streaming kernel; M <= SKINNY_ROWS unless `rounded`.
+    """Compute `fused_linear` by the weight-streaming kernel; M <= SKINNY_ROWS unless `rounded`.
 
     The order of every sum is fixed by `config` (None: `choose_config`), so results repeat.
     norm_out: where the first half of a norm of the result goes. rotary: rotate and keep the result
@@ -283,7 +283,7 @@ def fused_linear_triton(
 
 
 def product_config(x: Tensor, weight: Tensor, *, gated: bool = False) -> LinearConfig:
-    """`choose_config` for x [M, K] and a weight [N, K]."""
+    """Compute `choose_config` for x [M, K] and a weight [N, K]."""
     n, k = weight.shape
     return choose_config(x.shape[0], n, k, gated, x.device, x.element_size())
 

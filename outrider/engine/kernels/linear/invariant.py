@@ -123,7 +123,7 @@ def invariant_linear_triton(
     config: LinearConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`invariant_linear` by the weight-streaming kernel, for any number of rows."""
+    """Compute `invariant_linear` by the weight-streaming kernel, for any number of rows."""
     return fused_linear_triton(
         x_MK,
         weight_NK,
@@ -204,7 +204,8 @@ def _cublas_is_equal(
     gated: bool,
     dtype: torch.dtype,
 ) -> bool:
-    """Whether `fused_linear_wide` gives the bits of the kernel; false while that is not known."""
+    """Return whether `fused_linear_wide` gives the bits of the kernel; false while that is not
+    known."""
     key = (
         *(x.shape[0], *weight.shape, x.dtype, dtype, weight.device),
         *(bias is not None, residual is not None, gated),

@@ -129,7 +129,7 @@ def rotary_qkv_triton(
     bias: Tensor | None = None,
     config: LinearConfig | None = None,
 ) -> Tensor:
-    """`rotary_qkv` in one step and one kernel; M <= SKINNY_ROWS.
+    """Compute `rotary_qkv` in one step and one kernel; M <= SKINNY_ROWS.
 
     Raises:
         InvalidRequestError: more rows than the kernel takes, or heads that are no whole number of

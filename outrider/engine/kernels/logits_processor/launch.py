@@ -31,8 +31,8 @@ def launch_process(
     tile: int | None = None,
     block: int = 512,
 ) -> None:
-    """`process_logits` in six launches. tile: columns a program, a power of two, None picks it;
-    block: candidates that the search looks at at once."""
+    """Compute `process_logits` in six launches. tile: columns a program, a power of two, None picks
+    it; block: candidates that the search looks at at once."""
     rows, columns = logits.shape
     if rows == 0:
         return

@@ -149,7 +149,7 @@ def _path_of(path: OutputPath | None, row: int, rows_per_slot: int) -> Tensor:
 
 
 def _allowed(allowed_tokens: AllowedTokenBits, row: int, columns: int) -> Tensor:
-    """bool [V]."""
+    """Return bool [V]."""
     ids = torch.arange(columns)
     bits = allowed_tokens.bits[int(allowed_tokens.row_indices[row])]
     words = ids >> 5

@@ -57,7 +57,7 @@ _NO_KEY = tl.constexpr(-(2**40))
 
 @triton.jit
 def peak_of(maxima_ptr, row, tiles, TILES: tl.constexpr):
-    """The largest logit of a row."""
+    """Return the largest logit of a row."""
     parts = tl.arange(0, TILES)
     maxima = tl.load(maxima_ptr + row * tiles + parts, mask=parts < tiles, other=float("-inf"))
     return tl.max(maxima, 0)
@@ -65,7 +65,7 @@ def peak_of(maxima_ptr, row, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def score_of(logit, temperature):
-    """The score of a logit, as `scaled_tile` has it."""
+    """Return the score of a logit, as `scaled_tile` has it."""
     return tl.div_rn(logit, tl.maximum(temperature, _MIN_TEMPERATURE))
 
 
@@ -76,7 +76,7 @@ def _searches(flags, top_k, top_p):
 
 @triton.jit
 def _totals(guides_ptr, row, tiles, TILES: tl.constexpr):
-    """A guide's sums over a row, float32 [GUIDES]."""
+    """Return a guide's sums over a row, float32 [GUIDES]."""
     parts = tl.arange(0, TILES)[:, None]
     which = tl.arange(0, _GUIDES)[None, :]
     where = (row * tiles + parts) * _GUIDES + which
@@ -85,7 +85,7 @@ def _totals(guides_ptr, row, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def _distances_of(low, high, LEVEL: tl.constexpr):
-    """The distances within which a guide sums, ascending; the last one takes all."""
+    """Return the distances within which a guide sums, ascending; the last one takes all."""
     which = tl.arange(0, _GUIDES)
     steps = (which + 1).to(tl.float32)
     if LEVEL == 0:
@@ -98,7 +98,7 @@ def _distances_of(low, high, LEVEL: tl.constexpr):
 
 @triton.jit
 def _narrowed(totals, distances, need, error, low, high):
-    """The bracket (low, high] of the edge's distance after a guide."""
+    """Return the bracket (low, high] of the edge's distance after a guide."""
     below = (totals < need * (1.0 - error)) & (distances < _FAR)
     enough = totals >= need * (1.0 + error)
     low = tl.maximum(low, tl.max(tl.where(below, distances, 0.0), 0))
@@ -255,7 +255,7 @@ def _key(scores):
 
 @triton.jit
 def _of_key(key):
-    """The score of a key."""
+    """Return the score of a key."""
     order = key.to(tl.int32)
     return (order ^ ((order >> 31) & _LAST_INT32)).to(tl.float32, bitcast=True)
 
@@ -281,7 +281,7 @@ def _edge(
     BY_COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The lowest key, from `floor` on, with less than `need` above it."""
+    """Return the lowest key, from `floor` on, with less than `need` above it."""
     high = _key(peak)
     low = high
     for start in range(0, count, BLOCK):
@@ -326,7 +326,7 @@ def find_threshold(
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The lowest score that one row keeps."""
+    """Return the lowest score that one row keeps."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row // rows_per_slot)
     if (tl.load(flags_ptr + slot) & _CUTS) != 0:

@@ -13,7 +13,7 @@ def shape_family_for(
     features: bool,
     remote_distributions: bool = False,
 ) -> ShapeFamily:
-    """The shapes of a verifier's rounds; see `ShapeFamily` for the arguments."""
+    """Return the shapes of a verifier's rounds; see `ShapeFamily` for the arguments."""
     return ShapeFamily(
         max_rows=config.max_sessions,
         # Sessions may use n-gram drafts beside an in-process drafter too. Simulated acceptance is
