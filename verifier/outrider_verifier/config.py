@@ -31,6 +31,9 @@ MAX_EXCHANGE_AHEAD_SESSIONS = 16
 """Maximum number of sessions of a round whose outcomes are drafted for while the round runs."""
 MAX_EXCHANGE_DISTRIBUTION_IDS = 4096
 """Maximum number of ids in a draft distribution of device_exchange."""
+MIN_SHORTENED_CHAIN = 3
+"""Minimum number of draft tokens of chains that the planner may shorten when many sessions
+decode."""
 DEFAULT_KV_TOKENS = 32768
 """KV budget in tokens if none is configured and the device's memory does not determine one."""
 PLANNERS = AUTOMATIC_PLANNER, FIXED_PLANNER = ("automatic", "fixed")
@@ -62,7 +65,8 @@ class VerifierConfig:
     `feature_head` in this process) or fused (the same, in one CUDA graph with the target)."""
     draft_length: int = 4
     """Draft tokens per round of an in-process drafter or of device_exchange; also the number of
-    positions for simulated_acceptance."""
+    positions for simulated_acceptance. In rounds of at least 32 sessions the planner may use one
+    draft token less, if draft_top_k is 1 and draft_length at least 3."""
     draft_top_k: int = 1
     """Branching factor of in-process drafts: 1 drafts chains, larger values grow trees of
     draft_length nodes."""
@@ -317,6 +321,15 @@ class VerifierConfig:
             return 0
         nodes = min(self.draft_tree_nodes, self.max_tree_nodes)
         return nodes if nodes > self.draft_length else 0
+
+    @property
+    def short_chain_tokens(self) -> int:
+        """Number of draft tokens of the shorter chains that the planner may use when many sessions
+        decode; 0 if there are none."""
+        chooses = self.planner == AUTOMATIC_PLANNER and not self.simulated_acceptance
+        is_chain = self.draft_top_k == 1 and self.draft_length >= MIN_SHORTENED_CHAIN
+        drafts = self.has_in_process_drafter or self.exchanges_on_device
+        return self.draft_length - 1 if chooses and is_chain and drafts else 0
 
     @property
     def exchanges_on_device(self) -> bool:

@@ -198,7 +198,11 @@ class InProcessDrafter:
             if sampled and self.distribution is not None
             else None,
         )
-        self.tokens[:, : shape.num_nodes].index_copy_(0, rows.slots.long(), chain.tokens)
+        slots = rows.slots.long()
+        self.tokens[:, : shape.num_nodes].index_copy_(0, slots, chain.tokens)
+        if shape.num_nodes < self.shape.num_nodes:
+            # The next round may verify chains of the usual length.
+            self.first_tokens[:, shape.num_nodes :].index_fill_(0, slots, -1)
 
     def store_catch_up(self, rows: NewRows) -> None:
         """Store these rows for drafts that are made later. If the drafts are chains, also run the

@@ -19,6 +19,7 @@ from outrider.engine.device.graphs.shapes import (
     MAX_CHUNKS,
     MAX_IN_PROCESS_TREE_ROWS,
     MAX_TOKEN_ROWS,
+    MIN_SHORT_CHAIN_ROWS,
     MIXED_CHAIN_BUCKETS,
     MIXED_CHUNK_BUCKETS,
     MIXED_ROW_BUCKETS,
@@ -42,6 +43,7 @@ class ShapeFamily:
         max_nodes: int,
         in_process_nodes: int,
         in_process_tree_nodes: int = 0,
+        short_chain_nodes: int = 0,
         has_features: bool,
         has_sampled_acceptance: bool,
         max_prefill_tokens: int,
@@ -63,6 +65,10 @@ class ShapeFamily:
         in_process_tree_nodes: nodes of a row with a tree of the in-process drafter, used beside its
         chains when there are few sessions (`MAX_IN_PROCESS_TREE_ROWS`); 0 without such trees.
 
+        short_chain_nodes: nodes of a row with a shorter chain of the in-process drafter, used when
+        there are many sessions (`MIN_SHORT_CHAIN_ROWS`); 0 without such chains. Rounds with prefill
+        chunks and `AcceptanceMode.REJECTION` have `in_process_nodes` instead.
+
         has_features: whether the engine projects features for a drafter.
 
         has_sampled_acceptance: whether the engine serves acceptance rules that draw random numbers
@@ -75,6 +81,7 @@ class ShapeFamily:
         self._max_nodes = max_nodes
         self._in_process_nodes = in_process_nodes
         self._in_process_tree_nodes = in_process_tree_nodes
+        self._short_chain_nodes = short_chain_nodes
         self._chain_sizes = FEW_CHAIN_BUCKETS if in_process_nodes else CHAIN_BUCKETS
         self._tree_sizes = FEW_TREE_BUCKETS if in_process_nodes else TREE_BUCKETS
         self._has_features = has_features
@@ -110,6 +117,16 @@ class ShapeFamily:
         """Maximum number of rows of one launch with trees of the in-process drafter; 0 without such
         trees."""
         return min(self._max_rows, MAX_IN_PROCESS_TREE_ROWS) if self._in_process_tree_nodes else 0
+
+    @property
+    def short_chain_nodes(self) -> int:
+        """Number of nodes of a row with a shorter chain of the in-process drafter; 0 without such
+        chains."""
+        return self._short_chain_nodes
+
+    def allows_short_chains(self, rows: int) -> bool:
+        """Return whether rounds of this number of sessions may have shorter chains."""
+        return bool(self._short_chain_nodes) and rows >= MIN_SHORT_CHAIN_ROWS
 
     @property
     def max_prefill_tokens(self) -> int:
@@ -173,7 +190,11 @@ class ShapeFamily:
         if rows:
             row_sizes = MIXED_ROW_BUCKETS if mixed else ROW_BUCKETS
             rows = bucket_for(rows, MANY_CHUNKS_ROW_BUCKETS if many else row_sizes)
-        elif draft_kind is not DraftKind.IN_PROCESS:
+        if draft_kind is DraftKind.IN_PROCESS and nodes == self._short_chain_nodes:
+            is_many = rows >= MIN_SHORT_CHAIN_ROWS and not chunks
+            if not is_many or acceptance_mode is AcceptanceMode.REJECTION:
+                nodes = self._in_process_nodes
+        if not rows and draft_kind is not DraftKind.IN_PROCESS:
             nodes, draft_kind = 1, DraftKind.NONE
         # Features are projected in every shape whose sessions may keep them: the projection is
         # cheap, and this saves graphs.
@@ -234,6 +255,8 @@ class ShapeFamily:
             yield DraftKind.IN_PROCESS, self._in_process_nodes
         if self._in_process_tree_nodes:
             yield DraftKind.IN_PROCESS, self._in_process_tree_nodes
+        if self._short_chain_nodes:
+            yield DraftKind.IN_PROCESS, self._short_chain_nodes
         if self._max_nodes > 1:
             for nodes in buckets_up_to(
                 self._chain_sizes, min(self._max_nodes, self._chain_sizes[-1])
@@ -252,8 +275,9 @@ class ShapeFamily:
             case DraftKind.NONE:
                 return draft_kind, 1
             case DraftKind.IN_PROCESS:
-                is_tree = nodes > 1 and nodes == self._in_process_tree_nodes
-                return draft_kind, nodes if is_tree else self._in_process_nodes
+                others = (self._in_process_tree_nodes, self._short_chain_nodes)
+                is_other = nodes > 1 and nodes in others
+                return draft_kind, nodes if is_other else self._in_process_nodes
             case DraftKind.CHAIN if nodes <= self._chain_sizes[-1]:
                 return draft_kind, bucket_for(nodes, chain_sizes)
             case _:

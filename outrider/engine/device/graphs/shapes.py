@@ -56,6 +56,10 @@ MAX_IN_PROCESS_TREE_ROWS: Final = 16
 """Maximum number of sessions of a round with trees, for an in-process drafter that drafts trees and
 chains. With more sessions trees gain less than their rows cost (an 8B model on an H200 at 32
 sessions: 8,165 tokens/s with trees of 16 nodes, 11,247 with chains of 4)."""
+MIN_SHORT_CHAIN_ROWS: Final = 32
+"""Minimum number of sessions of a round with the shorter one of two chain lengths. With many
+sessions the last token of a chain may cost more than it gains (an 8B model on an H200 at 64
+sessions, temperature 0.8: 14,986 tokens/s with chains of 3, 13,871 with chains of 4)."""
 MAX_TOKEN_ROWS: Final = 2048
 """Maximum of rows times nodes of a bucket; a bucket of one row may have more."""
 

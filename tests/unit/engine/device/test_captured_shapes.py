@@ -23,11 +23,13 @@ FAMILIES = {
         "max_nodes": 65,
         "in_process_nodes": 5,
         "in_process_tree_nodes": 17,
+        "short_chain_nodes": 4,
         "has_features": True,
     },
     "remote": {
         "max_nodes": 65,
         "in_process_nodes": 4,
+        "short_chain_nodes": 3,
         "has_features": True,
         "has_remote_distributions": True,
     },
@@ -61,6 +63,8 @@ def test_every_round_has_its_shape_in_the_family(
     kinds += [DraftKind.CHAIN, DraftKind.TREE] if most > 1 else []
     drafts = data.draw(st.sampled_from(kinds))
     nodes = data.draw(st.integers(2, most)) if drafts in (DraftKind.CHAIN, DraftKind.TREE) else 1
+    if drafts is DraftKind.IN_PROCESS:
+        nodes = data.draw(st.sampled_from([own, FAMILIES[name].get("short_chain_nodes", own)]))
     most_rows = shapes.max_rows(nodes)
     rows = data.draw(st.integers(0, most_rows))
     most_chunks = shapes.max_prefill_tokens // CHUNK_TOKENS
@@ -91,6 +95,30 @@ def test_a_family_holds_the_prompt_tokens_that_are_planned_with_up_to_a_bound() 
     assert family("own", budget=2000).max_prefill_tokens == 2016
     assert family("own", budget=1 << 20).max_prefill_tokens == MAX_CHUNKS * CHUNK_TOKENS
     assert len(list(family("own", budget=512).all_shapes())) < len(list(family("own").all_shapes()))
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunks", "asked", "nodes"),
+    [
+        (64, 0, AcceptanceMode.MATCH, 3),
+        (64, 0, AcceptanceMode.SAMPLED, 3),
+        (64, 0, AcceptanceMode.REJECTION, 4),
+        (64, 2, AcceptanceMode.MATCH, 4),
+        (24, 0, AcceptanceMode.MATCH, 4),
+    ],
+)
+def test_only_large_rounds_of_decoding_sessions_have_shorter_chains(
+    rows: int, chunks: int, asked: AcceptanceMode, nodes: int
+) -> None:
+    shape = family("remote").fit_shape(
+        rows=rows,
+        nodes=3,
+        draft_kind=DraftKind.IN_PROCESS,
+        acceptance_mode=asked,
+        has_features=True,
+        chunks=chunks,
+    )
+    assert shape.nodes == nodes
 
 
 M, S, R = AcceptanceMode

@@ -32,6 +32,7 @@ from outrider.engine.device.exchange.memory import (
     map_host_memory,
 )
 from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
+from outrider.engine.device.graphs import shape_family
 from outrider.engine.draft_sampling import DistributionLimits
 from outrider.engine.heads import load_feature_projection, load_head
 from outrider.engine.linear import PlainLinear
@@ -86,6 +87,7 @@ def exchanging(
         max_tree_nodes=MAX_NODES,
         feature_head=str(head_dir),
         draft_length=3,
+        device_exchange="on",
         exchange_fan_out=fan_out,
         exchange_ahead_sessions=4,
         exchange_distribution_ids=distribution_ids,
@@ -179,6 +181,31 @@ def test_the_planner_knows_the_shape_of_drafts_from_elsewhere(
     runner = exchanging(tiny_target, tiny_head).driver.runner
     (shape,) = runner.draft_shapes(2)
     assert shape.num_nodes == 1 + PLAN.draft_tokens and not shape.is_tree
+
+
+@pytest.mark.parametrize("name", [*SAMPLINGS, "rejection"])
+def test_rounds_that_verify_a_part_of_each_chain_change_no_text(
+    tiny_target: Path, tiny_head: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shape_family, "MIN_SHORT_CHAIN_ROWS", 1)
+    sampling = SAMPLINGS.get(name, REJECTION)
+    exchange = exchanging(tiny_target, tiny_head)
+    runner = exchange.driver.runner
+    assert [each.num_nodes for each in runner.draft_shapes(2)] == [4, 3]
+
+    def change(driver: Driver, step: int) -> None:
+        driver.runner.set_draft_shape(4 - step // 3 % 2)
+
+    found = texts(exchange.driver, specs(sampling), change)
+    verified = {nodes for rows in exchange.driver.drafted.values() for nodes in rows[2:]}
+    assert exchange.replica.is_open
+    if name == "rejection":
+        # Their distributions have the length of the drafts.
+        assert verified == {3}
+        return
+    assert verified == {3, 2}
+    runner, pool = host_runner(tiny_target, blocks=BLOCKS)
+    assert found == texts(Driver(runner, pool), specs(sampling))
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

@@ -11,13 +11,14 @@ import pytest
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 
+from outrider.engine.device.graphs import shape_family
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import SessionSpec
 from tests.unit.verifier.harness import make_spec
 from tests.unit.verifier.round_driver import Driver, device_runner, host_runner, texts
 
-CHAIN, TREE = 5, 13
+CHAIN, SHORT, TREE = 5, 4, 13
 """Nodes of a row, the root included."""
 PLAN = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=8)
 SAMPLINGS = {
@@ -60,14 +61,57 @@ def test_rounds_of_either_shape_change_no_text(
     assert verified == {0, CHAIN - 1, TREE - 1}, "a round without drafts lies between two shapes"
 
 
-def test_sessions_under_the_rejection_rule_go_through_both_shapes(
-    tiny_target: Path, tiny_head: Path
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_shorter_chains_change_no_text_and_follow_longer_ones_at_once(
+    name: str, ahead: bool, tiny_target: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shape_family, "MIN_SHORT_CHAIN_ROWS", 1)
+    wanted = specs(SAMPLINGS[name])
+    runner, pool = host_runner(tiny_target)
+    expected = texts(Driver(runner, pool), wanted)
+    runner, pool = device_runner(tiny_target, tiny_head, **SETTINGS)
+
+    def change(driver: Driver, step: int) -> None:
+        runner.set_draft_shape(SHORT if step // 3 % 2 else CHAIN)
+
+    driver = Driver(runner, pool, ahead=ahead)
+    assert texts(driver, wanted, change) == expected
+    verified = {nodes for rows in driver.drafted.values() for nodes in rows[1:]}
+    assert verified == {CHAIN - 1, SHORT - 1}, "no round between them lacks drafts"
+
+
+@pytest.mark.parametrize("shapes", [(CHAIN, TREE), (CHAIN, SHORT)])
+def test_sessions_under_the_rejection_rule_go_through_both_shapes(
+    shapes: tuple[int, int], tiny_target: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shape_family, "MIN_SHORT_CHAIN_ROWS", 1)
     sampling = SamplingParams(temperature=0.8, seed=3, rule=Rule.REJECTION)
     runner, pool = device_runner(tiny_target, tiny_head, **SETTINGS)
     driver = Driver(runner, pool)
-    texts(driver, specs(sampling), lambda _, step: runner.set_draft_shape((CHAIN, TREE)[step % 2]))
+    texts(driver, specs(sampling), lambda _, step: runner.set_draft_shape(shapes[step % 2]))
     assert driver.counts
+
+
+def test_shorter_chains_are_a_choice_from_a_number_of_sessions_on(
+    tiny_target: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shape_family, "MIN_SHORT_CHAIN_ROWS", 3)
+    runner, _ = device_runner(tiny_target, tiny_head, **{**SETTINGS, "draft_tree_nodes": 0})
+    assert isinstance(runner, GpuModelRunner)
+    runner.round_times.set_measurements(
+        {shape: 1e-3 * shape.nodes for shape in runner.rounds.family.all_shapes()}
+    )
+    assert [each.num_nodes for each in runner.draft_shapes(2)] == [CHAIN]
+    assert [each.num_nodes for each in runner.draft_shapes(3)] == [CHAIN, SHORT]
+
+
+def test_few_sessions_get_no_shorter_chains(tiny_target: Path, tiny_head: Path) -> None:
+    runner, pool = device_runner(tiny_target, tiny_head, **SETTINGS)
+    runner.set_draft_shape(SHORT)
+    driver = Driver(runner, pool)
+    texts(driver, specs(SamplingParams()))
+    assert SHORT - 1 not in {nodes for rows in driver.drafted.values() for nodes in rows}
 
 
 def test_more_sessions_than_trees_are_for_get_chains(tiny_target: Path, tiny_head: Path) -> None:
@@ -116,6 +160,26 @@ def test_without_measured_times_there_is_no_choice(tiny_target: Path, tiny_head:
     )
     found = [(each.num_nodes, each.is_tree) for each in runner.draft_shapes(4)]
     assert found == [(CHAIN, False), (TREE, True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({}, 3),
+        ({"draft_length": 3}, 2),
+        ({"draft_length": 2}, 0),
+        ({"draft_top_k": 4}, 0),
+        ({"planner": "fixed"}, 0),
+        ({"placement": "separate"}, 0),
+        ({"placement": "separate", "device": "cuda:0"}, 3),
+        ({"simulated_acceptance": "2.6"}, 0),
+    ],
+)
+def test_chains_may_be_shortened_where_the_planner_may_choose(
+    settings: dict[str, Any], tokens: int
+) -> None:
+    settings = {"model": "m", "placement": "fused", "feature_head": "h", **settings}
+    assert VerifierConfig(**settings).short_chain_tokens == tokens
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,8 @@ class GpuModelRunner:
         elif remote_drafter is not None:
             self._draft_levels = remote_drafter.exchange_shape.draft_length
             self._draft_nodes = 1 + self._draft_levels
+        self._usual_nodes = self._draft_nodes
+        """Number of nodes of a row with drafts of the default shape."""
         self._feature_dtype = feature_dtype
         self._wire_dtype = to_wire_array(torch.empty(0), feature_dtype).dtype
         self._device = device
@@ -163,6 +165,8 @@ class GpuModelRunner:
         shapes = [shape]
         if config.in_process_tree_nodes:
             shapes.append(InProcessDraftShape(config.in_process_tree_nodes, _TREE_TOP_K))
+        if config.short_chain_tokens and head:
+            shapes.append(InProcessDraftShape(config.short_chain_tokens))
         in_process_slots = max(each.extra_slots for each in shapes) if drafts_here else 0
         # The host's word on a session may be a round old.
         slack = KVHeadroom(config.max_tree_nodes, rounds=2, in_process_slots=in_process_slots)
@@ -278,15 +282,17 @@ class GpuModelRunner:
         drafter, family = self.in_process_drafter, self.rounds.family
         if self.remote_drafter is not None:
             # Warm-up measures rounds without a drafter, which wait for nobody's drafts.
-            num_nodes = 1 + self.remote_drafter.exchange_shape.draft_length
-            return (DraftShapeTimes(num_nodes, is_tree=False, seconds=math.nan),)
+            num_nodes = [1 + self.remote_drafter.exchange_shape.draft_length]
+            num_nodes += [family.short_chain_nodes] if family.allows_short_chains(rows) else []
+            return [DraftShapeTimes(each, is_tree=False, seconds=math.nan) for each in num_nodes]
         if drafter is None:
             return ()
         shapes = list[DraftShapeTimes]()
         for shape in drafter.shapes:
             seconds = self.round_times.plain_s(rows, own_nodes=1 + shape.num_nodes)
-            fits = rows <= family.max_in_process_tree_rows and seconds is not None
-            if fits or shape is drafter.shape:
+            if self._is_available(1 + shape.num_nodes, rows) and (
+                seconds is not None or shape is drafter.shape
+            ):
                 shapes.append(
                     DraftShapeTimes(
                         1 + shape.num_nodes, shape.is_tree, math.nan if seconds is None else seconds
@@ -298,17 +304,25 @@ class GpuModelRunner:
         """See `ModelRunner`."""
         self._wanted_nodes = num_nodes
 
+    def _is_available(self, num_nodes: int, rows: int) -> bool:
+        """Return whether rounds of `rows` sessions may have drafts of `num_nodes` nodes, including
+        the root."""
+        family = self.rounds.family
+        if num_nodes == family.short_chain_nodes:
+            return family.allows_short_chains(rows)
+        return num_nodes == self._usual_nodes or rows <= family.max_in_process_tree_rows
+
     def _prepare_draft_shape(self, rows: int) -> None:
         """Switch to the draft shape of a round of `rows` sessions."""
-        drafter, wanted = self.in_process_drafter, self._wanted_nodes
-        if drafter is None or not wanted:
+        wanted, before = self._wanted_nodes, self._draft_nodes
+        if not (wanted and before):
             return
-        usual = 1 + drafter.shape.num_nodes
         # Sessions in a grammar may sit rounds out: the shape shall not change each time.
-        if rows > self.rounds.family.max_in_process_tree_rows or self._constrained:
-            wanted = usual
-        if wanted != self._draft_nodes:
-            self._draft_nodes = wanted
+        if self._constrained or not self._is_available(wanted, rows):
+            wanted = self._usual_nodes
+        self._draft_nodes = wanted
+        chains = (self._usual_nodes, self.rounds.family.short_chain_nodes)
+        if wanted != before and not (wanted in chains and before in chains):
             self.device_slots.forget_in_process_drafts()
 
     def verify_round_s(self, rows: int, nodes: int) -> float | None:

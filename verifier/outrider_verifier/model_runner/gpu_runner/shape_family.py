@@ -25,6 +25,9 @@ def shape_family_for(
         in_process_tree_nodes=1 + config.in_process_tree_nodes
         if config.in_process_tree_nodes
         else 0,
+        short_chain_nodes=1 + config.short_chain_tokens
+        if in_process_nodes and config.short_chain_tokens
+        else 0,
         has_features=features,
         has_sampled_acceptance=not config.simulated_acceptance,
         max_prefill_tokens=config.resolved_prefill_tokens,
