@@ -208,7 +208,7 @@ def fused_graph(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
 
 
 def draft_probabilities(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
-    """Return the tokens a round without and with draft probabilities, coupled beside them."""
+    """Return the tokens per round without and with draft probabilities, and under `coupled`."""
     table = acceptance.table(bench)
     rules = ("target-only", "rejection", "coupled")
     rows = []

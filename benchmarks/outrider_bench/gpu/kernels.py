@@ -40,7 +40,7 @@ Case = tuple[str, str, int, list[Callable[[], object]]]
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Return the time every kernel."""
+    """Time every kernel."""
     config = SHAPES[bench.args.shape]
     rows, found = [], []
     for make in (_products, _attention, _choosing, _small):

@@ -30,6 +30,7 @@ from outrider.errors import InternalError
 from outrider.spec.noise import NoiseStream, gumbel
 from outrider.text.tokenizer import Tokenizer
 from outrider_bench.environment import describe
+from outrider_bench.gpu.lossless import common_prefix
 from outrider_bench.models import add_model_arguments, describe_placement, local_config
 from outrider_bench.prompts import BenchPrompt, load_prompts
 from outrider_bench.report import print_progress, print_result
@@ -163,7 +164,7 @@ def _compare(
 ) -> dict[str, object]:
     """Return how many answers are the same, and where the others begin to differ."""
     first = [
-        (index, _num_same(one.token_ids, other.token_ids))
+        (index, common_prefix(one.token_ids, other.token_ids))
         for index, (one, other) in enumerate(zip(expected, actual, strict=True))
         if one.token_ids != other.token_ids
     ]
@@ -177,13 +178,6 @@ def _compare(
         "accepted": sum(each.accepted for each in stats),
         "first_differences": first[:_MAX_DIFFERENCES],
     }
-
-
-def _num_same(expected: Sequence[int], actual: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    pairs = enumerate(zip(expected, actual, strict=False))
-    shorter = min(len(expected), len(actual))
-    return next((index for index, (one, other) in pairs if one != other), shorter)
 
 
 class _Explainer:
@@ -219,7 +213,7 @@ class _Explainer:
         temperature: float,
     ) -> float:
         """Distance of the two ids at the first difference, in units of logits / T + noise."""
-        same = _num_same(expected, actual)
+        same = common_prefix(expected, actual)
         if same == min(len(expected), len(actual)):
             return float("inf")
         ids = self._tokenizer.encode_chat([{"role": "user", "content": prompt.text}])

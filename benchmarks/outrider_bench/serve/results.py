@@ -133,7 +133,7 @@ def over_plain(cell: dict[str, Any]) -> float | None:
 
 def floor_ratio(cells: Sequence[dict[str, Any]]) -> float | None:
     """Return the smallest tokens/s over plain decoding of all closed loops that speculate; in an
-    open one both are what arrives, and a fixed planner drafts where it was told to, not where it
+    open one both are what arrives, and a fixed planner drafts where requests say so, not where it
     pays."""
     closed = [
         cell

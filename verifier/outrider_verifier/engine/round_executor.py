@@ -240,7 +240,7 @@ class RoundExecutor:
             self.failing.fail_round(*failure)
 
     def _settle(self, in_flight: InFlightRound, *, go_on: bool, alone: bool) -> _Failure | None:
-        """Return the commit the outcome of a round and send its results. Return the failure if the
+        """Commit the outcome of a round and send its results. Return the failure if the
         next round could not be submitted, else None."""
         # This runs while the device is still busy.
         may_go_on = go_on and self._may_go_on(in_flight)

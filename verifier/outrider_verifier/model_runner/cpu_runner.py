@@ -202,7 +202,7 @@ class CpuModelRunner:
         return True
 
     def collect_round(self, flight: RoundHandle) -> RunnerOutput:
-        """Return the commit the KV of the round and return its results."""
+        """Commit the KV of the round and return its results."""
         assert isinstance(flight, _FinishedRound)
         with torch.inference_mode():
             for row in flight.packed:

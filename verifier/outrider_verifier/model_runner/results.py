@@ -218,7 +218,7 @@ class VerdictInputs:
 
 
 def commit_rows(verify: Sequence[VerifyRow], decoded: DecodeOutput, now: float) -> CommittedRows:
-    """Return the commit the accepted tokens of decoding rows whose sessions continue, without
+    """Commit the accepted tokens of decoding rows whose sessions continue, without
     informing drafters or clients. `now` is the time at which the new roots became known."""
     going, others, end = list[int](), list[int](), 0
     tokens, unlike = decoded.tokens.tolist(), decoded.special_rows()
@@ -253,7 +253,7 @@ def commit_rows(verify: Sequence[VerifyRow], decoded: DecodeOutput, now: float) 
 def commit_prompts(
     prefill: Sequence[PrefillRow], results: Sequence[RowOutput], now: float
 ) -> list[RowResult]:
-    """Return the commit the first tokens of the prompts that are complete."""
+    """Commit the first tokens of the prompts that are complete."""
     return [
         _commit_prompt(row, result, now)
         for row, result in zip(prefill, results, strict=True)

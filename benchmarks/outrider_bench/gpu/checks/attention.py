@@ -270,7 +270,7 @@ def time_config(
 
 
 def sweep(storage: Tensor, budget_s: float) -> list[dict[str, Any]]:
-    """Return the time every candidate of every shape; print default and best. Ends early at the
+    """Time every candidate of every shape; print default and best. Ends early at the
     budget."""
     results = []
     started = time.perf_counter()

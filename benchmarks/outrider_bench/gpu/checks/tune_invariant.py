@@ -25,8 +25,10 @@ from outrider.engine.kernels.linear.invariant import (
 )
 from outrider.engine.kernels.runtime import next_power_of_2
 from outrider_bench.gpu.checks.tune_linear import (
+    COPY_BYTES,
     LAYER,
     LM_HEAD,
+    SM_SHARED_BYTES,
     Product,
     compile_all,
     make_inputs,
@@ -37,8 +39,6 @@ from outrider_bench.gpu.checks.tune_linear import (
 
 ROWS: Final = (8, 32, 64, 96, 160, 256, 320, 512, 1024, 2048)
 PRODUCTS: Final = (*LAYER, LM_HEAD)
-_COPY_BYTES: Final = 400e6
-_SM_SHARED: Final = 224 << 10
 
 
 def candidates(product: Product, rows: int) -> list[LinearConfig]:
@@ -57,7 +57,7 @@ def candidates(product: Product, rows: int) -> list[LinearConfig]:
 def _staged(product: Product, block_m: int, tile_rows: int, block_k: int) -> list[LinearConfig]:
     block_n = tile_rows // 2 if product.gated else tile_rows
     values = block_m * tile_rows
-    stages = min(_SM_SHARED // (2 * (block_m + tile_rows) * block_k), 8)
+    stages = min(SM_SHARED_BYTES // (2 * (block_m + tile_rows) * block_k), 8)
     if stages < 3 or values > 128 * 256 or 2 * (block_m + tile_rows) * block_k < 8 << 10:
         return []
     warps = (8,) if values >= 128 * 128 else (4, 8)
@@ -72,15 +72,15 @@ def _staged(product: Product, block_m: int, tile_rows: int, block_k: int) -> lis
 def tune(product: Product, rows: int) -> dict[str, Any]:
     """Times in us of the candidates, of the present configuration and of cuBLAS, and whether the
     last two give the same bits."""
-    copies = max(4, math.ceil(_COPY_BYTES / product.weight_bytes))
+    copies = max(4, math.ceil(COPY_BYTES / product.weight_bytes))
     weights = [make_weight(product) for _ in range(copies)]
     x, options = make_inputs(product, rows)
     present = invariant_config(x, weights[0], gated=product.gated)
     streamed = invariant_linear_triton(x, weights[0], **options)
-    is_equal = torch.equal(fused_linear_wide(x, weights[0], **_wide(options)), streamed)
+    is_equal = torch.equal(fused_linear_wide(x, weights[0], **options), streamed)
 
     def multiply_wide(index: int) -> object:
-        return fused_linear_wide(x, weights[index % copies], **_wide(options))
+        return fused_linear_wide(x, weights[index % copies], **options)
 
     wide_s = seconds(multiply_wide, copies)
     times = {
@@ -102,10 +102,6 @@ def tune(product: Product, rows: int) -> dict[str, Any]:
         flush=True,
     )
     return result
-
-
-def _wide(options: dict[str, Any]) -> dict[str, Any]:
-    return {"bias": None, "residual": None, "out_dtype": torch.bfloat16, **options}
 
 
 def main() -> None:

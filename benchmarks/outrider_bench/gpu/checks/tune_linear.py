@@ -40,10 +40,12 @@ TUNED_ROWS = (8, 32, 64)  # for the row tiles 16, 32 and 64
 TIMED_ROWS = (1, 8, 16, 32, 64)
 NUM_LAYERS = 32
 FLOOR_MS = 3.49  # the target's weights at the speed of a device copy (H200)
-_COPY_BYTES = 400e6
+COPY_BYTES = 400e6
+"""Bytes of weights that a timing reads in turn: more than the L2 holds."""
 _EPS = 1e-5
 _SMS = 132
-_SM_SHARED = 224 << 10
+SM_SHARED_BYTES = 224 << 10
+"""Shared memory of a multiprocessor that programs can use."""
 
 
 class Product(NamedTuple):
@@ -90,7 +92,7 @@ def candidates(product: Product, block_m: int, limit: int) -> list[LinearConfig]
         for block_k in (64, 128, 256):
             for residents in (1, 2, 3, 4):
                 stage = (rows + block_m) * block_k * 2
-                stages = min(_SM_SHARED // residents // stage, 8)
+                stages = min(SM_SHARED_BYTES // residents // stage, 8)
                 if stages < 3 or not 4096 <= rows * block_k <= 16384:
                     continue
                 for split_k in (1, 2, 4, 8):
@@ -117,7 +119,7 @@ def neighbours(product: Product, config: LinearConfig) -> list[LinearConfig]:
 
 def _is_launchable(product: Product, config: LinearConfig) -> bool:
     stage = (config.tile_rows(product.gated) + config.block_m) * config.block_k * 2
-    if not 2 <= config.num_stages <= _SM_SHARED // stage:
+    if not 2 <= config.num_stages <= SM_SHARED_BYTES // stage:
         return False
     tiles = cdiv(product.columns, config.block_n)
     fits = config.workspace_floats(tiles, product.gated) <= WORKSPACE_FLOATS
@@ -251,7 +253,7 @@ def _cublas(x: Tensor, weights: list[Tensor], index: int) -> Tensor:
 
 def tune(product: Product, jobs: dict[int, list[LinearConfig]]) -> dict[int, dict[str, Any]]:
     """Results by row count: best config, its time and error, cuBLAS's time, all times."""
-    copies = max(8, math.ceil(_COPY_BYTES / product.weight_bytes))
+    copies = max(8, math.ceil(COPY_BYTES / product.weight_bytes))
     weights = [make_weight(product) for _ in range(copies)]
     results = {}
     for m, configs in jobs.items():

@@ -70,7 +70,7 @@ def _bfloat16(value: float) -> float:
 
 
 def tree_acceptance(bench: Bench) -> dict[str, dict[str, object]]:
-    """Return the tokens a round of greedy trees of the real model, ranked either way; loops left
+    """Return the tokens per round of greedy trees of the real model, ranked either way; loops left
     out."""
     models = bench.real()
     setup = sized(bench, ServingSetup(placement=INPROC, draft_length=NODES, top_k=TOP_K))

@@ -191,8 +191,8 @@ class ShapeFamily:
             row_sizes = MIXED_ROW_BUCKETS if mixed else ROW_BUCKETS
             rows = bucket_for(rows, MANY_CHUNKS_ROW_BUCKETS if many else row_sizes)
         if draft_kind is DraftKind.IN_PROCESS and nodes == self._short_chain_nodes:
-            is_many = rows >= MIN_SHORT_CHAIN_ROWS and not chunks
-            if not is_many or acceptance_mode is AcceptanceMode.REJECTION:
+            is_rejection = acceptance_mode is AcceptanceMode.REJECTION
+            if not self.allows_short_chains(rows) or chunks or is_rejection:
                 nodes = self._in_process_nodes
         if not rows and draft_kind is not DraftKind.IN_PROCESS:
             nodes, draft_kind = 1, DraftKind.NONE

@@ -283,7 +283,7 @@ def fused_linear_triton(
 
 
 def product_config(x: Tensor, weight: Tensor, *, gated: bool = False) -> LinearConfig:
-    """Compute `choose_config` for x [M, K] and a weight [N, K]."""
+    """Return `choose_config` for x [M, K] and a weight [N, K]."""
     n, k = weight.shape
     return choose_config(x.shape[0], n, k, gated, x.device, x.element_size())
 

@@ -42,22 +42,30 @@ def specs(sampling: SamplingParams, count: int = 3) -> list[SessionSpec]:
     ]
 
 
+def verified_in_turn(
+    sampling: SamplingParams, other: int, ahead: bool, target: Path, head: Path
+) -> set[int]:
+    """Numbers of draft nodes that rows verified while chains and `other` shapes took turns. The
+    texts must be those of the host's engine."""
+    wanted = specs(sampling)
+    runner, pool = host_runner(target)
+    expected = texts(Driver(runner, pool), wanted)
+    runner, pool = device_runner(target, head, **SETTINGS)
+
+    def change(driver: Driver, step: int) -> None:
+        runner.set_draft_shape(other if step // 4 % 2 else CHAIN)
+
+    driver = Driver(runner, pool, ahead=ahead)
+    assert texts(driver, wanted, change) == expected
+    return {nodes for rows in driver.drafted.values() for nodes in rows[1:]}
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_rounds_of_either_shape_change_no_text(
     name: str, ahead: bool, tiny_target: Path, tiny_head: Path
 ) -> None:
-    wanted = specs(SAMPLINGS[name])
-    runner, pool = host_runner(tiny_target)
-    expected = texts(Driver(runner, pool), wanted)
-    runner, pool = device_runner(tiny_target, tiny_head, **SETTINGS)
-
-    def change(driver: Driver, step: int) -> None:
-        runner.set_draft_shape(TREE if step // 4 % 2 else CHAIN)
-
-    driver = Driver(runner, pool, ahead=ahead)
-    assert texts(driver, wanted, change) == expected
-    verified = {nodes for rows in driver.drafted.values() for nodes in rows[1:]}
+    verified = verified_in_turn(SAMPLINGS[name], TREE, ahead, tiny_target, tiny_head)
     assert verified == {0, CHAIN - 1, TREE - 1}, "a round without drafts lies between two shapes"
 
 
@@ -67,17 +75,7 @@ def test_shorter_chains_change_no_text_and_follow_longer_ones_at_once(
     name: str, ahead: bool, tiny_target: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shape_family, "MIN_SHORT_CHAIN_ROWS", 1)
-    wanted = specs(SAMPLINGS[name])
-    runner, pool = host_runner(tiny_target)
-    expected = texts(Driver(runner, pool), wanted)
-    runner, pool = device_runner(tiny_target, tiny_head, **SETTINGS)
-
-    def change(driver: Driver, step: int) -> None:
-        runner.set_draft_shape(SHORT if step // 3 % 2 else CHAIN)
-
-    driver = Driver(runner, pool, ahead=ahead)
-    assert texts(driver, wanted, change) == expected
-    verified = {nodes for rows in driver.drafted.values() for nodes in rows[1:]}
+    verified = verified_in_turn(SAMPLINGS[name], SHORT, ahead, tiny_target, tiny_head)
     assert verified == {CHAIN - 1, SHORT - 1}, "no round between them lacks drafts"
 
 

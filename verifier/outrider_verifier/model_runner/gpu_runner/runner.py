@@ -282,7 +282,7 @@ class GpuModelRunner:
         drafter, family = self.in_process_drafter, self.rounds.family
         if self.remote_drafter is not None:
             # Warm-up measures rounds without a drafter, which wait for nobody's drafts.
-            num_nodes = [1 + self.remote_drafter.exchange_shape.draft_length]
+            num_nodes = [self._usual_nodes]
             num_nodes += [family.short_chain_nodes] if family.allows_short_chains(rows) else []
             return [DraftShapeTimes(each, is_tree=False, seconds=math.nan) for each in num_nodes]
         if drafter is None:
