@@ -1,9 +1,10 @@
 """Tune the batch-invariant matrix product for Llama-3.1-8B.
 
 `python -m outrider_bench.gpu.checks.tune_invariant --out FILE` on the device to tune for: for each
-product of a forward and each number of rows it times candidates that do not split K, and cuBLAS
-without algorithms that split K, over more weights than the L2 holds. It also compares the bits of
-both. It prints a line for each pair, and writes everything to FILE as JSON.
+product of a forward and each number of rows it times the kernel and cuBLAS without algorithms that
+split K, over more weights than the L2 holds, and compares the bits of both. For up to SKINNY_ROWS
+rows it also times other tiles. It prints a line for each pair, and writes everything to FILE as
+JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from outrider.engine.kernels.linear.configs import LinearConfig
-from outrider.engine.kernels.linear.fused import fused_linear_wide
+from outrider.engine.kernels.linear.fused import SKINNY_ROWS, fused_linear_wide
 from outrider.engine.kernels.linear.invariant import (
     forbid_split_k,
     invariant_config,
@@ -37,21 +38,21 @@ from outrider_bench.gpu.checks.tune_linear import (
     time_config,
 )
 
-ROWS: Final = (8, 32, 64, 96, 160, 256, 320, 512, 1024, 2048)
+ROWS: Final = (8, 32, 64, 160, 320, 1024)
 PRODUCTS: Final = (*LAYER, LM_HEAD)
 
 
 def candidates(product: Product, rows: int) -> list[LinearConfig]:
-    """Tiles whose operands and accumulators fit an SM, for a product of this number of rows."""
-    found = []
-    own_tile = max(next_power_of_2(rows), 16)
-    for block_m in (16, 32, 64, 128, 256):
-        if block_m > own_tile or (block_m < 64 and block_m < own_tile):
-            continue
-        for tile_rows in (32, 64, 128, 256):
-            for block_k in (64, 128, 256):
-                found += _staged(product, block_m, tile_rows, block_k)
-    return found
+    """Tiles whose operands and accumulators fit an SM; none for more than SKINNY_ROWS rows."""
+    if rows > SKINNY_ROWS:
+        return []
+    block_m = max(next_power_of_2(rows), 16)
+    return [
+        config
+        for tile_rows in (32, 64, 128, 256)
+        for block_k in (64, 128, 256)
+        for config in _staged(product, block_m, tile_rows, block_k)
+    ]
 
 
 def _staged(product: Product, block_m: int, tile_rows: int, block_k: int) -> list[LinearConfig]:
@@ -84,7 +85,7 @@ def tune(product: Product, rows: int) -> dict[str, Any]:
 
     wide_s = seconds(multiply_wide, copies)
     times = {
-        config: time_config(config, x, weights, options)
+        config: time_config(config, x, weights, options | {"rounded": True})
         for config in dict.fromkeys([present, *candidates(product, rows)])
     }
     ranked = sorted(times, key=lambda config: times[config])

@@ -70,7 +70,7 @@ def choose_invariant_config(
         block_rows //= 2
         base = batch * num_kv_heads * cdiv(rows, block_rows)
     if base >= _SINGLE_PROGRAMS and not tree:
-        return InvariantConfig(block_rows, 0, 8 if block_rows == 64 else 4, 3)
+        return InvariantConfig(block_rows, 0, 4, 2 if block_rows == 64 else 3)
     programs = min(max(cdiv(SM_COUNT, base), 4), cdiv(max_len, TILE_SLOTS.value))
     return InvariantConfig(block_rows, programs, 4, 2 if block_rows == 64 else 3)
 

@@ -5,9 +5,9 @@ M rows of x, N rows of the weight, K features, C output columns, Q query heads, 
 A product sums its K features in ascending order in one float32 accumulator. Hopper's matrix unit
 gives the same bits for every tile size and instruction, so that two programs may compute it: the
 weight-streaming kernel without a split K, and cuBLAS where its algorithm does not split K. Whether
-cuBLAS does is found out by comparing both, once for each shape. The result is rounded to x's dtype
-before an activation, a rotation, or a residual that follows a bias; a residual without a bias is
-added in float32. Norms between products are kernels of their own.
+cuBLAS does is found out by comparing both, once for each shape. The product is rounded to x's dtype
+before an activation, a rotation or a residual, because cuBLAS does so when it adds a matrix. Norms
+between products are kernels of their own.
 """
 
 from __future__ import annotations

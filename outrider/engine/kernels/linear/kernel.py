@@ -45,7 +45,7 @@ def _finish(
         at = tile * BLOCK_N + place % BLOCK_N
         at_row = at + (place // BLOCK_N) * C
         product += tl.load(bias + at_row, mask=at < C, other=0.0).to(tl.float32)[None, :]
-    if ROUNDED and (GATED or (HAS_BIAS and HAS_RESIDUAL)):
+    if ROUNDED and (GATED or HAS_RESIDUAL):
         product = product.to(out.dtype.element_ty).to(tl.float32)
     if GATED:
         pairs = tl.permute(tl.reshape(product, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1))
@@ -200,8 +200,8 @@ def skinny_kernel(
     Of the programs that share a tile the last to arrive adds the parts, in their order. NORM_IN: x
     comes scaled by its norm's weight, and `x_squares` says what its product must be divided by.
     ROTARY: the columns are heads of DIM, and a tile lies within one of them. ROUNDED: the product
-    is rounded to the dtype of `out` before an activation, a rotation, or a residual that follows a
-    bias, as several kernels would do. SEVERAL: there are more rows than BLOCK_M, in tiles; programs
+    is rounded to the dtype of `out` before an activation, a rotation or a residual, as cuBLAS and
+    separate kernels do. SEVERAL: there are more rows than BLOCK_M, in tiles; programs
     of a tile of columns come one after the other, so that they share its weights in the L2 cache.
     """
     BLOCK_N: tl.constexpr = ROWS // 2 if GATED else ROWS
