@@ -48,8 +48,9 @@ def run_event_loop(main: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 
 async def run_in_short_thread(function: Callable[..., ResultT], *args: Any) -> ResultT:
-    """`function(*args)` in a thread that ends with the call, as no thread of `asyncio.to_thread`
-    does: for work that computes on the CPU in a process where another thread will.
+    """Run `function(*args)` in a thread that ends with the call, as no thread of
+    `asyncio.to_thread` does: for work that computes on the CPU in a process where another thread
+    will.
 
     OpenMP keeps a team of threads for every thread that has computed, as long as that lives. Once
     there are more of them in a process than processors, libgomp's no longer wait awake from one

@@ -69,7 +69,7 @@ class Progress:
             self.steps += 1
 
     def stack(self) -> str:
-        """Where the thread is now, for the log; "" if it does not run."""
+        """Return where the thread is now, for the log; "" if it does not run."""
         if self.thread_id is None:
             return ""
         frame = sys._current_frames().get(self.thread_id)

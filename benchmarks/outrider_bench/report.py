@@ -13,7 +13,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def print_progress(line: str) -> None:
-    """A progress line."""
+    """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -25,7 +25,7 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> st
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p90, p95 and p99; empty without values."""
+    """Return p50, p90, p95 and p99; empty without values."""
     if not values:
         return {}
     found = np.percentile(np.asarray(values), PERCENTILES)

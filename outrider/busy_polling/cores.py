@@ -26,7 +26,8 @@ _STOP_S = 2.0
 class BusyCores:
     """CPU cores that this process has claimed, kept awake after `set_busy(True)`.
 
-    Without cores every method does nothing. A context manager that closes. Linux only.
+    As a context manager it closes itself at the end. Without cores every method does nothing.
+    Linux only.
     """
 
     def __init__(self, claims: Mapping[int, socket.socket]) -> None:

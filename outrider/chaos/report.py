@@ -22,7 +22,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 def describe(
     histories: Sequence[ClientHistory], violations: Sequence[CheckViolation], faults: Sequence[str]
 ) -> str:
-    """Counts, gaps, errors and everything that is wrong, as lines."""
+    """Return lines about counts, gaps, errors and everything that is wrong."""
     gaps = [gap for history in histories for gap in history.gaps[1:]]
     firsts = [history.gaps[0] for history in histories if history.heard]
     ends = Counter(str(history.end) for history in histories)

@@ -42,8 +42,10 @@ def send_aborts(channel: grpc.Channel, left: Mapping[Metadata, list[RequestId]])
 
 @contextlib.contextmanager
 def convert_call_errors(channels: ChannelPool[grpc.Channel]) -> Iterator[None]:
-    """Convert errors of a call within the context: raise CancelledRequestError if the client was
-    closed meanwhile, for which gRPC raises ValueError."""
+    """Raise CancelledRequestError if the client was closed during a call of the `with` block.
+
+    gRPC itself raises ValueError then.
+    """
     try:
         yield
     except ValueError:

@@ -55,7 +55,7 @@ def load_with_sources(
     *,
     environment: ProcessEnvironment | None = None,
 ) -> LoadedConfig[ConfigT]:
-    """`load_config`, and where the values came from."""
+    """Return the result of `load_config`, and the source of each value."""
     layers = _Layers()
     path = toml_path if toml_path is not None or environment is None else environment.file
     if path is not None:

@@ -36,7 +36,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def tokenizer_hash(path: str | Path) -> str:
-    """sha256 (hexadecimal) of the bytes of tokenizer.json.
+    """Return the sha256 (hexadecimal) of the bytes of tokenizer.json.
 
     `path` is that file or the model directory that holds it; a GGUF file has its tokenizer
     beside it. Returns "" where there is none, which peers take as "unknown".

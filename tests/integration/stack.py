@@ -245,8 +245,8 @@ class Stack:
         wait_until(self.healthy, timeout_s=20.0, what="a healthy fleet")
 
     def repair(self) -> None:
-        """Put back what a fault took: what has ended is started again where it was, what is
-        stopped goes on."""
+        """Start the processes that have ended again, at their addresses, and let stopped ones
+        continue."""
         for process in (*self.verifiers, self.drafter, self.router):
             if process.alive:
                 process.thaw()

@@ -119,10 +119,10 @@ class ScriptedVerifier(SessionIteratorMixin):
         raise UnavailableError("only routers are served", reason="UNIMPLEMENTED")
 
     async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
-        """Nothing to do."""
+        """Ignore the plan: rounds are scripted."""
 
     async def close_session(self, session_id: SessionId) -> None:
-        """Nothing to do: sessions are known by their handles."""
+        """Do nothing: sessions are known by their handles."""
 
     async def exchange(self, connection: VerifierConnection) -> None:
         """No drafter is served."""

@@ -54,7 +54,7 @@ class BenchChannel(Protocol):
 
 
 def answer_rounds(channel: BenchChannel) -> None:
-    """The drafter's working thread: a chain of four for every session, for ever."""
+    """Answer rounds in the drafter's thread with a chain of four for every session."""
     keep_freed_memory()
     made: dict[int, Proposals] = {}
     while True:

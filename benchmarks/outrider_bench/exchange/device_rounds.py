@@ -411,7 +411,7 @@ def _clock_mhz(device: torch.device) -> float:
 
 
 def serve_drafter(connected: socket.socket, device_name: str) -> None:
-    """The drafter's process: its side of each measurement that the other process asks for."""
+    """Run the drafter's side of each measurement that the verifier's process asks for."""
     link, device = _Link(connected), _use_device(device_name)
     try:
         _serve(link, device)

@@ -33,14 +33,14 @@ def spare_fleet_config(config: LocalFleetConfig, drafters: int = 2) -> Iterator[
 
 
 def repair_fleet(fleet: LocalCluster, process: ChildProcess) -> None:
-    """Put back what a fault took."""
+    """Let a stopped process continue or start a dead one again; wait until the fleet is idle."""
     if restart_process(process):
         process.wait_ready(START_TIMEOUT_S)
     wait_idle(fleet)
 
 
 def restart_process(process: ChildProcess) -> bool:
-    """Let it go on, or start it again; True if it is starting."""
+    """Let a stopped process continue, or start a dead one again; return whether it was started."""
     if process.pid is not None and process.exit_status is None:
         os.kill(process.pid, signal.SIGCONT)
     time.sleep(0.1)

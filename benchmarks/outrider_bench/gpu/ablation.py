@@ -156,7 +156,7 @@ def softmax_in_chain(bench: Bench) -> list[str] | None:
 
 
 def dead_positions(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
-    """Catch-up on the rows of a round, with every row through the block and with the live one."""
+    """Time the catch-up of a round with all rows through the block, and with live rows alone."""
     batches = [batch for batch in STEP_ROWS if batch <= max(bench.batches)]
     rows, speedups = [], {}
     with closing(DraftBench(bench, bench.random(), max_rows=max(batches))) as draft:

@@ -62,7 +62,7 @@ def run(bench: Bench) -> dict[str, object]:
 def answers(
     bench: Bench, models: LoadedModels, setup: ServingSetup, prompts: list[list[int]]
 ) -> list[list[int]]:
-    """Greedy answers, `CONCURRENCY` at a time."""
+    """Return greedy answers of `CONCURRENCY` requests at a time."""
 
     async def measure() -> list[list[int]]:
         async with serve_models(models, sized(bench, setup)) as running:

@@ -147,8 +147,11 @@ async def _one(
 def split_round(
     reports: Sequence[Any], spans: Sequence[TrackSpan], batch: int
 ) -> tuple[dict[str, float], float | None]:
-    """Medians of a round's parts in milliseconds, over rounds in which all sessions decoded, and
-    the idle time in microseconds between two forwards less the drafting."""
+    """Return the medians of a round's parts in milliseconds, and the idle time in microseconds.
+
+    Only rounds in which all sessions decoded count. The idle time is the time between two forward
+    passes of the target, without the time for drafting.
+    """
     full = [r for r in reports if r.prefill_tokens == 0 and r.verify_rows == batch]
     if not full:
         return dict.fromkeys(("draft", "transfer", "verify", "other"), float("nan")), None

@@ -43,7 +43,7 @@ class RelayEndpoint(Protocol):
     """One of the two ends that a link joins; an `ShmChannel` is one. Nothing blocks."""
 
     def fileno(self) -> int:
-        """What to wait for."""
+        """Return the file descriptor to wait for."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class TcpEndpoint:
         self._unsent: deque[memoryview] = deque()
 
     def fileno(self) -> int:
-        """What to wait for."""
+        """Return the file descriptor to wait for."""
         return self._socket.fileno()
 
     @property

@@ -31,7 +31,7 @@ class Steps:
         self._last = time.thread_time_ns()
 
     def mark(self, name: str) -> None:
-        """A step ended, and the next one begins."""
+        """Record that a step ended and the next one begins."""
         now = time.thread_time_ns()
         self._round[name] = self._round.get(name, 0.0) + (now - self._last) / 1e3
         self._last = time.thread_time_ns()

@@ -63,7 +63,7 @@ class LookAheadHits(VerifierSide):
         self._steps.mark("verifier: made ready" + BESIDE)
 
     def settle(self) -> None:
-        """The round in flight has landed."""
+        """Record that the round in flight has ended."""
         self._steps.begin()
         self._rounds.finish_round(go_on=True)
         self._steps.mark("verifier: features kept" + BESIDE)

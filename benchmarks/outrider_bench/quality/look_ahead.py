@@ -65,7 +65,7 @@ _ROOM: Final = 1 << 20
 
 
 class OutcomeHits:
-    """Counts of outcomes that are among the first ones of a ranking."""
+    """Count how often the outcome of a round is among the first ones of a ranking."""
 
     def __init__(self, head: DraftHead) -> None:
         self._head = head
@@ -76,7 +76,7 @@ class OutcomeHits:
         self._rounds = self._at_root = 0
 
     def watch(self, what: SimulatedRound) -> None:
-        """Look at the outcomes of some rounds; see `serving.Watch`."""
+        """Add the outcomes of some rounds to the counts; see `serving.Watch`."""
         trees = [verdict.tree for verdict in what.verdicts]
         rows = DraftedRows(self._head, what.rows, what.roots)
         found = score_trees(rows, trees, min(CANDIDATES, self._head.config.draft_vocab_size))
@@ -168,7 +168,7 @@ def answer_prompts(
     prompts: Sequence[BenchPrompt],
     max_tokens: int,
 ) -> dict[str, list[TrainingSample]]:
-    """Greedy answers by task; prompts that the model's positions cannot hold are left out."""
+    """Return greedy answers by task; leave out prompts that exceed the model's positions."""
     room = target.config.max_position_embeddings - max_tokens
     encoded = tokenizer.encode_turns([prompt.text for prompt in prompts])
     asked = [(p.task, ids) for p, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]

@@ -292,8 +292,7 @@ _SAMPLING: Final = (*("temperature", "rule", "top_p", "min_p", "repetition_penal
 
 
 def handicap_of(cell: dict[str, Any]) -> str:
-    """What a cell's drafter suffered, for labels; results from before there was such a thing say
-    nothing."""
+    """Return the delay or slowdown of a cell's drafter, for labels; "" for old results."""
     said = str(
         DrafterHandicap(
             exchange_delay_ms=cell.get("exchange_delay_ms", 0.0),

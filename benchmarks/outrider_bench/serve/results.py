@@ -30,7 +30,7 @@ ROUND_COST_SESSIONS: Final = 32
 
 
 def about() -> dict[str, Any]:
-    """Commit, date, device and versions of this run."""
+    """Return commit, date, device and versions of this run."""
     facts = describe()
     versions = dict(facts["versions"])
     versions |= {name: facts[name] for name in ("python", "driver", "cuda") if name in facts}
@@ -89,7 +89,7 @@ def merge_files(out: Path, parts: Iterable[Path]) -> dict[str, Any]:
 
 
 def read(path: Path | None, commit: str | None = None) -> dict[str, Any]:
-    """What a file holds; nothing if there is none or it is of another commit than `commit`."""
+    """Return the content of a results file; empty if it is missing or of another commit."""
     if path is None or not path.is_file():
         return {}
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

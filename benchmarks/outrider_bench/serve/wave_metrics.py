@@ -158,7 +158,7 @@ class RequestWave:
 
 
 def rounded(value: float | None, digits: int) -> float | None:
-    """Rounded; None stays, and what is no number becomes None."""
+    """Return a rounded value; None for None and for NaN."""
     return None if value is None or not math.isfinite(value) else round(value, digits)
 
 

@@ -68,7 +68,7 @@ def _make(model: Path, head: Path, out: Path, *, shape: str, dtype: str, device:
 
 
 def main() -> int:
-    """Widen; the exit status."""
+    """Write a widened model; return the exit status."""
     import torch
 
     from outrider_bench.gpu.support.benchmark_context import wide_spec

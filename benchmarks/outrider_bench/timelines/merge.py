@@ -167,13 +167,13 @@ def spans_of(events: Sequence[Event]) -> tuple[list[TrackSpan], list[str]]:
 
 
 def middle_ms(spans: Sequence[TrackSpan]) -> float:
-    """Where half of what was done has begun."""
+    """Return the time by which half of the spans have begun."""
     work = [span.start_ms for span in spans if not span.name.startswith(_WAITS)]
     return median(work) if work else 0.0
 
 
 def clip_spans(spans: Sequence[TrackSpan], begin_ms: float, end_ms: float) -> list[TrackSpan]:
-    """What happened in between, cut at both ends."""
+    """Return the spans between two times, cut at both ends."""
     return [
         TrackSpan(span.track, span.name, max(span.start_ms, begin_ms), min(span.end_ms, end_ms))
         for span in spans

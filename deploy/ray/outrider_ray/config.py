@@ -257,7 +257,8 @@ class RayFleetConfig:
         return self.strategy.replace("-", "_").upper()
 
     def torch_device(self, role: MemberRole) -> str:
-        """torch device of an actor; Ray shows each actor only the GPUs that it reserved."""
+        """Return the torch device of an actor; Ray shows each actor only the GPUs that it
+        reserved."""
         return CPU if self.devices[role] == CPU else "cuda:0"
 
     def gpus_of(self, role: MemberRole) -> float:

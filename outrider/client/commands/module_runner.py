@@ -27,8 +27,8 @@ def run_module(module: str, args: Sequence[str]) -> NoReturn:
     """Replace this process by `python -m MODULE ARGS`, so that signals and the exit status are
     those of the module.
 
-    A child process could outlive this process when this one is killed. Raises NotFoundError if this
-    installation does not have the module.
+    A child process is not used, because it would go on running if this process were killed. Raises
+    NotFoundError if this installation does not have the module.
     """
     env = dict(os.environ)
     top_level = module.partition(".")[0]

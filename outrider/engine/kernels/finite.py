@@ -29,7 +29,7 @@ def find_finite_rows(logits: Tensor) -> Tensor:
 
 
 def find_finite_rows_torch(logits: Tensor) -> Tensor:
-    """PyTorch reference of `find_finite_rows`."""
+    """Compute `find_finite_rows` by PyTorch operators."""
     return logits.isfinite().any(dim=-1).to(torch.int32)
 
 

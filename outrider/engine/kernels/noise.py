@@ -35,7 +35,8 @@ _NOISE_RANGE = tl.constexpr(64.0)
 
 
 def row_keys(stream_keys: Tensor, positions: Tensor) -> Tensor:
-    """`spec.noise.noise_keys` on the tensors' device: int64 words, by broadcasting int64 words.
+    """Compute `spec.noise.noise_keys` on the tensors' device: int64 words, by broadcasting int64
+    words.
 
     positions: absolute, >= 0.
     """
@@ -59,7 +60,7 @@ def noise_key(stream_keys_ptr, slot, stream, position):
 
 @triton.jit
 def noise_bits(key, ids):
-    """64 noise bits as uint64 words, by broadcasting a key with integer ids >= -1."""
+    """Return 64 noise bits as uint64 words, by broadcasting a key with integer ids >= -1."""
     return mix64(key + (ids.to(tl.int64) + 1).to(tl.uint64) * _GOLDEN)
 
 
@@ -71,7 +72,7 @@ def uniform(bits):
 
 @triton.jit
 def gumbel(bits):
-    """Gumbel(0, 1) variates, float64, all finite."""
+    """Return Gumbel(0, 1) variates, float64, all finite."""
     return -tl.log(-tl.log(uniform(bits)))
 
 
@@ -93,14 +94,15 @@ def gumbel_estimate(bits):
 
 @triton.jit
 def best_of(scores, columns, valid):
-    """(largest score, its lowest column) of a tile; -inf and the first valid column if all are."""
+    """Return (largest score, its lowest column) of a tile; -inf and the first valid column if all
+    are."""
     top = tl.max(scores, 0)
     return top, tl.min(tl.where((scores == top) & valid, columns, _NO_COLUMN), 0)
 
 
 @triton.jit
 def best_perturbed(scores, columns, valid, key, ids_ptr, HAS_IDS: tl.constexpr):
-    """(largest `score + gumbel(key, id)` as float64, its lowest column) of a tile.
+    """Return (largest `score + gumbel(key, id)` as float64, its lowest column) of a tile.
 
     scores: float32, no NaN or +inf, -inf where a column cannot win; (-inf, first valid column)
     if none can. Exact although float64 noise is made for a few columns only: the winner's float32

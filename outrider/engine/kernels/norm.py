@@ -22,7 +22,7 @@ _SILU_BLOCK = 1024
 
 
 def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight of every row (Zhang and Sennrich 2019): like x.
+    """Compute x / sqrt(mean(x^2) + eps) * weight of every row (Zhang and Sennrich 2019): like x.
 
     The mean and the quotient are formed in float32 (float64 stays); the quotient is rounded to
     x's dtype before it is scaled, as the checkpoints' reference code does.
@@ -66,7 +66,7 @@ def rms_norm_triton(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of rows [M, 2I] that hold gate, then up: [M, I] in the same dtype.
+    """Compute silu(gate) * up of rows [M, 2I] that hold gate, then up: [M, I] in the same dtype.
 
     Computed in float32 (float64 stays) and rounded once.
 

@@ -39,7 +39,7 @@ else:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up."""
+    """Return a / b rounded up."""
     return -(-a // b)
 
 

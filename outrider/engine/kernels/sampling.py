@@ -137,8 +137,8 @@ def choose_tokens_torch(
 
 
 def scaled_scores(logits_RV: Tensor, temperatures_R: Tensor) -> Tensor:
-    """logits / T in float32, without NaN (-inf) and above MAX_LOGIT / T, as the logits processor
-    does it."""
+    """Return logits / T in float32, without NaN (-inf) and above MAX_LOGIT / T, as the logits
+    processor does it."""
     tamed = logits_RV.to(torch.float32)
     tamed = tamed.nan_to_num(nan=-math.inf, posinf=MAX_LOGIT, neginf=-math.inf)
     return tamed.clamp_(max=MAX_LOGIT) / temperatures_R.clamp(min=MIN_TEMPERATURE)[:, None]

@@ -132,21 +132,22 @@ class TrainingTarget:
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """SDPA of q [B,S,nq,hd] over k, v [B,L,nkv,hd] under a boolean mask [B,1,S,L]."""
+    """Compute scaled dot-product attention of q [B,S,nq,hd] over k, v [B,L,nkv,hd] under a boolean
+    mask [B,1,S,L]."""
     group = q.shape[2] // k.shape[2]
     k, v = (t.transpose(1, 2).repeat_interleave(group, dim=1) for t in (k, v))
     return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask).transpose(1, 2)
 
 
 def rotary(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., 1, hd] for positions [...]."""
+    """Return cos and sin [..., 1, hd] for positions [...]."""
     angles = positions.to(torch.float32)[..., None] * inv_freq
     angles = torch.cat((angles, angles), dim=-1)[..., None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate-half RoPE of x [..., heads, hd]."""
+    """Apply rotate-half RoPE to x [..., heads, hd]."""
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 

@@ -114,7 +114,7 @@ class HostFrames:
         )
 
     def end_with_error(self, error: OutriderError) -> None:
-        """Like `close`, but the dialing side receives `error`."""
+        """Close as `close` does, but send `error` to the dialing side."""
         self._outbox.close(error)
         self._inbox.close(closed_error(self._peer))
 

@@ -74,7 +74,7 @@ async def serve_drafter(
     config: RayConfig | None = None,
     actor_options: Mapping[str, object] | None = None,
 ) -> RayEndpoint:
-    """Like `serve_verifier`, for a factory of a `DrafterEndpoint`."""
+    """Serve as `serve_verifier` does, for a factory of a `DrafterEndpoint`."""
     return await _serve(name, factory, config or RayConfig(), actor_options or {})
 
 

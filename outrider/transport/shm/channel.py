@@ -174,8 +174,8 @@ class ShmChannel:
         return self._receive(self._incoming.read_frame)
 
     def receive_views(self) -> list[bytes | memoryview]:
-        """Like `receive`, but frames in the ring are returned as views without a copy. The sender
-        could change a view at any time, and the space is not reused while the view exists
+        """Receive as `receive` does, but return frames in the ring as views without a copy. The
+        sender could change a view at any time, and the space is not reused while the view exists
         (`RingBuffer.view_frame`)."""
         return self._receive(self._incoming.view_frame)
 

@@ -183,8 +183,8 @@ def join_channel(offer: ShmOffer) -> ShmChannel:
 
 
 async def join_channel_async(offer: ShmOffer) -> ShmChannel:
-    """Like `join_channel`, but without blocking the event loop, even if the listener is slow or
-    never answers."""
+    """Join as `join_channel` does, but without blocking the event loop, even if the listener is
+    slow or never answers."""
     with _joining() as connected:
         connected.setblocking(False)
         _ask(connected, offer)

@@ -105,7 +105,7 @@ class LogitsCase:
         )
 
     def agrees(self) -> tuple[bool, bool]:
-        """(the host's scores bit for bit, a float64 nucleus to one part in 10^4)."""
+        """Return whether scores equal the host's bit for bit, and a float64 nucleus to 10^-4."""
         found = self.logits.clone()
         self.run(found)
         exact = near = True

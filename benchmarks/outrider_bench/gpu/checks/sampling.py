@@ -49,7 +49,7 @@ DISTRIBUTION_IDS = 256
 
 
 def choose_by_softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(argmax int32 [R], probabilities float32 [R, V]) of logits [R, V], by way of the softmax.
+    """Return argmax int32 [R] and probabilities float32 [R, V] of logits [R, V] by a softmax.
 
     How a greedy token is commonly chosen; it exists to be measured against `choose_tokens`.
     """
@@ -58,7 +58,7 @@ def choose_by_softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def state_of(sessions: int, rule: int, device: torch.device) -> SamplingState:
-    """`sessions` slots of one rule, and the padding slot."""
+    """Return the state of `sessions` slots of one rule, and of the padding slot."""
     return SamplingState(
         stream_keys=torch.arange((sessions + 1) * NUM_STREAMS, device=device).view(sessions + 1, -1)
         * 7919

@@ -158,7 +158,7 @@ def _config(
 
 
 def make_inputs(product: Product, m: int) -> tuple[Tensor, dict[str, Any]]:
-    """x [m, K] and the keyword arguments of the fused product, all random."""
+    """Return x [m, K] and the keyword arguments of the fused product, all random."""
     device = torch.device("cuda", 0)
     options: dict[str, Any] = {"gated": product.gated}
     if product.residual:

@@ -32,8 +32,11 @@ def write_target(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> int:
-    """Write the widened target; bytes of weights that one forward of it reads. Noise is drawn on
-    `device`."""
+    """Write the files of the widened target to `out`.
+
+    The random numbers that fill the new weights are drawn on `device`. Returns the bytes of weights
+    that one forward pass reads.
+    """
     out.mkdir(parents=True, exist_ok=True)
     config = load_model_config(model)
     generator = torch.Generator(device).manual_seed(seed)
@@ -77,7 +80,10 @@ def write_head(
     seed: int = 1,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Write the widened head; `model` is the original target. Noise is drawn on `device`."""
+    """Write the files of the widened head to `out`; `model` is the original target.
+
+    The random numbers that fill the new weights are drawn on `device`.
+    """
     out.mkdir(parents=True, exist_ok=True)
     target = load_model_config(model)
     config = load_head_config(head, num_target_layers=target.num_layers)

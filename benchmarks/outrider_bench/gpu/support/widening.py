@@ -71,7 +71,7 @@ def widen_target(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
-    """The `config.json` of the widened target and its tensors, one at a time.
+    """Return the `config.json` of the widened target, and yield its tensors one at a time.
 
     `dtype` None keeps that of the source. Raises InvalidRequestError for a model that cannot be
     widened (not a plain Llama, or larger than `spec` somewhere).

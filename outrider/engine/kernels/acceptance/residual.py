@@ -18,7 +18,7 @@ from outrider.engine.kernels.sampling import scaled_tile
 
 @triton.jit
 def find_entry(ids_ptr, counts_ptr, begin, end, token, ENTRIES: tl.constexpr):
-    """(the token's entry or -1, the sum of all counts) of a distribution."""
+    """Return the token's entry in a distribution, or -1, and the sum of all counts."""
     entries = tl.arange(0, ENTRIES)
     place = tl.full((), -1, tl.int32)
     total = tl.full((), 0, tl.int32)
@@ -66,7 +66,7 @@ def start_residual(
 
 @triton.jit
 def reject_entry(inside_ptr, draft_ptr, begin, end, place, rest, outside, ENTRIES: tl.constexpr):
-    """p <- max(p - q, 0) and q <- q without `place`, normalised.
+    """Set p to max(p - q, 0) and q to q without `place`, normalised.
 
     Returns the new scale of p on all other ids; -1 if nothing is left of p.
     """

@@ -53,7 +53,7 @@ def compact_kv_torch(
     *,
     block_tokens: int,
 ) -> None:
-    """PyTorch reference of `compact_kv`."""
+    """Compute `compact_kv` by PyTorch operators."""
     order = torch.arange(rows.shape[1], device=rows.device)
     used = order < counts[:, None]
     start = context[:, None]
@@ -143,7 +143,7 @@ def _compact_kernel(
 
 
 def gather_rows(src: Tensor, rows: Tensor, *, num_nodes: int) -> Tensor:
-    """[B * N, H]: row b * N + j is row b * N + max(rows[b, j], 0) of src.
+    """Return [B * N, H]: row b * N + j is row b * N + max(rows[b, j], 0) of src.
 
     src [B * N, H], rows may be strided; rows int32 [B, N]. Raises InvalidRequestError for rows of
     another shape.
@@ -158,7 +158,7 @@ def gather_rows(src: Tensor, rows: Tensor, *, num_nodes: int) -> Tensor:
 
 
 def gather_rows_torch(src: Tensor, rows: Tensor, *, num_nodes: int) -> Tensor:
-    """PyTorch reference of `gather_rows`."""
+    """Compute `gather_rows` by PyTorch operators."""
     first = torch.arange(rows.shape[0], device=rows.device)[:, None] * num_nodes
     return src[(first + rows.clamp(min=0)).flatten()]
 

@@ -81,7 +81,7 @@ def tree_layout_torch(
     block_tokens: int,
     with_paths: bool = False,
 ) -> RoundLayout:
-    """PyTorch reference of `tree_layout`."""
+    """Compute `tree_layout` by PyTorch operators."""
     nodes = torch.arange(num_nodes, dtype=torch.int32, device=context.device)
     logical = context[:, None] + nodes
     write_slots = pool_slots(tables, slots, logical, block_tokens).flatten()

@@ -33,7 +33,7 @@ def rotary_table(positions: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 def rotary_table_torch(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """PyTorch reference of `rotary_table`."""
+    """Compute `rotary_table` by PyTorch operators."""
     angles = positions.to(torch.float32)[:, None] * inv_freq
     return torch.stack((angles.cos(), angles.sin()), dim=1)
 
@@ -114,7 +114,7 @@ def rotary_write_torch(
     qk_norms: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """PyTorch reference of `rotary_write`."""
+    """Compute `rotary_write` by PyTorch operators."""
     num_rotated = num_heads + keys.shape[0]
     rotated = qkv[:, :num_rotated]
     if qk_norms is not None:

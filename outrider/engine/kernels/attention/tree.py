@@ -137,7 +137,7 @@ def tree_attention_torch(
     config: AttentionConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch reference of `tree_attention`; `config` has no meaning here."""
+    """Compute `tree_attention` by PyTorch operators; `config` has no meaning here."""
     batch, (num_rows, num_heads, dim) = slots.shape[0], q.shape
     num_kv_heads, factor = keys.shape[0], dim**-0.5 if scale is None else scale
     if mask is None:

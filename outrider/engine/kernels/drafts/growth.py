@@ -92,7 +92,7 @@ def select_frontier_torch(
     *,
     width: int,
 ) -> FrontierRows:
-    """PyTorch reference of `select_frontier`."""
+    """Compute `select_frontier` by PyTorch operators."""
     batch, top_k = candidates.scores.shape[0], logprobs.shape[1]
     added = logprobs.clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     scores = added.view(batch, -1, top_k)
@@ -243,7 +243,7 @@ def grow_mask(mask: Tensor | None, parents: Tensor) -> Tensor:
 
 
 def grow_mask_torch(mask: Tensor | None, parents: Tensor) -> Tensor:
-    """PyTorch reference of `grow_mask`."""
+    """Compute `grow_mask` by PyTorch operators."""
     batch, width = parents.shape
     own = torch.eye(width, dtype=torch.uint8, device=parents.device).expand(batch, -1, -1)
     if mask is None:

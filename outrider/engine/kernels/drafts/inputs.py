@@ -74,7 +74,7 @@ def draft_layout_torch(
     step_rows: int,
     block_tokens: int,
 ) -> DraftLayout:
-    """PyTorch reference of `draft_layout`."""
+    """Compute `draft_layout` by PyTorch operators."""
     device = counts.device
     rows = torch.arange(num_rows, dtype=torch.int32, device=device)
     last = counts.clamp(min=1) - 1
@@ -253,7 +253,7 @@ def head_inputs_torch(
     rows: Tensor | None = None,
     norm_before_residual: bool = False,
 ) -> BlockInputs:
-    """PyTorch reference of `head_inputs`."""
+    """Compute `head_inputs` by PyTorch operators."""
     found = tokens.clamp(min=0).long()
     if ids is not None:
         found = ids[found].long()

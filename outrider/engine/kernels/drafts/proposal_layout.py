@@ -42,7 +42,7 @@ def layout_proposals(parents: Tensor, live: Tensor) -> ProposalLayout:
 
 
 def layout_proposals_torch(parents: Tensor, live: Tensor) -> ProposalLayout:
-    """PyTorch reference of `layout_proposals`."""
+    """Compute `layout_proposals` by PyTorch operators."""
     batch, count = parents.shape
     nodes = torch.arange(count, device=parents.device)
     seen = torch.zeros((batch, 1 + count, count), dtype=torch.uint8, device=parents.device)

@@ -41,7 +41,7 @@ def rank_tree(candidates: TreeCandidates, target_ids: Tensor, *, num_nodes: int)
 
 
 def rank_tree_torch(candidates: TreeCandidates, target_ids: Tensor, *, num_nodes: int) -> TreeDraft:
-    """PyTorch reference of `rank_tree`."""
+    """Compute `rank_tree` by PyTorch operators."""
     scores, columns, parents = candidates
     kept = min(num_nodes, scores.shape[1])
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept]

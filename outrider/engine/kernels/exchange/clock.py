@@ -24,7 +24,7 @@ def write_clock(moment: Tensor, address: Tensor) -> None:
 
 
 def write_clock_torch(moment: Tensor, address: Tensor) -> None:
-    """PyTorch reference of `write_clock`, for the CPU only."""
+    """Compute `write_clock` by PyTorch operators, on CPUs only."""
     del address
     moment[0] = time.monotonic_ns()
 

@@ -107,7 +107,7 @@ def take_distributions_torch(
     chosen: ChosenDrafts,
     vocab_size: int,
 ) -> None:
-    """PyTorch reference of `take_distributions`, for the CPU only."""
+    """Compute `take_distributions` by PyTorch operators, on CPUs only."""
     _, length, entries = taken.ids.shape
     ranges.zero_()
     for row, slot in enumerate(slots.tolist()):

@@ -54,7 +54,7 @@ def advance_digests(digests: Tensor, slots: Tensor, tokens: Tensor, counts: Tens
 
 
 def advance_digests_torch(digests: Tensor, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
-    """PyTorch reference of `advance_digests`."""
+    """Compute `advance_digests` by PyTorch operators."""
     places = slots.long()
     now = digests[places]
     for step in range(tokens.shape[1]):
@@ -113,7 +113,7 @@ def put_drafts_torch(
     length: int,
     entries: int,
 ) -> None:
-    """PyTorch reference of `put_drafts`, for the CPU only."""
+    """Compute `put_drafts` by PyTorch operators, on CPUs only."""
     state.stamps[4] = time.monotonic_ns()
     if not int(state.words[1]):
         return
@@ -271,7 +271,7 @@ def take_drafts_torch(
     chosen: ChosenDrafts,
     vocab_size: int,
 ) -> None:
-    """PyTorch reference of `take_drafts`, for the CPU only."""
+    """Compute `take_drafts` by PyTorch operators, on CPUs only."""
     is_there = bool(state.words[1]) and bool(state.words[3])
     chain = tokens.shape[1]
     own_digests, own_tokens = buffer.bank(0)[1:3] if is_there else (digests - 1, tokens)

@@ -99,7 +99,7 @@ def choose_drafts_torch(
     vocab_size: int,
     padding: int,
 ) -> None:
-    """PyTorch reference of `choose_drafts`, for the CPU only."""
+    """Compute `choose_drafts` by PyTorch operators, on CPUs only."""
     chosen.outcomes[slots.long()] = NOT_CHOSEN
     if not int(state.words[1]):
         return
@@ -215,7 +215,7 @@ def put_outcomes_torch(
     digests: Tensor,
     tokens: Tensor,
 ) -> None:
-    """PyTorch reference of `put_outcomes`, for the CPU only."""
+    """Compute `put_outcomes` by PyTorch operators, on CPUs only."""
     if not int(state.words[1]):
         return
     number, peer_digests, peer_tokens = buffer.bank(0)[AHEAD_NUMBER : AHEAD_NUMBER + 3]

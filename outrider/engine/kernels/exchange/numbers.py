@@ -35,7 +35,7 @@ _POLL_S: Final = 20e-6
 def wait_drafts(
     drafts: ExchangeBuffer, state: ExchangeState, slots: Tensor, outcomes: Tensor, *, padding: int
 ) -> None:
-    """Wait, on the verifier, until the drafts of the last round that it put are there.
+    """Wait on the verifier until the drafts for the last round that it put have arrived.
 
     drafts: the draft buffer, in this side's memory. `state.words[3]` says whether they are: the
     wait ends at its bound, when the host cancels it, or at once where the last one ended without
@@ -52,7 +52,7 @@ def wait_drafts(
 def wait_drafts_torch(
     drafts: ExchangeBuffer, state: ExchangeState, slots: Tensor, outcomes: Tensor, *, padding: int
 ) -> None:
-    """PyTorch reference of `wait_drafts`, for the CPU only."""
+    """Compute `wait_drafts` by PyTorch operators, on CPUs only."""
     words, begun = state.words, time.monotonic_ns()
     found, polls = False, 0
     real = slots[slots != padding].long()
@@ -89,7 +89,7 @@ def wait_drafts_triton(
 
 
 def wait_round(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
-    """Wait, on the drafter, for the round behind the last one that it took.
+    """Wait on the drafter for the round after the last one that it took.
 
     verdicts: the verdict buffer, in this side's memory. A wait that ends at its bound, or when the
     host cancels it, closes the exchange.
@@ -101,7 +101,7 @@ def wait_round(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
 
 
 def wait_round_torch(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
-    """PyTorch reference of `wait_round`, for the CPU only."""
+    """Compute `wait_round` by PyTorch operators, on CPUs only."""
     words, begun = state.words, time.monotonic_ns()
     found, polls = False, 0
     if int(words[1]):
@@ -134,7 +134,7 @@ def reserve_bank(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) ->
 
 
 def reserve_bank_torch(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
-    """PyTorch reference of `reserve_bank`, for the CPU only."""
+    """Compute `reserve_bank` by PyTorch operators, on CPUs only."""
     words = state.words
     state.stamps[4] = time.monotonic_ns()
     if int(words[1]) and int(words[0] + 1 - drafts.bank(0)[0][0]) > depth:
@@ -166,7 +166,7 @@ def publish_number(
 def publish_number_torch(
     buffer: ExchangeBuffer, state: ExchangeState, *, step: int, rows: int = 0
 ) -> None:
-    """PyTorch reference of `publish_number`, for the CPU only."""
+    """Compute `publish_number` by PyTorch operators, on CPUs only."""
     if not int(state.words[1]):
         return
     state.words[0] += step

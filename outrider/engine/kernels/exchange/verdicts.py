@@ -174,7 +174,7 @@ def put_rows_torch(
     width: int,
     padding: int,
 ) -> None:
-    """PyTorch reference of `put_rows`, for the CPU only."""
+    """Compute `put_rows` by PyTorch operators, on CPUs only."""
     if not int(state.words[1]):
         return
     bank = buffer.bank(int(state.words[0]) + 1)
@@ -364,7 +364,7 @@ def take_rows_torch(
     vocab_size: int,
     rows_ahead: int,
 ) -> None:
-    """PyTorch reference of `take_rows`, for the CPU only."""
+    """Compute `take_rows` by PyTorch operators, on CPUs only."""
     if not int(state.words[1]):
         # There may be no buffer any more.
         taken.source_slots.fill_(NO_SLOT)

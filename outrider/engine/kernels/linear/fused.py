@@ -129,7 +129,7 @@ def fused_linear(
     overwrite: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """activation(rms_norm(x) @ weight^T + bias) + residual.
+    """Compute activation(rms_norm(x) @ weight^T + bias) + residual.
 
     The normed x is rounded to x's dtype, the rest once at the end where it is one kernel.
 

@@ -81,7 +81,7 @@ def invariant_linear(
     overwrite: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """activation(x @ weight^T + bias) + residual; arguments and errors as for `fused_linear`.
+    """Compute activation(x @ weight^T + bias) + residual; arguments and errors as `fused_linear`.
 
     On CUDA the first call of a shape with more than SKINNY_ROWS rows outside of a graph capture
     compares cuBLAS with the kernel, which takes a millisecond.

@@ -194,7 +194,7 @@ def skinny_kernel(
     ROUNDED: tl.constexpr,
     SEVERAL: tl.constexpr,
 ):
-    """One tile of output columns (C in all) for all rows, over one of SPLIT_K parts of K.
+    """Compute one tile of the C output columns, over one of SPLIT_K parts of K.
 
     A gated tile reads its gate rows and, C rows further down, its up rows as one tile of weight.
     Of the programs that share a tile the last to arrive adds the parts, in their order. NORM_IN: x

@@ -27,7 +27,7 @@ class NormIn(NamedTuple):
 
 
 class NormOut(NamedTuple):
-    """Norm of the result, and the destination of its first half."""
+    """Weight of the norm that follows the product, and memory for the first half of that norm."""
 
     weight: Tensor
     """[C]."""

@@ -41,7 +41,7 @@ def rotary_qkv(
     qk_norms: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """`linear.fused_linear`, then `rotary.rotary_write` of its heads.
+    """Compute `linear.fused_linear`, then `rotary.rotary_write` of its heads.
 
     One step where pairs are neighbours, heads are not normed and the cache has x's dtype: then the
     float32 product is rotated and rounded once; values have the bits that `fused_linear` gives
@@ -102,7 +102,7 @@ def rotary_qkv_torch(
     num_heads: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch reference of `rotary_qkv` in one step."""
+    """Compute `rotary_qkv` by PyTorch operators in one step."""
     wide = torch.promote_types(x.dtype, torch.float32)
     qkv = fused_linear_torch(x, weight_NK, bias=bias, out_dtype=wide)
     query = rotary_write_torch(

@@ -196,7 +196,7 @@ def launch_count(
     *,
     columns: Tensor | None = None,
 ) -> None:
-    """`count_tokens`, a program a session."""
+    """Launch `count_tokens` with a program for each session."""
     batch, width = tokens.shape
     if batch == 0:
         return
