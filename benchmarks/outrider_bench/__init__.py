@@ -12,9 +12,9 @@ models.py                  Model, head and process selection of the benchmarks, 
 prompts.py                 Prompts of the benchmarks, and detection of looping answers.
 report.py                  Output of the benchmarks: progress on stderr, a table on stdout,
                            optionally JSON.
-request_census.py          Files and kinds of object that a request enters in a router, up to its
+request_census.py          Modules and classes that take part in a request in a router, up to its
                            first text.
-round_census.py            `outrider bench round-census`: files that a steady round enters, and
-                           kinds of object it hands over.
+round_census.py            `outrider bench round-census`: how many modules and classes take part in
+                           a round.
 transformers_baseline.py   Baseline of plain decoding with transformers' `generate`.
 """

@@ -1,8 +1,8 @@
 """`outrider bench local`: speculative, plain and transformers decoding, interleaved in one run.
 
 Every prompt goes through the three methods in turn, in a rotating order, so that a drift of the
-machine's speed affects all of them equally. A method's result is its tokens over its seconds,
-prefill included. Answers that loop are measured and left out of the ratios.
+machine's speed affects all of them equally. A method's result is its tokens per second, including
+prefill. Answers that loop are measured but left out of the ratios.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class DecodingMethod:
     seconds: list[float] = field(default_factory=list)
 
     def tokens_per_s(self, keep: list[int]) -> float:
-        """Return the tokens over seconds of the kept prompts."""
+        """Return the tokens per second over the prompts in `keep`."""
         return sum(self.tokens[i] for i in keep) / sum(self.seconds[i] for i in keep)
 
     def ratio_to(self, other: DecodingMethod, keep: list[int]) -> list[float]:
-        """Speed relative to another method, prompt by prompt."""
+        """Return the speed relative to another method, for each prompt in `keep`."""
         return [
             (self.tokens[i] / self.seconds[i]) / (other.tokens[i] / other.seconds[i]) for i in keep
         ]
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report."""
+    """Run the benchmark and print its result."""
     config = local_config(args)
     prompts = load_prompts(args.prompts, args.limit)
     baseline = TransformersBaseline(config.model, dtype=config.element_type, threads=args.threads)
@@ -97,7 +97,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _look_ahead(config: LocalFleetConfig) -> int:
-    """As the automatic planner begins: in lock-step where drafter and target share their cores."""
+    """Return the look-ahead setting with which the automatic planner begins: lock-step on a CPU,
+    where drafter and target share their cores."""
     return int(config.device != CPU)
 
 
@@ -110,7 +111,8 @@ def _timed(
 
 
 def _measure(methods: list[DecodingMethod], prompts: list[BenchPrompt]) -> list[int]:
-    """Run every method on every prompt; indices of the prompts whose answer does not loop."""
+    """Run every method on every prompt; return the indices of the prompts whose answers do not
+    loop."""
     for method in methods:
         method.run(prompts[0])
     keep = []

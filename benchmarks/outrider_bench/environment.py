@@ -55,7 +55,7 @@ def _driver() -> str:
 
 
 def _commit() -> str:
-    """From git; where the sources came without it, from OUTRIDER_COMMIT."""
+    """Return OUTRIDER_COMMIT if it is set, for sources without git, else the commit from git."""
     given = os.environ.get("OUTRIDER_COMMIT")
     if given:
         return given

@@ -3,9 +3,9 @@
     python -m outrider_bench.long_prompts --tokens 3300 --count 128 --out cold.jsonl
     python -m outrider_bench.long_prompts --tokens 3300 --count 8 --out cached.jsonl
 
-With as many prompts as a wave has requests (`--waves 1`) each is new to the prefix cache; with 8
-the second wave finds all of them there. A text is made of the bundled prompts in an order of its
-own, behind a line of its own, and ends with a question.
+With as many prompts as a wave has requests (`--waves 1`), each is new to the prefix cache. With 8
+prompts, the second wave finds all of them there. Each text has a first line of its own, the bundled
+prompts in an order of its own, and a question at the end.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _QUESTION: Final = "\n\nWhich of these questions is the hardest one? Say why, in
 
 
 def make_prompt(tokenizer: Tokenizer, texts: list[str], number: int, tokens: int) -> str:
-    """Return the text number `number`, of `tokens` tokens give or take a few: text that is cut may
-    be read back as other tokens, and a chat template adds its own."""
+    """Return text number `number`, of about `tokens` tokens. The number is not exact: a cut text
+    may be tokenized differently, and a chat template adds tokens."""
     order = random.Random(number)
     parts = [f"Collection {number}."]
     end = tokenizer.encode(_QUESTION, add_special_tokens=False).ids
@@ -39,7 +39,7 @@ def make_prompt(tokenizer: Tokenizer, texts: list[str], number: int, tokens: int
 
 
 def main() -> None:
-    """Write the file."""
+    """Write the file of prompts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=3300, help="of a prompt; default: 3300")
     parser.add_argument("--count", type=int, default=8, help="prompts; default: 8")

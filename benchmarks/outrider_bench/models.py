@@ -48,8 +48,8 @@ def describe_placement(config: LocalFleetConfig) -> dict[str, object]:
 def local_config(
     args: argparse.Namespace, *, max_sessions: int | None = None, queue_limit: int | None = None
 ) -> LocalFleetConfig:
-    """Return the configuration of the fleet that these flags select. Raises InvalidRequestError
-    where no head ships for the model."""
+    """Return the configuration of the fleet that the flags select. Raises InvalidRequestError if no
+    head ships for the model."""
     files = find_model(args.model, head=args.head)
     if files.head is None:
         raise InvalidRequestError(f"no head ships for {args.model}: give --head DIR")

@@ -10,8 +10,8 @@ from pathlib import Path
 DEFAULT_PROMPTS = Path(__file__).parent / "prompts" / "eval40.jsonl"
 LOOP_NGRAM = 8
 LOOP_SHARE = 0.25
-"""An answer is a loop if more than this share of its 8-grams occurred before in it: a small
-model repeats itself at temperature 0, and drafts of a loop are nearly always right."""
+"""An answer is a loop if more than this share of its 8-grams occurred earlier in it. A small model
+repeats itself at temperature 0, and drafts of a loop are nearly always right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,8 @@ def load_prompts(path: Path = DEFAULT_PROMPTS, limit: int | None = None) -> list
 
 
 def repeated_share(token_ids: Sequence[int], n: int = LOOP_NGRAM) -> float:
-    """Share of n-grams that occurred earlier in the same sequence; 0 for short ones."""
+    """Return the share of n-grams that occurred earlier in the sequence; 0 for a sequence shorter
+    than n."""
     grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 

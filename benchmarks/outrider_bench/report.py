@@ -25,7 +25,7 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> st
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return p50, p90, p95 and p99; empty without values."""
+    """Return p50, p90, p95 and p99; an empty dict without values."""
     if not values:
         return {}
     found = np.percentile(np.asarray(values), PERCENTILES)
@@ -33,7 +33,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def print_result(args: argparse.Namespace, result: dict[str, object]) -> None:
-    """Print the result (a table; with --json one object as the last line) and store it."""
+    """Print the result as a table, and with --json as one object in the last line; write it to
+    --out."""
     flat = [(key, value) for key, value in result.items() if not isinstance(value, dict | list)]
     print(format_table(("figure", "value"), flat))
     for key, value in result.items():

@@ -1,8 +1,8 @@
-"""Files and kinds of object that a request enters in a router, up to its first text.
+"""Modules and classes that take part in a request in a router, up to its first text.
 
-A router runs in a thread of this process, with the verifiers and drafters of a fleet whose own
-router stays out of it. All calls of that thread are looked at from the moment a client sends its
-request until it has the first text. Polls of the fleet are stopped meanwhile: they belong to no
+A router runs in a thread of this process and uses the verifiers and drafters of a fleet whose own
+router is not used. All calls of that thread are recorded from the moment a client sends its request
+until it has the first text. Polls of the fleet are stopped meanwhile, because they belong to no
 request.
 """
 
@@ -43,11 +43,11 @@ _MAX_TOKENS: Final = 64
 def count_requests(
     fleet: LocalCluster, config: LocalFleetConfig, *, text: str, drafter: str
 ) -> dict[str, dict[str, dict[str, list[str]]]]:
-    """By API, "grpc_request" and "http_request": by process, which is always "router", the `files`
-    and `kinds` of a request, the second one of its kind.
+    """Return the `files` and `kinds` of a request, by API and then by process.
 
-    `text` is what the user says, `drafter` what drafts. Raises UnavailableError where the router
-    does not become ready.
+    The APIs are "grpc_request" and "http_request"; the process is always "router". The second
+    request of each API is recorded. `text` is the user's message, `drafter` the method that drafts.
+    Raises UnavailableError if the router does not become ready.
     """
     census = CallCensus()
     loop = asyncio.new_event_loop()
@@ -102,7 +102,7 @@ def _router_config(fleet: LocalCluster, config: LocalFleetConfig) -> RouterConfi
 async def _serve(
     config: RouterConfig, ready: asyncio.Future[_RouterAddresses], stopped: asyncio.Event
 ) -> None:
-    """Be a router from the moment its fleet is ready until `stopped`."""
+    """Run a router until `stopped` is set; resolve `ready` once its fleet is ready."""
     dialer = GrpcDialer(GrpcConfig(shm_channels=config.shared_memory))
     service = RouterService(
         config=config,
@@ -133,13 +133,13 @@ async def _serve(
 
 @dataclass(frozen=True, slots=True)
 class _RouterAddresses:
-    """A router that serves at these addresses, each HOST:PORT."""
+    """Addresses at which a router serves, each HOST:PORT."""
 
     grpc: str
     http: str
 
     def ask_grpc(self, text: str, drafter: str, on_text: Callable[[], None]) -> None:
-        """Read an answer over gRPC; `on_text` is called at its first text."""
+        """Read an answer over gRPC; call `on_text` at its first text."""
         with (
             Client(self.grpc) as client,
             client.stream(
@@ -157,7 +157,7 @@ class _RouterAddresses:
                     on_text()
 
     def ask_http(self, text: str, drafter: str, on_text: Callable[[], None]) -> None:
-        """Read an answer over HTTP; `on_text` is called at its first text."""
+        """Read an answer over HTTP; call `on_text` at its first text."""
         body = {
             "messages": [{"role": "user", "content": text}],
             "drafter": drafter,

@@ -1,10 +1,10 @@
-"""`outrider bench round-census`: how many files and kinds of object take part in a round.
+"""`outrider bench round-census`: how many modules and classes take part in a round.
 
-A local fleet of a router, a verifier and a drafter serves long greedy streams, with drafts and then
-without. Amid them all calls of the verifier and of the drafter are looked at for some rounds (see
-`outrider_bench.hooks.call_census`): the fewer files and classes of this project take part in most
-of them, the less somebody new has to know. The same is counted of a request in the router, from its
-arrival to its first text (see `outrider_bench.request_census`).
+A local fleet of a router, a verifier and a drafter serves long greedy streams, first with drafts
+and then without. Meanwhile all calls of the verifier and of the drafter are recorded for some
+rounds (see `outrider_bench.hooks.call_census`). The fewer modules and classes of this project take
+part in most rounds, the less a new developer has to know. The same is counted for a request in the
+router, from its arrival to its first text (see `outrider_bench.request_census`).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from outrider_bench.report import format_table, print_progress, print_result
 from outrider_bench.request_census import count_requests
 
 MODES: Final = {"drafted": "eagle3", "plain": "none"}
-"""Drafters that streams ask for, by kind of round."""
+"""Drafter that the streams ask for, by kind of round."""
 PROCESSES: Final = ("verifier", "drafter")
 BEGUN: Final = 4
-"""Tokens that each stream has emitted before calls are looked at."""
+"""Number of tokens that each stream has emitted before calls are recorded."""
 ROUND: Final = {
     "verifier": "outrider_verifier.engine.round_executor/run_round",
     "drafter": "outrider_drafter.state.session_table/apply_verdicts",
 }
-"""Functions with which a round begins, by process."""
+"""Function whose call begins a round, by process."""
 MIN_ROUNDS: Final = 5
-"""Rounds that must have been looked at."""
+"""Minimum number of recorded rounds."""
 _LOOK_S: Final = 8.0
-"""Time for which calls are looked at."""
+"""Seconds for which calls are recorded."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Count, and print the table. Raises UnavailableError where streams ended too early."""
+    """Run the benchmark and print its table. Raises UnavailableError if a stream ended too
+    early."""
     with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
         census = _Census(args, Path(directory))
         found = {mode: census.count(mode) for mode in MODES} | census.requests
@@ -91,12 +92,13 @@ def _count_package_files(process: str, files: Sequence[str]) -> int:
 
 
 class _Census:
-    """One fleet at a time, whose verifier and drafter have the hook."""
+    """Records the rounds of one fleet at a time, whose verifier and drafter have the hook."""
 
     def __init__(self, args: argparse.Namespace, directory: Path) -> None:
         self._args, self._directory = args, directory
         self.requests: dict[str, dict[str, dict[str, list[str]]]] = {}
-        """The same of drafted requests in the router up to their first text, by API."""
+        """`files` and `kinds` of drafted requests in the router up to their first text, by API and
+        process."""
         self.config = replace(
             local_config(args, max_sessions=2 * args.streams),
             verifier_hooks=(self._hook("verifier"),),
@@ -108,7 +110,7 @@ class _Census:
         return f"outrider_bench.hooks.call_census:switch={switch},out={out},round={ROUND[process]}"
 
     def count(self, mode: str) -> dict[str, dict[str, list[str]]]:
-        """By process: `files` and `kinds` of a steady round of this kind."""
+        """Return the `files` and `kinds` of a steady round of this kind, by process."""
         with LocalCluster(self.config, progress=print_progress) as fleet:
             wait_idle(fleet)
             begun = [threading.Event() for _ in range(self._args.streams)]

@@ -21,7 +21,8 @@ class TransformersBaseline:
         self._model.eval()
 
     def generate(self, token_ids: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
-        """Return the greedy continuation up to the end of turn or `max_tokens`, and its seconds."""
+        """Return the greedy continuation, up to the end of turn or `max_tokens`, and its time in
+        seconds."""
         inputs = torch.tensor([list(token_ids)])
         began = time.perf_counter()
         with torch.inference_mode():

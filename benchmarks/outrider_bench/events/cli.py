@@ -1,8 +1,8 @@
 """`outrider bench events`: events per second and processor cost of one router process.
 
-A scripted verifier emits rounds over gRPC, a real router forwards them, client processes stream the
-answers. On a shared machine the router's processor time per event is more reliable than the rate:
-both are reported, with the rate that one whole core would give.
+A scripted verifier emits rounds over gRPC, a real router forwards them, and client processes stream
+the answers. On a shared machine the router's processor time per event is more reliable than the
+rate. Both are reported, with the rate that one whole core would give.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outrider_bench.report import format_table, print_progress, print_result
 FRONTS = GRPC, HTTP = ("grpc", "http")
 READY_S = 60.0
 WARM_S = 2.0
-"""Time between the first streams and the measurement."""
+"""Seconds between the first streams and the measurement."""
 _TOKENS = "outrider_round_tokens_total "
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report."""
+    """Run the benchmark and print its result."""
     if not Path("/proc/self/stat").exists():
         raise InvalidRequestError("processor times are read from /proc", reason="NO_PROC")
     model = find_model(args.model).path
@@ -119,8 +119,8 @@ def _cell(
 
 
 def _emitted(http: str) -> float:
-    """Return the tokens of all rounds that a router has passed on; its clients do not see tokens
-    over HTTP."""
+    """Return the number of tokens that a router has passed on, from its metrics. Clients over HTTP
+    do not see tokens."""
     with urllib.request.urlopen(f"http://{http}/metrics", timeout=30.0) as answer:
         lines = answer.read().decode().splitlines()
     return float(next(line for line in lines if line.startswith(_TOKENS)).rpartition(" ")[2])
@@ -154,7 +154,7 @@ def _figures(
 
 
 def _shares(args: argparse.Namespace) -> list[int]:
-    """Sessions of each client process."""
+    """Return the number of sessions of each client process."""
     whole, rest = divmod(args.sessions, args.clients)
     return [whole + int(index < rest) for index in range(args.clients)]
 
@@ -193,6 +193,6 @@ def _line(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def _cpu_s(pid: int | None) -> float:
-    """Processor time of a process, all its threads, seconds."""
+    """Return the processor time of all threads of a process, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS

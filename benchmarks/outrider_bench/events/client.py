@@ -1,7 +1,7 @@
 """Client process of `outrider bench events`: streams answers one after another.
 
-Prints {"event": "ready"}; then, for each line on stdin, its totals so far: {"messages": N,
-"requests": N, "cpu_s": S, "at": monotonic seconds}.
+It prints {"event": "ready"}. Then, for each line on stdin, it prints its totals so far:
+{"messages": N, "requests": N, "cpu_s": S, "at": monotonic seconds}.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Received:
         self.requests = 0
 
     async def follow(self, client: AsyncClient, max_tokens: int) -> None:
-        """Stream answers for ever."""
+        """Stream one answer after another until cancelled."""
         while True:
             async with client.stream("events", max_tokens=max_tokens, ignore_eos=True) as stream:
                 async for _ in stream:
@@ -34,7 +34,8 @@ class Received:
             self.requests += 1
 
     async def follow_http(self, address: str, max_tokens: int) -> None:
-        """Follow one request over HTTP, and parse only what counting needs."""
+        """Stream one answer after another over HTTP until cancelled; parse only what counting
+        needs."""
         host, _, port = address.rpartition(":")
         body = {"prompt": "events", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         content = json.dumps({**body, "temperature": 0}).encode()
@@ -50,7 +51,7 @@ class Received:
 
 
 async def serve(args: argparse.Namespace) -> None:
-    """Stream until stdin ends; report whenever a line comes."""
+    """Stream answers until stdin ends; print a report for each line on stdin."""
     received = Received()
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
@@ -75,7 +76,7 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the client process."""
     parser = argparse.ArgumentParser()
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--router")

@@ -1,6 +1,6 @@
 """Model-free verifier of `outrider bench events`: every round emits a row for every session.
 
-Prints {"event": "ready", "address": HOST:PORT} like the real one.
+It prints {"event": "ready", "address": HOST:PORT}, like a real verifier.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from outrider.wire.messages import (
 
 MAX_SESSIONS = 4096
 FIRST_ID, LAST_ID = 1000, 9000
-"""Token ids that are emitted: ordinary words in most vocabularies."""
+"""Range of the emitted token ids, which are ordinary words in most vocabularies."""
 
 
 class ScriptedVerifier(SessionIteratorMixin):
-    """Verifier that emits `tokens` ids a session and round, rounds at a fixed interval."""
+    """Verifier that emits `tokens` token ids per session and round, at a fixed interval of
+    rounds."""
 
     def __init__(self, *, interval_s: float, tokens: int, tokenizer: str, vocab_size: int) -> None:
         self._interval_s, self._tokens = interval_s, tokens
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._left: dict[int, int] = {}
-        """Tokens that each session has still to emit, by handle."""
+        """Number of tokens that each session has yet to emit, by handle."""
 
     async def info(self) -> VerifierInfo:
-        """Identity and room."""
+        """Return the identity and the capacity of the verifier."""
         return VerifierInfo(
             protocol_version=PROTOCOL_VERSION,
             verifier_id=VerifierId("scripted"),
@@ -64,7 +65,7 @@ class ScriptedVerifier(SessionIteratorMixin):
         )
 
     async def serve_sessions(self, connection: ServingConnection) -> None:
-        """Serve one router."""
+        """Serve one router until it disconnects."""
         emitting = asyncio.create_task(self._emit_all(connection))
         try:
             while True:
@@ -115,7 +116,7 @@ class ScriptedVerifier(SessionIteratorMixin):
         )
 
     async def sessions(self) -> RouterConnection:
-        """Not served within the process."""
+        """Raise UnavailableError: sessions are served to routers only."""
         raise UnavailableError("only routers are served", reason="UNIMPLEMENTED")
 
     async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
@@ -125,7 +126,7 @@ class ScriptedVerifier(SessionIteratorMixin):
         """Do nothing: sessions are known by their handles."""
 
     async def exchange(self, connection: VerifierConnection) -> None:
-        """No drafter is served."""
+        """Close the connection: drafters are not served."""
         await connection.close()
 
 
@@ -145,7 +146,7 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the verifier process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--listen", default="127.0.0.1:0")
     parser.add_argument("--model", required=True)

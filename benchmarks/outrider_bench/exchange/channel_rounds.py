@@ -1,8 +1,8 @@
-"""Round trips of a verifier's working thread by channels between two processes.
+"""Round trips between the worker threads of two processes over channels.
 
-A working thread encodes a round's verdicts, the other process's working thread decodes them and
-answers with proposals, which the first one decodes. Features lie in the memory of the host before a
-round begins: copies between devices and hosts, which a service makes as well, are not part of it.
+The verifier's worker thread encodes a round's verdicts; the drafter's worker thread decodes them
+and answers with proposals, which the first one decodes. Features are in host memory before a round
+begins. Copies between devices and hosts, which a service also makes, are not included.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def run_transport(
     *,
     width: int = FEATURE_SIZE,
 ) -> list[list[float]]:
-    """Round trips of every (sessions, work ms), microseconds, in a process pair of their own."""
+    """Run the round trips of every case (sessions, work in ms) in a process pair of their own.
+    Return the microseconds of each round trip, by case."""
     serve, through = TRANSPORTS[transport]
     results: list[list[float]] = []
 
@@ -66,8 +67,8 @@ def run_transport(
 def measure(
     channel: BenchChannel, sessions: int, *, rounds: int, pause_s: float, width: int
 ) -> list[float]:
-    """Return the microseconds of each round trip of the verifier's working thread, after a pause
-    that stands for the verifier's work."""
+    """Return the microseconds of each round trip of the verifier's worker thread. A pause of
+    `pause_s` before each one stands for the verifier's work."""
     keep_freed_memory()
     messages = [
         verdicts(sessions, tokens=accepted_tokens(number), width=width)
@@ -87,8 +88,8 @@ def measure(
 
 
 def _in_shm(message: Verdicts, channel: BenchChannel) -> Verdicts:
-    """Return the message with its features where they are sent from, if the transport has such a
-    place: a device would have put them there."""
+    """Return the message with its features in shared memory, if the transport sends them from
+    there. A device would have written them there."""
     features = message.features
     if not isinstance(channel, InPlaceShmBenchChannel) or features is None:
         return message

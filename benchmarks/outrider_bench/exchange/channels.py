@@ -1,9 +1,9 @@
 """Channels compared by the exchange benchmark: the drafter's end and the verifier's end.
 
 `grpc.aio`, with an event loop on either side, is used between hosts. `shm` is the shared-memory
-channel used on one host, `shm.in_place` the same with features that a device has written into its
-memory. With `grpc` the working threads read and write a synchronous stream, with `socket` a Unix
-socket; with `socket.aio` the event loops own the socket.
+channel used on one host; `shm.in_place` is the same with features that a device has written into
+its memory. With `grpc` the worker threads read and write a synchronous stream, with `socket` a Unix
+socket. With `socket.aio` the event loops own the socket.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _WAIT_S = 30.0
 
 
 class BenchChannel(Protocol):
-    """Interface of a channel of frames between two working threads."""
+    """Interface of a channel that carries frames between two worker threads."""
 
     def send(self, frame: Frame) -> None:
-        """Hand a frame to the other end."""
+        """Send a frame to the other end."""
         ...
 
     def receive(self) -> bytes | memoryview:
-        """Wait for a frame."""
+        """Wait for the next frame and return it."""
         ...
 
 
 def answer_rounds(channel: BenchChannel) -> None:
-    """Answer rounds in the drafter's thread with a chain of four for every session."""
+    """Answer rounds in the drafter's thread with a chain of four tokens for every session."""
     keep_freed_memory()
     made: dict[int, Proposals] = {}
     while True:
@@ -77,17 +77,17 @@ def _joined(frame: Frame) -> bytes:
 
 
 class LoopChannel:
-    """Channel of a working thread beside an event loop that owns the stream."""
+    """Channel of a worker thread whose stream is owned by an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._write: Callable[[bytes], Any] | None = None
         self._writing: set[asyncio.Future[Any]] = set()
-        """Nobody else is sure to hold them until they are done."""
+        """Writes that are not done yet. This reference keeps them alive."""
         self._write_lock = asyncio.Lock()
-        """gRPC takes one write of a stream at a time, and an answer can be there before the write
-        that it answers has returned."""
+        """Held during a write: gRPC takes one write of a stream at a time, and an answer can arrive
+        before the write that it answers has returned."""
 
     async def serve(self, stream: Any) -> None:
         """Run the stream on the event loop until it ends."""
@@ -113,7 +113,7 @@ class LoopChannel:
 
 
 class StreamChannel:
-    """Channel whose working thread reads and writes a synchronous stream."""
+    """Channel whose worker thread reads and writes a synchronous stream."""
 
     def __init__(self) -> None:
         self._leaving: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -132,7 +132,7 @@ class StreamChannel:
 
 
 class SocketChannel:
-    """Channel whose working thread reads and writes a Unix socket; a length precedes each frame."""
+    """Channel whose worker thread reads and writes a Unix socket; a length precedes each frame."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -155,7 +155,7 @@ class SocketChannel:
 
 
 class ShmBenchChannel:
-    """Channel whose working thread reads and writes a shared-memory channel."""
+    """Channel whose worker thread reads and writes a shared-memory channel."""
 
     def __init__(self, shm_channel: ShmChannel) -> None:
         self._shm_channel = shm_channel
@@ -174,19 +174,19 @@ class ShmBenchChannel:
 
 
 class InPlaceShmBenchChannel(ShmBenchChannel):
-    """Shared-memory channel whose features a device has written into its memory."""
+    """Shared-memory channel with features that a device has written into its memory."""
 
     def __init__(self, shm_channel: ShmChannel) -> None:
         super().__init__(shm_channel)
         shm_channel.allow_reservations(lambda memory: True)
 
     def reserve(self, size: int) -> NDArray[np.uint8] | None:
-        """See `ShmChannel.reserve`."""
+        """Reserve a frame; see `ShmChannel.reserve_frame`."""
         return self._shm_channel.reserve_frame(size)
 
 
 class LoopSocket:
-    """Frames of a Unix socket that an event loop reads and writes."""
+    """Unix socket whose frames an event loop reads and writes."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -244,7 +244,7 @@ def _serve_grpc(address: str) -> None:
 
 
 def _accepted(address: str) -> socket.socket:
-    """Connect to an address, and wait until it answers."""
+    """Listen at an address and return the first connection."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{address}.new")
         listening.listen()

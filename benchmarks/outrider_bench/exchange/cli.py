@@ -1,21 +1,21 @@
 """Idle time of a round between a verifier and a drafter in two processes, without models.
 
-One table compares the transports by which both exchange rounds, with the same payload: features of
-the accepted rows of a chain of four, and the next chain. Its figures are microseconds in which
-neither side works because of the exchange, by two methods:
+One table compares the transports over which both exchange rounds, with the same payload: features
+of the accepted rows of a chain of four, and the next chain. Its figures are the microseconds in
+which neither side works because of the exchange, measured in two ways:
 
 - Channels (`shm`, the shared-memory channel of one host; `grpc.aio`, between hosts; variants of
-  both): a round trip of host threads by the host's clock, encoding and decoding included. Features
-  lie in the memory of the host already, so the copies between devices and hosts that a service
-  makes as well are not part of it.
-- Exchange buffers (`buffers.device`, in memory of the devices; `buffers.host`, in memory of the
-  host that both devices map): time from the end of a round to the end of the next one by stamps of
-  the verifier's device, less the work of both sides. Taking, checking and putting rows is part of
-  it, and so are kernels that compare every value. Without a CUDA device `buffers.host` runs the
-  PyTorch reference of the kernels on the CPU, by the host's clock.
+  both): a round trip of host threads by the host's clock, including encoding and decoding. Features
+  are in host memory already, so the copies between devices and hosts that a service also makes are
+  not included.
+- Exchange buffers (`buffers.device`, in device memory; `buffers.host`, in host memory that both
+  devices map): the time from the end of a round to the end of the next one by timestamps of the
+  verifier's device, minus the work of both sides. It includes reading, checking and writing rows,
+  and kernels that compare every value. Without a CUDA device `buffers.host` runs the PyTorch
+  reference of the kernels on the CPU, timed by the host's clock.
 
-Work (`--work-ms`) is a pause of the verifier's thread before a round trip by a channel; by buffers
-it is a sleeping kernel of the verifier, and one of a quarter of that time of the drafter.
+Over a channel, work (`--work-ms`) is a pause of the verifier's thread before a round trip. Over
+buffers it is a sleeping kernel of the verifier, and one of a quarter of that time of the drafter.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from outrider_bench.exchange.payload import DRAFT_LENGTH, FEATURE_BYTES, FEATURE
 from outrider_bench.report import format_table, print_progress, print_result
 
 BUFFERS: Final = {"buffers.device": "device", "buffers.host": "host"}
-"""Transports by exchange buffers, and the kind of memory that these lie in."""
+"""Transports over exchange buffers, with the kind of memory that holds the buffers."""
 ALL_TRANSPORTS: Final = (*BUFFERS, *TRANSPORTS)
 DEFAULT_TRANSPORTS: Final = ("buffers.device", "buffers.host", "shm", "grpc.aio")
 BY_CHANNEL: Final = "round trip of host threads, with encoding and decoding"
@@ -49,10 +49,10 @@ _MAX_WORK_MS: Final = 1000.0
 
 
 class TransportTimes(NamedTuple):
-    """Outcome of a transport."""
+    """Results of one transport."""
 
     measured: str
-    """Meaning of the measured microseconds."""
+    """Description of what the microseconds measure."""
     idle_us: list[list[float]]
     """Microseconds of each round, by case."""
     figures: list[dict[str, Any]]
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report."""
+    """Run the benchmark and print its result."""
     sessions, works, transports = _read_flags(args)
     cases = [(count, work) for work in works for count in sessions]
     rows: list[list[object]] = []
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _read_flags(args: argparse.Namespace) -> tuple[list[int], list[float], list[str]]:
-    """Sessions, work in ms and transports. Raises InvalidRequestError."""
+    """Return the sessions, the work in ms and the transports. Raises InvalidRequestError."""
     try:
         sessions = [int(part) for part in args.sessions.split(",")]
         works = [float(part) for part in args.work_ms.split(",")]
@@ -150,8 +150,8 @@ def _invalid(message: str) -> InvalidRequestError:
 def _measure(
     transport: str, cases: Sequence[tuple[int, float]], args: argparse.Namespace
 ) -> TransportTimes:
-    """Measure every (sessions, work ms). Raises OutriderError and OSError where this machine does
-    not have the transport."""
+    """Measure every case (sessions, work in ms). Raises OutriderError or OSError if this machine
+    does not support the transport."""
     if transport in BUFFERS:
         return _measure_buffers(transport, cases, args)
     found = run_transport(transport, cases, args.rounds, width=args.width)
@@ -223,7 +223,7 @@ def _cells(
 
 
 def _faults(cells: Sequence[dict[str, Any]], work_ms: float) -> str:
-    """What was wrong with rounds beside this work, for the table; nothing, as a rule."""
+    """Return what went wrong in the rounds with this work, as text for the table; usually empty."""
     faults = ""
     for cell in cells:
         if cell["work_ms"] != work_ms:
@@ -237,7 +237,7 @@ def _faults(cells: Sequence[dict[str, Any]], work_ms: float) -> str:
 
 
 def _explain(args: argparse.Namespace) -> str:
-    """What the figures of the table are."""
+    """Return the explanation of the table's figures."""
     return (
         f"Microseconds of a round that the exchange takes beside the work of both sides, "
         f"{args.rounds} rounds each.\n"

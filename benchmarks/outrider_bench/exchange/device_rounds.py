@@ -1,14 +1,14 @@
 """Rounds of two processes over exchange buffers, without models.
 
-Each side replays one CUDA graph a round, two rounds ahead of its device, as verifier and drafter
-do: the verifier waits for drafts, takes them, works and puts accepted tokens and features; the
-drafter waits for these, takes them, works and puts drafts. Work is a sleeping kernel, so what a
-round takes beyond both works is what the exchange costs. Each side checks what the other one wrote,
-within that time.
+Each side replays one CUDA graph per round, two rounds ahead of its device, as verifier and drafter
+do. The verifier waits for drafts, reads them, works, and writes accepted tokens and features. The
+drafter waits for these, reads them, works, and writes drafts. Work is a sleeping kernel, so the
+time of a round beyond the work of both sides is the cost of the exchange. It includes the time in
+which each side checks what the other one wrote.
 
-Buffers lie in memory of the two devices or in memory of the host that both map. On a CPU both
-sides run the PyTorch reference of the same kernels over shared memory of the host; their times say
-what the protocol costs there, and nothing about devices.
+Buffers are in the memory of the two devices, or in host memory that both map. On a CPU both sides
+run the PyTorch reference of the same kernels over shared host memory; the times say what the
+protocol costs there, and nothing about devices.
 """
 
 from __future__ import annotations
@@ -67,14 +67,16 @@ CHAIN: Final = DRAFT_LENGTH
 AHEAD: Final = 2
 """Number of rounds that a side launches before it waits for the first of them."""
 BOUND_US: Final = 30_000
-"""Microseconds that the verifier's device waits for drafts at most."""
+"""Maximum time that the verifier's device waits for drafts, in microseconds."""
 CPU_BOUND_US: Final = 2_000_000
-"""Time bound of waits of a verifier on a CPU, where other processes may delay its drafter."""
+"""Maximum time that a verifier on a CPU waits for drafts, in microseconds. Other processes may
+delay its drafter."""
 WARM_ROUNDS: Final = 20
 LINK_TIMEOUT_S: Final = 180.0
-"""Seconds that a process waits for the other one, which may be compiling kernels, at most."""
+"""Maximum time that a process waits for the other one, which may be compiling kernels, in
+seconds."""
 _ERROR: Final = "error: "
-"""Begins the last word of a process that cannot exchange."""
+"""Prefix of the last message of a process that cannot exchange."""
 
 
 class RoundDevices(NamedTuple):
@@ -85,16 +87,16 @@ class RoundDevices(NamedTuple):
 
 
 class RoundTimes(NamedTuple):
-    """Outcome of a measurement."""
+    """Results of a measurement."""
 
     idle_us: list[float]
     """Microseconds of each round beyond the work of both sides."""
     attach_ms: float
     """Milliseconds to map the drafter's memory."""
     mismatches: int
-    """Rounds in which a side found other values than those that had to be there, or too late."""
+    """Number of rounds in which a side found wrong values, or found them too late."""
     is_open: bool
-    """Whether the exchange lasted to the end: rounds behind its close exchange nothing."""
+    """Whether the exchange stayed open to the end. Rounds after it is closed exchange nothing."""
 
 
 class RoundSettings(NamedTuple):
@@ -103,7 +105,7 @@ class RoundSettings(NamedTuple):
     rows: int
     rounds: int
     verify_us: int
-    """Time of the verifier's work, microseconds; 0: none."""
+    """Microseconds of the verifier's work; 0: none."""
     draft_us: int
     """Microseconds of the drafter's work."""
     width: int = FEATURE_SIZE
@@ -111,7 +113,7 @@ class RoundSettings(NamedTuple):
 
     @property
     def shape(self) -> ExchangeShape:
-        """The buffers."""
+        """Shape of the exchange buffers."""
         return ExchangeShape(
             num_slots=self.rows + 1,
             max_rows=self.rows,
@@ -135,7 +137,7 @@ def _work(us: int, clock_mhz: float) -> None:
 
 
 class _Verifier:
-    """The verifier's graph."""
+    """Round of the verifier, and the tensors of its CUDA graph."""
 
     def __init__(
         self,
@@ -162,10 +164,10 @@ class _Verifier:
         self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self._steps = torch.arange(CHAIN, dtype=torch.int32, device=device)
         self.mismatches = torch.zeros(2, dtype=torch.int32, device=device)
-        """Drafts that were not what they should have been; rounds."""
+        """Two counters: rounds with unexpected drafts, and all rounds."""
 
     def run_round(self) -> None:
-        """One round."""
+        """Run one round of the verifier."""
         settings = self.settings
         chosen = self._chosen
         wait_drafts(self._drafts, self.state, self._slots, chosen.outcomes, padding=settings.rows)
@@ -211,7 +213,7 @@ class _Verifier:
 
 
 class _Drafter:
-    """The drafter's graph."""
+    """Round of the drafter, and the tensors of its CUDA graph."""
 
     def __init__(
         self,
@@ -235,10 +237,10 @@ class _Drafter:
         )
         self._steps = torch.arange(CHAIN, dtype=torch.int32, device=device)
         self.mismatches = torch.zeros(2, dtype=torch.int32, device=device)
-        """Rows with a fault or with other features than their tokens'; rounds."""
+        """Two counters: rounds with a fault or unexpected features, and all rounds."""
 
     def run_round(self) -> None:
-        """One round."""
+        """Run one round of the drafter."""
         settings, taken = self.settings, self._taken
         wait_round(self._verdicts, self.state)
         take_rows(
@@ -272,19 +274,19 @@ class _Drafter:
 
 
 class _Link:
-    """Passes descriptors and words between the two processes."""
+    """Connection between the two processes for messages and file descriptors."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         connected.settimeout(LINK_TIMEOUT_S)
 
     def send(self, word: str, descriptors: list[int] | None = None) -> None:
-        """Send a line, and descriptors with it."""
+        """Send a message, with file descriptors if given."""
         socket.send_fds(self._socket, [word.encode()], descriptors or [])
 
     def receive(self) -> tuple[str, list[int]]:
-        """Wait for the next one. Raises UnavailableError where the other process cannot exchange,
-        and OSError where it is gone or late."""
+        """Wait for the next message and its file descriptors. Raises UnavailableError if the other
+        process cannot exchange, and OSError if it has ended or is late."""
         data, descriptors, _, _ = socket.recv_fds(self._socket, 4096, 4)
         if not data:
             raise ConnectionError("the other process is gone")
@@ -301,7 +303,7 @@ class _Link:
 
 
 class _Side:
-    """Buffers, graph and launches of one side of a measurement."""
+    """Buffers and CUDA graph of one side of a measurement."""
 
     def __init__(
         self,
@@ -344,7 +346,7 @@ class _Side:
         self._device = device
 
     def capture(self) -> None:
-        """Compile and capture without an exchange: the state says that it is closed."""
+        """Compile and capture the round while the exchange is marked as closed, then open it."""
         state = self.program.state
         state.words[1] = 0
         self.graphs.run_graph("round", self.program.run_round)
@@ -359,7 +361,8 @@ class _Side:
         self._synchronize()
 
     def run(self, rounds: int, *, until_closed: bool = False) -> list[float]:
-        """Replay rounds, AHEAD at a time; microseconds between ends of rounds."""
+        """Run rounds, up to AHEAD of them in flight; return the microseconds between the ends of
+        rounds. If `until_closed`, stop once the exchange is closed."""
         if self._device.type == "cpu":
             return self._run_on_cpu(rounds, until_closed=until_closed)
         flight: deque[torch.cuda.Event] = deque()
@@ -391,14 +394,14 @@ class _Side:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the buffers."""
         self._synchronize()
         self._own.close()
         self._peer.close()
 
 
 def _clock_mhz(device: torch.device) -> float:
-    """Cycles a microsecond of the sleeping kernel; 0 on a CPU, which has none."""
+    """Return the cycles per microsecond of the sleeping kernel; 0 on a CPU, which has none."""
     if device.type == "cpu":
         return 0.0
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -420,7 +423,7 @@ def serve_drafter(connected: socket.socket, device_name: str) -> None:
 
 
 def _use_device(name: str) -> torch.device:
-    """Make a device this thread's current one."""
+    """Make a device the current one of this thread, and return it."""
     device = torch.device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -431,7 +434,7 @@ def _use_device(name: str) -> torch.device:
 
 
 def _serve(link: _Link, device: torch.device) -> None:
-    """The drafter's process."""
+    """Serve measurements in the drafter's process until the verifier's process ends them."""
     clock = _clock_mhz(device)
     while True:
         line, _ = link.receive()
@@ -475,7 +478,8 @@ def _measure(
 
 @contextlib.contextmanager
 def _drafter(device: str) -> Iterator[tuple[_Link, BaseProcess]]:
-    """A drafter's process, which is killed in the end if it still runs."""
+    """Start a drafter's process, and kill it at the end if it still runs. Raises UnavailableError
+    if the connection fails."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     peer = multiprocessing.get_context("spawn").Process(
         target=serve_drafter, args=(theirs, device), daemon=True
@@ -501,8 +505,8 @@ def _kill(
     kind: str,
     clock: float,
 ) -> dict[str, Any]:
-    """Kill the drafter in the middle of its rounds: how long the verifier waits, and whether its
-    device goes on."""
+    """Kill the drafter in the middle of its rounds; return how long the verifier waits and whether
+    its device continues."""
     link.send(json.dumps({"settings": settings, "kind": kind}))
     side = _Side(link, device, settings, kind, is_drafter=False, clock=clock)
     side.capture()
@@ -524,9 +528,12 @@ def _kill(
 
 
 def find_devices(kind: str, *, same_device: bool = False) -> RoundDevices:
-    """Two devices for buffers of this kind of memory ("device" or "host"); one device twice, where
-    there is no other one that it has access to, and for "host" the CPU where there is none at all.
-    Raises UnavailableError."""
+    """Return the devices of both sides for buffers in this kind of memory ("device" or "host").
+
+    Both are the same device if there is no other one that it can access, or if `same_device` is
+    set. Without any CUDA device they are the CPU for "host". Raises UnavailableError if there is no
+    device for "device".
+    """
     count = torch.cuda.device_count()
     if not count:
         if kind == "host":
@@ -539,8 +546,8 @@ def find_devices(kind: str, *, same_device: bool = False) -> RoundDevices:
 def measure_rounds(
     kind: str, devices: RoundDevices, cases: Sequence[RoundSettings]
 ) -> list[RoundTimes]:
-    """Run rounds of every case over buffers in memory of this kind, in two processes. Raises
-    UnavailableError where the devices cannot share it."""
+    """Run the rounds of every case over buffers in this kind of memory, in two processes. Raises
+    UnavailableError if the devices cannot share it."""
     device = _use_device(devices.verifier)
     clock = _clock_mhz(device)
     with _drafter(devices.drafter) as (link, peer):
@@ -553,8 +560,8 @@ def measure_rounds(
 def measure_killed_drafter(
     kind: str, devices: RoundDevices, *, width: int = FEATURE_SIZE
 ) -> dict[str, Any]:
-    """Measure how long the verifier waits for a drafter that is killed, and the rounds with its
-    successor. Raises UnavailableError."""
+    """Measure how long the verifier waits for a killed drafter, and the rounds with the next
+    drafter. Raises UnavailableError."""
     device = _use_device(devices.verifier)
     clock, settings = _clock_mhz(device), RoundSettings(8, 4000, 2000, 500, width)
     with _drafter(devices.drafter) as (link, peer):

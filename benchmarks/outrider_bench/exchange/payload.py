@@ -1,7 +1,7 @@
-"""What a round of the exchange benchmark carries, the same by every transport.
+"""Payload of a round of the exchange benchmark, the same for every transport.
 
-A session's verdict has its accepted tokens, 2, 3, 4, 5 and 1 in turn from round to round, each with
-a feature of `width` bfloat16 values; its draft is a chain of four tokens.
+From round to round a session's verdict has 2, 3, 4, 5 and 1 accepted tokens in turn, each with a
+feature of `width` bfloat16 values. Its draft is a chain of four tokens.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from outrider.wire.messages import FeatureRows, TensorDtype, Verdicts
 
 DRAFT_LENGTH: Final = 4
 FEATURE_SIZE: Final = 4096
-"""Width of a feature unless the command says another one: that of an 8B model."""
+"""Default width of a feature: that of an 8B model."""
 FEATURE_BYTES: Final = 2
 """Bytes of each value of a feature."""
 
 
 def accepted_tokens(round_number: int) -> int:
-    """Accepted tokens of every session in the round of this number; round 0 has 2."""
+    """Return the number of accepted tokens of every session in a round; 2 in round 0."""
     return (round_number + 1) % (DRAFT_LENGTH + 1) + 1
 
 
 def verdicts(sessions: int, *, tokens: int, width: int) -> Verdicts:
-    """Verdicts of a round of this many sessions, each with `tokens` accepted tokens."""
+    """Return the verdicts of a round of so many sessions, each with `tokens` accepted tokens."""
     rng = np.random.default_rng(sessions)
     counts = np.full(sessions, tokens)
     segments = tuple(

@@ -2,12 +2,12 @@
 
 A local fleet of a router, a verifier and a drafter serves greedy streams, each over and over, while
 faults follow each other: the drafter is killed, or stopped for a while; garbage is written into
-either buffer of the exchange, with the number of a round or without; half of the streams are
-cancelled. Before each fault the exchange must be open again and sessions must draft by it. Sessions
-that begin while it is lost draft by messages. With `--planner fixed` a round waits for these as
-long as plans allow, a second; gaps as users see them are those of `--planner automatic`, with a
-model for which drafts pay. Each text is compared with the one of the verifier alone; where the two
-differ first, their tokens may be a near tie of the target, which is counted apart.
+either buffer of the exchange, with or without the round number; half of the streams are cancelled.
+Before each fault the exchange must be open again and sessions must draft over it. Sessions that
+begin while it is lost draft by messages. With `--planner fixed` a round waits for these drafts as
+long as plans allow, which is one second. For the gaps that users see, run `--planner automatic`
+with a model for which drafts pay. Each text is compared with that of the verifier alone. Where the
+two first differ, their tokens may be a near tie of the target; such texts are counted separately.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ GARBAGE: Final = {
 """Options of the hook that writes garbage, by kind of fault."""
 KINDS: Final = (*GARBAGE, "stop", "cancel", "kill")
 NEAR_TIE: Final = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest difference of two log-probabilities that sums in another order can turn over."""
+"""Largest difference of two log-probabilities whose order may change with the order of summation,
+by dtype."""
 KV_TOKENS: Final = 65536
 """KV tokens of a verifier on a GPU; by default it would take all memory and leave none for a
 drafter."""
@@ -58,7 +59,7 @@ _MAX_STOP_S, _MAX_GARBAGE_S = 1.0, 0.5
 _POLL_S: Final = 0.02
 _HEARTBEAT_S: Final = 0.005
 _SETTLE_S: Final = 0.2
-"""Time in which a verifier notices that an exchange is lost."""
+"""Seconds in which a verifier notices that an exchange is lost."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the benchmark and print its result. Raises InternalError for changed texts, failed
-    requests, and an exchange that does not begin anew."""
+    requests, or an exchange that is not opened again."""
     kinds = [name.strip() for name in args.kinds.split(",")]
     if unknown := set(kinds) - set(KINDS):
         raise SystemExit(f"--kinds: there is no {', '.join(sorted(unknown))}")
@@ -133,41 +134,42 @@ def run(args: argparse.Namespace) -> None:
 
 
 class _Gap(NamedTuple):
-    """A time between two messages of a request, s."""
+    """Time between two messages of a request, in seconds."""
 
     gap_s: float
     after_fault_s: float
-    """From the last fault to its end."""
+    """Seconds from the last fault to the end of the gap."""
     tokens: int
-    """That the request had before."""
+    """Number of tokens that the request had before the gap."""
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """What one client has heard over all its requests; its thread writes it."""
+    """What one client has received in all its requests. Only its thread writes it."""
 
     prompt: str
     expected: GenerateResult
     begun_at: float = 0.0
-    """When its running request began."""
+    """Monotonic time at which the running request began."""
     cancel: threading.Event = field(default_factory=threading.Event)
-    """Ends the running request."""
+    """Ends the running request when it is set."""
     longest_gaps: dict[str, _Gap] = field(default_factory=dict)
-    """Longest time between two messages of a request, by the fault before the second one."""
+    """Longest gap between two messages of a request, by the last fault before the second
+    message."""
     first_message_s: float = 0.0
-    """Longest time to the first message of a request."""
+    """Longest time to the first message of a request, in seconds."""
     requests: int = 0
-    """Those that ended by themselves."""
+    """Number of requests that ended normally."""
     drafted: int = 0
-    """Of these, those for which drafts were verified."""
+    """Number of these requests for which drafts were verified."""
     cancelled: int = 0
     failed: list[str] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    """Of the requests with another text: see `_first_gap`."""
+    """Differences found by `_first_gap` in the requests whose text changed."""
 
 
 class _FaultRun:
-    """Streams over a fleet, and the faults that happen meanwhile."""
+    """Runs streams over a fleet and injects faults meanwhile."""
 
     def __init__(
         self, fleet: LocalCluster, logs: Path, switches: dict[str, Path], args: argparse.Namespace
@@ -178,17 +180,17 @@ class _FaultRun:
         self._log = logs / f"{verifier.name}.log"
         self._random = random.Random(args.seed)
         self._fault, self._fault_at = "none", time.monotonic()
-        """What has happened last, and when."""
+        """The last fault and its time."""
         self._is_over = threading.Event()
         self._not_reopened = 0
         self._reopened_s: list[float] = []
         self._streams: list[_Stream] = []
         self._stalls: dict[str, float] = {}
-        """Longest time by which a sleep of this process took too long, s, by the fault before its
-        end. Gaps of the streams up to this time may be the fault of the benchmark itself."""
+        """Largest delay of a sleep of this process, in seconds, by the last fault before its end.
+        Gaps of the streams up to this time may be caused by the benchmark itself."""
 
     def run(self, kinds: Sequence[str]) -> dict[str, object]:
-        """Inject the faults; what the streams heard."""
+        """Inject the faults; return the figures of the streams."""
         self._streams = self._expect()
         threads = [
             threading.Thread(target=self._follow, args=(stream,), daemon=True)
@@ -240,7 +242,7 @@ class _FaultRun:
         }
 
     def _expect(self) -> list[_Stream]:
-        """Return the streams, with the texts of the verifier alone."""
+        """Return the streams, with the texts that the verifier generates without drafts."""
         prompts = load_prompts(self._args.prompts, self._args.limit)
         found = []
         with self._client() as client:
@@ -364,8 +366,8 @@ def _event_of(line: str) -> str:
 
 
 def _first_gap(expected: GenerateResult, ids: Sequence[int]) -> float:
-    """Difference of the log-probabilities of the two tokens where two texts differ first; infinite
-    for a token that is none of the most probable ones there."""
+    """Return the difference of the log-probabilities of the two tokens where two texts first
+    differ; infinite if the second token is not among the most probable ones there."""
     pairs = zip(expected.token_ids, ids, strict=False)
     place = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
     if place is None or place >= len(expected.logprobs):

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report."""
+    """Run the benchmark and print its result."""
     prompts = load_prompts(args.prompts, args.limit)
     print_progress(f"{args.streams} streams, room for all")
     wide = _burst(args, prompts, max_sessions=args.streams, queue_limit=args.streams)
@@ -86,8 +86,8 @@ def _burst(
 
 
 def _wait_idle(client: Client) -> ServerInfo:
-    """Return the fleet once it holds nothing; the router looks at its verifiers every half
-    second."""
+    """Wait until the verifiers have no sessions, at most SETTLE_S; return the fleet's state. The
+    router polls its verifiers every half second."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         info = client.server_info()

@@ -43,12 +43,12 @@ from outrider_bench.report import percentiles, print_progress, print_result
 
 BLOCK: Final = 16
 NODES: Final = 8
-"""Maximum number of draft nodes; small, so that reservations for drafts are small beside an
-answer."""
+"""Maximum number of draft nodes. It is small, so that blocks reserved for drafts are few compared
+with those of an answer."""
 URGENT_TOKENS: Final = 8
 """Length of an answer of higher priority, in tokens."""
 PAUSE_S: Final = 0.05
-"""Between two such sessions, in the mean."""
+"""Mean number of seconds between two sessions of higher priority."""
 SHARE: Final = 4
 """Factor by which the requests together exceed the available blocks."""
 PARTS: Final = ("crowd", "urgent", "at_once")
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report."""
+    """Run the benchmark and print its result."""
     torch.set_num_threads(args.threads)
     result: dict[str, object] = {"benchmark": "preemption", **describe(), "model": args.model}
     result |= {"sessions": args.sessions, "prompt_tokens": args.prompt_tokens}
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
 async def _serving(
     args: argparse.Namespace, blocks: int, **settings: object
 ) -> AsyncIterator[VerifierService]:
-    """A verifier with so many blocks."""
+    """Serve a verifier with `blocks` KV blocks; stop it at the end."""
     kv_tokens = blocks * BLOCK
     target: TargetModel
     if args.model == "tiny":
@@ -141,7 +141,8 @@ def _spec(args: argparse.Namespace, number: int, max_new_tokens: int, name: str)
 async def _answer(
     service: VerifierService, spec: SessionSpec, leave_at: int = 0
 ) -> PreemptedAnswer:
-    """Serve a session; `leave_at`: tokens after which its client leaves, if not 0."""
+    """Serve a session and return its answer. If `leave_at` is not 0, the client leaves after so
+    many tokens."""
     answer, began = PreemptedAnswer(), time.perf_counter()
     async with aclosing(service.open_session(spec)) as events:
         async for event in events:
@@ -154,7 +155,8 @@ async def _answer(
 
 
 def _answers(args: argparse.Namespace) -> list[SessionSpec]:
-    """Return the requests of all sessions, with answers of half of `max_tokens` to `max_tokens`."""
+    """Return the requests of all sessions. Their answers have from half of `max_tokens` to
+    `max_tokens` tokens."""
     rng = np.random.default_rng(1)
     lengths = rng.integers(args.max_tokens // 2, args.max_tokens + 1, args.sessions)
     return [_spec(args, i, int(length), "s") for i, length in enumerate(lengths)]
@@ -211,7 +213,7 @@ async def _all(
 
 
 async def _urgent(args: argparse.Namespace) -> dict[str, object]:
-    """Sessions of a higher priority come one by one, alone and into a crowd that never ends."""
+    """Measure sessions of higher priority one by one, alone and then under continuous load."""
     blocks = _blocks_of(_answers(args)) // SHARE
     found: dict[str, object] = {"blocks": blocks}
     medians: list[dict[str, float]] = []
@@ -232,7 +234,8 @@ async def _urgent(args: argparse.Namespace) -> dict[str, object]:
 async def _busy(
     args: argparse.Namespace, service: VerifierService, count: int
 ) -> AsyncIterator[None]:
-    """So many sessions of priority 0 at all times, once as many run as will."""
+    """Keep `count` sessions of priority 0 open. The context is entered once a part of them has
+    finished."""
 
     async def on_and_on(first: SessionSpec) -> None:
         for turn in range(1 << 20):
@@ -268,8 +271,8 @@ async def _first_tokens(args: argparse.Namespace, service: VerifierService) -> l
 
 
 async def _at_once(args: argparse.Namespace) -> dict[str, object]:
-    """Sessions that may answer with `budget` tokens and do with 100 to 200; there are blocks for
-    the whole of four."""
+    """Measure how many sessions run at once if they may emit `budget` tokens but emit 100 to 200.
+    There are blocks for four answers of the full length."""
     slack = NODES + BLOCK
     blocks = 4 * -(-(args.prompt_tokens + args.budget + slack) // BLOCK) + 4
     found: dict[str, object] = {"blocks": blocks}

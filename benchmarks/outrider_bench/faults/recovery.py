@@ -36,12 +36,12 @@ from outrider_bench.prompts import load_prompts
 from outrider_bench.report import percentiles, print_progress, print_result
 
 BEGUN = 8
-"""Tokens that every stream has emitted when the fault comes."""
+"""Number of tokens that every stream has emitted before the fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryFault:
-    """A fault and the process that it hits."""
+    """Signal of a fault, and the kind of process that it hits."""
 
     victim: CertificateRole
     number: signal.Signals
@@ -64,9 +64,9 @@ class RecoveredStream:
     code: str
     token_ids: tuple[int, ...]
     pause_s: float
-    """Longest time without a message once it had begun."""
+    """Longest time between two messages, in seconds."""
     drafted: int
-    """Draft tokens that were verified for it."""
+    """Number of draft tokens that were verified for the stream."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report."""
+    """Run the benchmark and print its result."""
     names = [name.strip() for name in args.faults.split(",")]
     config = replace(local_config(args, max_sessions=4 * args.streams), planner="automatic")
     config = replace(config, kv_tokens=args.kv_tokens)
@@ -120,10 +120,10 @@ class _RecoveryRun:
         self._prompts = [prompts[i % len(prompts)].text for i in range(args.streams)]
         self._calm = self._streams(lambda: None)
         self.calm_pauses = percentiles([seen.pause_s for seen in self._calm])
-        """Longest pauses of streams to which nothing happens, seconds."""
+        """Percentiles of the longest pauses of streams without faults, in seconds."""
 
     def inject(self, name: str, fault: RecoveryFault) -> dict[str, object]:
-        """Cause a fault again and again; what the streams saw."""
+        """Cause a fault repeatedly; return what happened to the streams."""
         pauses: list[float] = []
         failed: list[str] = []
         changed = drafting = 0
@@ -158,7 +158,7 @@ class _RecoveryRun:
         }
 
     def _several(self, fault: RecoveryFault) -> bool:
-        """Return whether others of its kind go on while one of them starts again."""
+        """Return whether other processes of the same kind continue while one of them restarts."""
         return fault.victim is CertificateRole.DRAFTER and self._args.drafters > 2
 
     def _hit(self, victim: ChildProcess, fault: RecoveryFault) -> None:
@@ -170,7 +170,7 @@ class _RecoveryRun:
             victim.wait_ready(START_TIMEOUT_S)
 
     def _streams(self, fault: Callable[[], None]) -> list[RecoveredStream]:
-        """Run all streams, and cause the fault when each has begun."""
+        """Run all streams, and cause the fault once each of them has begun."""
         begun = threading.Semaphore(0)
         with (
             Client(self._fleet.address, timeout_s=300.0) as client,

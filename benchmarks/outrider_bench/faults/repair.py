@@ -23,7 +23,8 @@ from outrider_bench.report import print_progress
 
 @contextmanager
 def spare_fleet_config(config: LocalFleetConfig, drafters: int = 2) -> Iterator[LocalCluster]:
-    """Two verifiers, drafters and a router with a journal. Raises UnavailableError."""
+    """Start two verifiers, `drafters` drafters and a router with a journal; stop them at the end.
+    Raises UnavailableError."""
     with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
         journal = Path(directory) / "journal"
         config = replace(config, verifiers=2, drafters=drafters, journal=journal)
@@ -51,8 +52,8 @@ def restart_process(process: ChildProcess) -> bool:
 
 
 def wait_drafters(fleet: LocalCluster, wanted: ChildProcess) -> None:
-    """Wait until nothing runs, `wanted` drafts for all verifiers and so does one more drafter, if
-    others are still starting or not; UnavailableError if never."""
+    """Wait until no session runs, and `wanted` and at least one other drafter draft for all
+    verifiers. Further drafters may still be starting. Raises UnavailableError at a timeout."""
     wanted.wait_ready(START_TIMEOUT_S)
 
     def has_drafters(info: ServerInfo) -> bool:
@@ -68,17 +69,19 @@ def wait_drafters(fleet: LocalCluster, wanted: ChildProcess) -> None:
 
 
 def wait_idle(fleet: LocalCluster) -> None:
-    """Wait until the router sees everybody, and nothing runs; UnavailableError if never."""
+    """Wait until the router sees all processes and no session runs. Raises UnavailableError at a
+    timeout."""
     _wait(fleet, lambda info: _serves(fleet, info) and not any(v.sessions for v in info.verifiers))
 
 
 def wait_serving(fleet: LocalCluster) -> None:
-    """Wait until the router sees everybody, whatever runs; UnavailableError if never."""
+    """Wait until the router sees all processes, whether or not sessions run. Raises
+    UnavailableError at a timeout."""
     _wait(fleet, lambda info: _serves(fleet, info))
 
 
 def poll_until(is_met: Callable[[], bool], *, every_s: float = 0.02) -> bool:
-    """Ask again and again; whether the answer was yes before processes must have started."""
+    """Poll until the condition is met; return False if it is not met within START_TIMEOUT_S."""
     end = time.monotonic() + START_TIMEOUT_S
     while not is_met():
         if time.monotonic() > end:

@@ -21,7 +21,7 @@ _PAGE_KB = os.sysconf("SC_PAGE_SIZE") / 1024.0
 
 
 def check_proc() -> None:
-    """Raise InvalidRequestError where processes cannot be looked into."""
+    """Raise InvalidRequestError if the system has no /proc, from which usage is read."""
     if not Path("/proc/self/statm").exists():
         raise InvalidRequestError("memory and descriptors are read from /proc", reason="NO_PROC")
 
@@ -31,7 +31,7 @@ class FleetUsage:
     """One sample of a fleet's resource usage."""
 
     at_s: float
-    """Monotonic seconds."""
+    """Monotonic time of the sample, in seconds."""
     running: int
     queued: int
     sessions: int
@@ -44,13 +44,14 @@ class FleetUsage:
 
     @property
     def idle(self) -> bool:
-        """Whether no request holds anything."""
+        """Whether no request holds any resource."""
         counts = self.running, self.queued, self.sessions, self.used_blocks, self.drafter_sessions
         return not any(counts)
 
 
 def measure_usage(cluster: LocalCluster) -> FleetUsage:
-    """Return the fleet at this moment, as its router sees it; that looks twice a second."""
+    """Return the current usage of the fleet as its router sees it. The router polls twice per
+    second."""
     with Client(cluster.address) as client:
         info = client.server_info()
     pids = {process.name: process.pid for process in cluster.processes if process.pid is not None}
@@ -67,7 +68,7 @@ def measure_usage(cluster: LocalCluster) -> FleetUsage:
 
 
 def wait_idle(cluster: LocalCluster, *, seconds: float = SETTLE_S) -> FleetUsage:
-    """Return the fleet once no request holds anything, or after a while."""
+    """Wait until no request holds any resource, at most `seconds`; return the last sample."""
     end = time.monotonic() + seconds
     while True:
         held = measure_usage(cluster)
@@ -90,7 +91,8 @@ class UsageSeries:
         self.done.append(done)
 
     def slopes_kb(self) -> dict[str, float]:
-        """Growth of each process' memory for each unit done, KiB, over the second half."""
+        """Return the growth of each process's memory over the second half of the samples, in KiB
+        per unit of `done`."""
         half = len(self.looks) // 2
         done, looks = self.done[half:], self.looks[half:]
         if len(looks) < 2 or done[-1] == done[0]:

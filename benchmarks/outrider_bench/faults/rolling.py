@@ -1,10 +1,10 @@
 """`outrider bench rolling`: rolling restart of all processes of a fleet under load.
 
-The fleet has two verifiers, two drafters and a router with a journal. One process after another
-gets SIGTERM, exits, is started on the same address, and the next follows once the router sees all
-members: the procedure of operations.md. Each session has its own connection, sends the next request
-as soon as it has its answer, and retries and resumes as the client library does by default. No
-request may fail, and every text must equal that of a fault-free fleet.
+The fleet has two verifiers, two drafters and a router with a journal. As operations.md describes,
+each process in turn gets SIGTERM, exits and is started on the same address; the next one follows
+once the router sees all members. Each session has its own connection, sends the next request as
+soon as it has its answer, and retries and resumes as the client library does by default. No request
+may fail, and every text must equal that of a fault-free fleet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from outrider_bench.prompts import load_prompts
 from outrider_bench.report import percentiles, print_progress, print_result
 
 ASK_S = 300.0
-"""A request that has no answer by then has failed."""
+"""Seconds after which a request without an answer has failed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ class RollingResult:
     """Number of complete answers that differ from those of an undisturbed fleet."""
     answer_s: list[float] = field(default_factory=list)
     pause_s: list[float] = field(default_factory=list)
-    """Longest time without a message, of each answer."""
+    """Longest time without a message, in seconds, of each answer."""
 
 
 class ClosedLoopClients:
@@ -69,7 +69,7 @@ class ClosedLoopClients:
         self.heard = RollingResult()
 
     async def listen_in_calm(self) -> None:
-        """Hear every answer once, while nothing happens."""
+        """Generate every answer once without restarts, as the expected answer."""
         bound = asyncio.Semaphore(self._count)
 
         async def one(client: AsyncClient, case: int) -> tuple[int, ...]:
@@ -133,7 +133,8 @@ class ClosedLoopClients:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report; InternalError if a request failed or a text changed."""
+    """Run the benchmark and print its result. Raises InternalError if a request failed or a text
+    changed."""
     config = replace(
         local_config(args, max_sessions=args.sessions, queue_limit=4 * args.sessions),
         planner="automatic",
@@ -178,16 +179,17 @@ async def _measure(fleet: LocalCluster, args: argparse.Namespace) -> dict[str, o
 
 @dataclass(frozen=True, slots=True)
 class ProcessRestart:
-    """Duration of one restart, seconds."""
+    """Duration of one restart, in seconds."""
 
     ending_s: float
     """Seconds from SIGTERM to the end of the process."""
     back_s: float
-    """Seconds from there until the router sees all processes again."""
+    """Seconds from the end of the process until the router sees all processes again."""
 
 
 def _restart_all(fleet: LocalCluster, args: argparse.Namespace) -> dict[str, list[ProcessRestart]]:
-    """Restart every process, one by one, so many times; blocks."""
+    """Restart every process, one after another, `args.turns` times; return the durations by role.
+    Blocks."""
     restarts: dict[str, list[ProcessRestart]] = {}
     for turn in range(args.turns):
         for role, processes in fleet.members.items():

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report."""
+    """Run the benchmark and print its result."""
     check_proc()
     config = local_config(args, max_sessions=args.streams, queue_limit=args.streams)
     with LocalCluster(config) as cluster:
@@ -90,7 +90,7 @@ async def _soak(cluster: LocalCluster, args: argparse.Namespace) -> dict[str, ob
 
 
 async def _watch(cluster: LocalCluster, args: argparse.Namespace) -> UsageSeries:
-    """Look at the fleet until this is cancelled."""
+    """Sample the fleet's usage until cancelled; return the samples."""
     course, began = UsageSeries(), time.monotonic()
     try:
         await asyncio.sleep(60.0 * args.minutes * WARM_SHARE)

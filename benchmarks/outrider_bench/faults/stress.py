@@ -34,11 +34,11 @@ from outrider_bench.prompts import load_prompts
 from outrider_bench.report import print_progress, print_result
 
 SMALL_WINDOW_OPTIONS = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
-"""gRPC options of a channel that takes in little more than what its client reads."""
+"""gRPC options of a channel that buffers little more than its client reads."""
 NEVER_S = 120.0
 """Timeout of requests whose clients do not read, in seconds; the router must end them earlier."""
 NUM_COMPARED = 4
-"""Number of normal requests beside the load whose texts are compared."""
+"""Number of normal requests sent beside the load whose texts are compared."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +77,8 @@ class StressLoad:
     def __init__(
         self, client: AsyncClient, small_window_channel: grpc.aio.Channel, args: argparse.Namespace
     ):
-        """`small_window_channel` takes in little more than what is read."""
+        """Prepare the load. `small_window_channel` buffers little more than what is read from
+        it."""
         self._client, self._small_window_channel = client, small_window_channel
         self._prompts = load_prompts(args.prompts, args.limit)
         self._options: GenerateOptions = {"max_tokens": args.max_tokens, "ignore_eos": True}
@@ -89,7 +90,7 @@ class StressLoad:
         self.codes: Counter[str] = Counter()
 
     async def reference_texts(self) -> list[str]:
-        """Generate NUM_COMPARED texts with fixed seeds; no load may change them."""
+        """Generate NUM_COMPARED texts with fixed seeds, which no load may change."""
         began = time.monotonic()
         asked = [
             self._client.generate([user(prompt.text)], max_tokens=32, temperature=0.8, seed=number)

@@ -24,6 +24,6 @@ simulated_rounds.py        Round times with simulated acceptance and the drafter
 summary.py                 Summary file `summary.json`: the results of a folder's benchmarks under
                            stable names.
 swap.py                    Cost of swapping one long session out and in while other sessions decode.
-verify.py                  Cost of verification by rows and nodes: target, its head and acceptance,
+verify.py                  Cost of verification by rows and nodes: target, LM head and acceptance,
                            in one graph.
 """

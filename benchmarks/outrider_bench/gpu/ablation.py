@@ -1,8 +1,10 @@
 """Ablation of five optimisations, each measured before and after in this system.
 
-1 sums of log-probs instead of products, 2 argmax instead of softmax and top-k for a single
-candidate, 3 dead positions of a catch-up stop after their KV write, 4 one graph for verify and
-draft, 5 draft probabilities (p/q rejection) instead of a one-hot distribution.
+* 1: sums of log-probs instead of products of probabilities;
+* 2: argmax instead of softmax and top-k for a single candidate;
+* 3: dead positions of a catch-up stop after their KV write;
+* 4: one graph for verify and draft;
+* 5: draft probabilities (p/q rejection) instead of a one-hot distribution.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ DEAD_LENGTHS = (3, 5, 7)
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure all five ideas; one that fails is reported and omitted."""
+    """Measure all five optimisations; one that fails is reported and left out."""
     found: dict[str, Any] = {}
     figures: dict[str, object] = {}
     ideas: tuple[tuple[str, Callable[[Bench], tuple[Any, dict[str, object]]]], ...] = (
@@ -58,7 +60,7 @@ def run(bench: Bench) -> dict[str, object]:
 
 
 def log_probs(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
-    """Return the time of both ways to score candidates, and a tree that products tear."""
+    """Measure both ways to score candidates: their times, and trees whose nodes lack a parent."""
     rows = []
     for count in STEP_ROWS:
         logits = _logits(bench, count, VOCABULARIES[0])
@@ -93,7 +95,7 @@ def log_probs(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
 
 
 def argmax(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
-    """Return the time and kernels of choosing one candidate: softmax and top-k 1, or
+    """Return the time and kernels of choosing one candidate, by softmax and top-1 and by
     perturb-and-argmax."""
     rows = []
     for vocabulary in VOCABULARIES:
@@ -144,7 +146,8 @@ def _choices(
 
 
 def softmax_in_chain(bench: Bench) -> list[str] | None:
-    """Softmax kernels of a greedy chain of five; None off a CUDA device."""
+    """Return the softmax kernels of a greedy chain of five; None if the device is not a CUDA
+    device."""
     if bench.device.type != "cuda":
         return None
     with closing(DraftBench(bench, bench.random(), max_rows=1)) as draft:
@@ -187,7 +190,8 @@ def dead_positions(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
 
 
 def fused_graph(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
-    """Requests a second: plain, two graphs on one device, one graph."""
+    """Return the requests per second of plain decoding, of two graphs on one device and of one
+    graph."""
     batches = tuple(b for b in serving.BOTH if b in bench.batches) or bench.batches[-1:]
     results: dict[str, dict[str, Any]] = {}
     for placement in (PLAIN, COLOCATED, FUSED):

@@ -1,7 +1,7 @@
 """Tokens per round by acceptance rule and temperature, and time per output token.
 
-Drafts are chains of four; the model is the widened one (the real model's function at a large one's
-cost).
+Drafts are chains of four. The model is the widened one, which computes the real model's function at
+the cost of a large model.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(bench: Bench) -> dict[str, object]:
 
 
 def table(bench: Bench) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the acceptance table by rule and temperature; it is measured once per run."""
+    """Return the acceptance table by rule and temperature. It is measured once per run."""
     if "acceptance" not in bench.memo:
         bench.memo["acceptance"] = run_loop(_measure(bench))
     found: dict[str, dict[str, dict[str, Any]]] = bench.memo["acceptance"]

@@ -1,7 +1,7 @@
 """Cost of look-ahead drafting in a drafter's engine: a draft, then drafts for its outcomes.
 
-Weights are random, because only the cost is measured: wall time of the drafting thread from a
-verdict to the messages that answer it, which wait for the device.
+Weights are random, because only the cost is measured: the wall time of the drafting thread from a
+verdict to the messages that answer it, including the wait for the device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS: Final = ("draft", "score", "branch", "both")
 
 
 class _Session:
-    """One session of an engine, and the verdicts that it gets."""
+    """One session of an engine, with methods that send it verdicts."""
 
     def __init__(self, engine: DraftEngine, width: int, plan: SpeculationPlan) -> None:
         self._engine, self._width = engine, width
@@ -55,11 +55,11 @@ class _Session:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no room for more rounds."""
+        """Whether the session is too long for more rounds."""
         return self._length > MAX_LEN - 64
 
     def emit(self, tokens: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
-        """A verdict brings these tokens."""
+        """Send the engine a verdict with these tokens."""
         first = max(self._length - 1, 0)
         rows = self._length + len(tokens) - 1 - first
         features = self._random.integers(15000, 16000, (rows, self._width)).astype(np.uint16)
@@ -78,7 +78,8 @@ class _Session:
         self._engine.handle_message(1, Verdicts.of_verdicts([verdict]))
 
     def round(self) -> dict[str, float]:
-        """Return a verdict that nobody foresaw, its draft, and a pass; seconds of each step."""
+        """Send an unforeseen verdict, let the engine draft and then look ahead; return the seconds
+        of each step."""
         took: dict[str, float] = {}
         began = time.perf_counter()
         self.emit(self._random.integers(0, 300, 3))
@@ -125,7 +126,7 @@ def run(bench: Bench) -> dict[str, object]:
 def _measure(
     source: GpuEagleProposer, head: DraftHead, nodes: int, top_k: int, fan_out: int, repeats: int
 ) -> dict[str, float]:
-    """Median milliseconds of each step."""
+    """Return the median milliseconds of each step."""
     engine = DraftEngine(
         [source],
         limits=VerdictLimits(

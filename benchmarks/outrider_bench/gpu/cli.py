@@ -1,6 +1,6 @@
 """`outrider bench gpu NAME`: benchmarks of the device engine, one command each.
 
-`gpu all --only verify,draft,plain` runs several over models that are loaded once.
+`gpu all --only verify,draft,plain` runs several of them with models that are loaded once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMES: Final = {
 }
 """Benchmarks in the order in which `all` runs them: those that share a model follow each other."""
 _MODULES: Final = {"rounds": "simulated_rounds", "ideas": "ablation", "equality": "lossless"}
-"""Modules of benchmarks that are not named after them."""
+"""Modules of the benchmarks whose module has another name."""
 ALL: Final = "all"
 DEFAULT_OUT: Final = Path("benchmarks/results/gpu")
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run what was asked for. Raises InternalError if a part of `all` failed."""
+    """Run the requested benchmarks. Raises InternalError if a part of `all` failed."""
     from outrider_bench.gpu.support.benchmark_context import Bench
 
     bench = Bench(args)
@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def chosen(only: str | None) -> list[str]:
-    """Return the parts of `all`, in its order. Raises InvalidRequestError for unknown names."""
+    """Return the requested parts of `all`, in its order. Raises InvalidRequestError for unknown
+    names."""
     if only is None:
         return list(NAMES)
     wanted = only.split(",")
@@ -101,7 +102,7 @@ def run_all(bench: Any, names: list[str]) -> list[str]:
 
 
 def finish(args: argparse.Namespace, name: str, result: dict[str, object]) -> None:
-    """Store a result under its name; the summary writes itself."""
+    """Write a result to a file of its name. The summary writes its own file."""
     if args.out is not None and name != "summary":
         args.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps(result, indent=2) + "\n"

@@ -11,8 +11,11 @@ CHAIN = 5
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure at every batch. The step is a quarter of what a chain of five takes longer than a
-    chain of one; a chain of one is a catch-up on a row with its draft."""
+    """Measure every batch.
+
+    The time of a step is a quarter of the time by which a chain of five takes longer than a chain
+    of one. A chain of one is a catch-up on a row with its draft.
+    """
     models = bench.random()
     rows, table = [], {}
     with closing(DraftBench(bench, models, max_rows=max(bench.batches))) as draft:

@@ -1,7 +1,7 @@
 """Kernel times compared with the memory traffic bound, in the random-weight model's shapes.
 
-Weights of one product are several copies in turn, more than the device's second-level cache holds.
-`share` is the time of the bytes at the rate of a device copy, over the measured time.
+Each call uses another copy of the weights; all copies together exceed the device's L2 cache.
+`share` is the time to copy the same bytes on the device, divided by the measured time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from outrider_bench.gpu.support.random_model import SHAPES
 from outrider_bench.gpu.support.steps import timed_ms
 
 CACHE_BYTES = 256 << 20
-"""Operands of a timing take at least this much together on a device."""
+"""Minimum total size of the operands of a timing on a device, in bytes."""
 ROWS = (1, 8, 64, 256)
 CONTEXTS = (512, 4096)
 BLOCK_TOKENS = 16
 TREE_NODES = {1: (1, 8, 64), 8: (1, 8), 64: (1, 8)}
-"""Nodes of a row, by sessions."""
+"""Nodes of a row, by number of sessions."""
 
 Case = tuple[str, str, int, list[Callable[[], object]]]
-"""Kernel, shape, bytes of one call, calls over different operands."""
+"""Kernel, shape, bytes of one call, and calls with different operands."""
 
 
 def run(bench: Bench) -> dict[str, object]:

@@ -1,8 +1,8 @@
 """Lossless check on the device: greedy text with and without speculation, differences explained.
 
-In bfloat16 another summation order may flip a near tie; no other difference is allowed. At the
-first difference the target runs once more over the common prefix: the two tokens' logits must lie
-within `NEAR_TIE` of each other.
+In bfloat16 another summation order may change the result of a near tie; no other difference is
+allowed. At the first difference the target runs once more over the common prefix: the logits of the
+two tokens must differ by at most `NEAR_TIE`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from outrider_bench.gpu.support.services import (
 )
 
 NEAR_TIE = 0.5
-"""Largest gap of two logits that bfloat16 activations can turn over: about four of their steps at
-the logits' usual size of 16 to 32."""
+"""Largest difference of two logits whose order bfloat16 rounding can change: about four rounding
+steps at the logits' usual size of 16 to 32."""
 DRAFT_LENGTH = 4
 CONCURRENCY = 8
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Compare every placement asked for with plain decoding, prompt by prompt."""
+    """Compare every requested placement with plain decoding, prompt by prompt."""
     models = bench.real()
     prompts = bench.prompts()
     plain = answers(bench, models, ServingSetup(placement=PLAIN), prompts)
@@ -62,7 +62,7 @@ def run(bench: Bench) -> dict[str, object]:
 def answers(
     bench: Bench, models: LoadedModels, setup: ServingSetup, prompts: list[list[int]]
 ) -> list[list[int]]:
-    """Return greedy answers of `CONCURRENCY` requests at a time."""
+    """Return greedy answers, with up to `CONCURRENCY` concurrent requests."""
 
     async def measure() -> list[list[int]]:
         async with serve_models(models, sized(bench, setup)) as running:
@@ -85,7 +85,7 @@ def compare(
     plain: Sequence[Sequence[int]],
     drafted: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """First differences and the gaps of the two tokens' logits there."""
+    """Return the first differences, and the differences of the two tokens' logits there."""
     differences = []
     for index, (prompt, expected, actual) in enumerate(zip(prompts, plain, drafted, strict=True)):
         if list(expected) == list(actual):
@@ -112,7 +112,7 @@ def compare(
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two sequences."""
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return index
@@ -120,7 +120,7 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def last_logits(target: TargetModel, tokens: Sequence[int]) -> torch.Tensor:
-    """Logits [V] after the tokens, by the target's plain path, float32 on the host."""
+    """Return the logits [V] after the tokens, float32 on the host, from the target's plain path."""
     sequence = target.pool.allocate(len(tokens))
     try:
         device = target.device

@@ -43,7 +43,7 @@ DRAFT_LENGTH = 3
 BUSY_POLLING_SUFFIX = "-awake"
 """Suffix of placements whose processes keep CPU cores busy-polling."""
 REQUESTS = 8
-"""Requests of a batch of one; larger batches serve one wave."""
+"""Number of requests at a batch of one. Larger batches serve one request per session."""
 
 
 def run(bench: Bench) -> dict[str, object]:

@@ -46,8 +46,8 @@ def run(bench: Bench) -> dict[str, object]:
 async def measure(
     bench: Bench, models: LoadedModels, setup: ServingSetup
 ) -> dict[int, ServiceWave]:
-    """Return a wave of random prompts for every batch through one service, after a short one that
-    captures the graphs."""
+    """Return a wave of random prompts for every batch, all from one service. A short wave before
+    each captures the graphs."""
     setup = sized(bench, setup)
     waves: dict[int, ServiceWave] = {}
     async with serve_models(models, setup) as running:
@@ -63,7 +63,7 @@ async def measure(
 
 
 def sized(bench: Bench, setup: ServingSetup) -> ServingSetup:
-    """Return the setup with the bounds of this run."""
+    """Return the setup with the limits and flags of this run."""
     return replace(
         setup,
         max_sessions=max(bench.batches) + SPARE_SESSIONS,

@@ -1,7 +1,8 @@
 """End-to-end serving by placement and batch: tokens/s, time to first token, inter-token latency.
 
-The widened model answers real chat prompts: acceptance is real, the time is a large model's.
-`REQUESTS` requests run at a constant concurrency, each until its end of turn.
+The widened model answers real chat prompts: its acceptance is real, and its times are those of a
+large model. Each wave has `REQUESTS` requests per concurrent session, each of which runs until its
+end of turn.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from outrider_bench.prompts import is_loop
 
 DRAFT_LENGTH = 3
 REQUESTS = 2
-"""Requests of a wave, in multiples of those at a time; at least four."""
+"""Requests of a wave per concurrent session. A wave has at least four requests."""
 BOTH = (32, 64)
 """Batches at which fused and plain decoding are compared."""
 
@@ -73,7 +74,7 @@ def run(bench: Bench) -> dict[str, object]:
 def waves(
     bench: Bench, models: LoadedModels, placement: str, batches: tuple[int, ...]
 ) -> dict[int, ServiceWave]:
-    """Return a wave for every batch through one service; measured once a run."""
+    """Return a wave for every batch, all from one service. Each is measured once per run."""
     missing = [b for b in batches if ("serving", models.name, placement, b) not in bench.memo]
     if missing:
         found = run_loop(_measure(bench, models, placement, missing))
@@ -83,13 +84,13 @@ def waves(
 
 
 def describe_wave(wave: ServiceWave) -> dict[str, Any]:
-    """Return the figures of a wave, and how many of its answers loop."""
+    """Return the figures of a wave, and the number of its answers that loop."""
     loops = sum(is_loop(stream.tokens) for stream in wave.streams)
     return {**wave.summary(), "answers_that_loop": loops}
 
 
 def fused_over_plain(results: dict[str, dict[str, Any]]) -> dict[str, object]:
-    """Requests a second, fused over plain, where both were measured."""
+    """Return the requests per second of fused divided by plain decoding, for batches with both."""
     ratios = {}
     for batch in map(str, BOTH):
         pair = [results.get(name, {}).get(batch) for name in (FUSED, PLAIN)]

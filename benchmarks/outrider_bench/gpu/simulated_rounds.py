@@ -41,7 +41,8 @@ TIMELINE_ROUNDS = 5
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure each draft length and batch, fused and colocated; the figure is the faster one."""
+    """Measure each draft length and batch, fused and colocated. The reported figure is that of the
+    faster one."""
     models = bench.random()
     cells: dict[str, float] = {}
     chosen: dict[str, str] = {}
@@ -116,7 +117,7 @@ async def recorded(
     batch: int,
     tokens: int = TIMELINE_TOKENS,
 ) -> list[TrackSpan]:
-    """Host and device spans of the decoding rounds of one wave, on one clock."""
+    """Return host and device spans of the decoding rounds of one wave, on one clock."""
     async with serve_models(models, replace(sized(bench, setup), max_sessions=batch)) as running:
         vocab = models.target.vocab_size
         prompts = random_prompts(batch, bench.prompt_tokens, vocab)
@@ -127,7 +128,7 @@ async def recorded(
 async def record_wave(
     running: RunningService, prompts: list[list[int]], tokens: int
 ) -> list[TrackSpan]:
-    """Drive one wave with everything recorded."""
+    """Run one wave and return its host and device spans."""
     host = HostTimeline()
     wrap_engine(running, host)
     if running.recorder is not None:
@@ -141,7 +142,7 @@ async def record_wave(
 
 
 def wrap_engine(running: RunningService, host: HostTimeline) -> None:
-    """Time the host's steps of a round."""
+    """Record the host's steps of a round in `host`."""
     service: Any = running.service
     rounds, engine = service.rounds, running.runner or service.core.runner
     host.wrap(rounds, "plan_round", "plan")
@@ -154,7 +155,7 @@ def wrap_engine(running: RunningService, host: HostTimeline) -> None:
 
 
 def _device_origin(running: RunningService, host: HostTimeline) -> float:
-    """Return the milliseconds on the host's clock at the origin of the recorder's."""
+    """Return the host time, in milliseconds, at the origin of the recorder's clock."""
     import torch
 
     recorder = running.recorder

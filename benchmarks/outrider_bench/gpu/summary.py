@@ -28,11 +28,11 @@ FIGURES: Final = (
 
 
 def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one object of all results, oldest first: a later figure replaces an earlier one.
+    """Return one object of all results; a later figure replaces an earlier one.
 
     `commit`, `date`, `device` and `versions` are the newest result's; where results differ in
-    commit or device, `all_commit` and `all_device` list them. Raises InvalidRequestError for a
-    figure that has no name here.
+    commit or device, `all_commit` and `all_device` list them. Raises InvalidRequestError without
+    results, and for a figure that is not in FIGURES.
     """
     if not results:
         raise InvalidRequestError("there is no result to summarise", reason="NO_RESULTS")
@@ -52,7 +52,7 @@ def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """Results of device benchmarks in a folder."""
+    """Return the results of device benchmarks in a folder."""
     found = []
     for path in sorted(folder.glob("*.json")):
         if path.name == FILE or path.name.endswith(".trace.json"):
@@ -64,7 +64,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_summary(folder: Path) -> dict[str, Any]:
-    """Merge a folder's results into its summary file."""
+    """Merge a folder's results into its summary file; return the summary."""
     summary = merge(read_results(folder))
     text = json.dumps(summary, indent=2) + "\n"
     (folder / FILE).write_text(text, encoding="utf-8")
@@ -72,7 +72,7 @@ def write_summary(folder: Path) -> dict[str, Any]:
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Summarise the folder given by --out."""
+    """Write the summary of the folder given by --out, and print it."""
     if bench.args.out is None:
         raise InvalidRequestError("summary needs --out, the folder with the results")
     summary = write_summary(bench.args.out)
@@ -82,7 +82,7 @@ def run(bench: Bench) -> dict[str, object]:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """Tables are merged key by key, down to the single figures."""
+    """Return tables merged key by key, down to the single figures; of other values return `new`."""
     if isinstance(old, dict) and isinstance(new, dict):
         return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
     return new

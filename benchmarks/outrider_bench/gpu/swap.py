@@ -1,6 +1,7 @@
 """Cost of swapping one long session out and in while other sessions decode.
 
-Rounds are driven by hand, one submitted behind another as the verifier does.
+The benchmark itself submits the rounds, each before the results of the previous one are read, as
+the verifier does.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ OTHERS: Final = 32
 SWAPPED_TOKENS: Final = 1024
 WARM_ROUNDS: Final = 8
 AWAY_ROUNDS: Final = 2
-"""Rounds between a swap out and the beginning of the swap in."""
+"""Number of rounds between a swap out and the beginning of the swap in."""
 REPEATS: Final = 3
-"""Measurements with swaps, each between two without."""
+"""Number of measurements with swaps, each between two without."""
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure plain rounds, and rounds with drafts of the verifier's in-process drafter."""
+    """Measure rounds without drafts, and rounds with an in-process drafter."""
     models = bench.random()
     found = {
         name: measure_placement(bench, models, name) for name in bench.placements(PLAIN, FUSED)
@@ -63,8 +64,8 @@ def run(bench: Bench) -> dict[str, object]:
 
 
 def measure_placement(bench: Bench, models: LoadedModels, placement: str) -> dict[str, Any]:
-    """Measure one placement: rounds without swaps, with swaps one after another, and without swaps
-    again."""
+    """Measure one placement: rounds without swaps, then alternately with consecutive swaps and
+    without."""
     own = placement == FUSED
     length, others = bench.drafts[0], min(OTHERS, max(bench.batches))
     setup = ServingSetup(
@@ -116,7 +117,7 @@ def _measure(
 
 
 def length_of(setup: ServingSetup) -> float:
-    """Mean tokens of a row and round."""
+    """Return the mean number of tokens that a session emits per round."""
     return float(setup.simulated) if setup.simulated else 1.0
 
 
@@ -205,7 +206,7 @@ class RoundSpan:
 
     @property
     def round_ms(self) -> float:
-        """Mean of a round."""
+        """Mean milliseconds per round."""
         return 1e3 * self.seconds / self.rounds
 
     @property
@@ -223,23 +224,24 @@ class SessionSwapper:
     session: Session
     done: int = 0
     out_s: list[float] = field(default_factory=list)
-    """Host time of each copy to the host, s."""
+    """Host time of each copy to the host, in seconds."""
     back_s: list[float] = field(default_factory=list)
-    """Host time of each copy back, s."""
+    """Host time of each copy back to the device, in seconds."""
     fetch_s: list[float] = field(default_factory=list)
-    """Time from the start of each copy back until it was complete, as seen between rounds, s."""
+    """Time from the start of each copy back until it was complete, as seen between rounds, in
+    seconds."""
     _away: int = -1
-    """Rounds since it went; -1: it is here."""
+    """Rounds since the session was swapped out; -1 while it is on the device."""
     _asked: float = 0.0
 
     def reset(self) -> None:
-        """Measure from here on."""
+        """Discard the measurements so far."""
         self.done = 0
         for times in (self.out_s, self.back_s, self.fetch_s):
             times.clear()
 
     def step(self) -> None:
-        """Between two rounds."""
+        """Swap the session out or in, if it is time for that; called between two rounds."""
         began = time.perf_counter()
         if self._away < 0:
             self.space.copy_times_s(0)
@@ -257,7 +259,7 @@ class SessionSwapper:
             self._back()
 
     def finish(self) -> None:
-        """Have the session here."""
+        """Swap the session in if it is swapped out."""
         if self._away >= 0:
             self._back()
 
@@ -271,13 +273,13 @@ class SessionSwapper:
 
 
 class RoundDriver:
-    """Drives a runner, one round ahead of the round whose results are read."""
+    """Runs rounds of a runner, submitting each before the results of the previous one are read."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
 
     def prefill(self, sessions: list[Session]) -> None:
-        """Run the prompts."""
+        """Run the prompts of the sessions."""
         most = self._runner.max_prompt_tokens
         for session in sessions:
             while session.prefill_left:
@@ -291,7 +293,7 @@ class RoundDriver:
     def run(
         self, sessions: list[Session], rounds: int, swaps: SessionSwapper | None = None
     ) -> RoundSpan:
-        """Run `rounds` rounds of all these sessions and collect all results."""
+        """Run `rounds` rounds of all sessions and collect all results."""
         tokens, flight = 0, None
         began = time.perf_counter()
         for _ in range(max(1, rounds)):

@@ -1,4 +1,4 @@
-"""Cost of verification by rows and nodes: target, its head and acceptance, in one graph."""
+"""Cost of verification by rows and nodes: target, LM head and acceptance, in one graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPES = (
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure every shape that the batches allow."""
+    """Measure every combination of rows and nodes that the batches allow."""
     models, floor = bench.random(), bench.floor_ms(bench.random())
     largest = max(bench.batches)
     shapes = [shape for shape in SHAPES if shape[0] <= largest]

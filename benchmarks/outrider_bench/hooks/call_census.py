@@ -1,22 +1,22 @@
-"""Hook of a drafter or a verifier: files that a round enters, and kinds of object it hands over.
+"""Hook of a drafter or a verifier that records the modules and classes that take part in a round.
 
     --hook outrider_bench.hooks.call_census:switch=FILE,out=FILE.json,round=MODULE/FUNCTION
 
-While the file `switch` exists, the calls of all threads are recorded round by round; a round
-begins with a call of the function `round`. Once the switch is gone, `out` has `rounds`, the number
-of whole rounds, and of at least half of them:
+While the file `switch` exists, the calls of all threads are recorded round by round. A round begins
+with a call of the function `round`. Once the switch is removed, `out` contains `rounds`, the number
+of complete rounds, and what occurred in at least half of them:
 
 * `files`: the modules of this project in which a function ran;
 * `kinds`: the classes of this project of which an instance passed from one of its modules to
-  another, as an argument, a result, or the first element of such.
+  another, as an argument, as a result, or as the first element of one.
 
-Callbacks that send or receive a heartbeat, or that answer a health poll, are no part of a round:
-they come by the clock, several times in a slow round. So are those that begin in the gRPC
-transport, which carries nothing else between processes of one host: verdicts, proposals and events
-of sessions cross by shared memory. What happens in fewer than half of the rounds (a scrape of
-metrics, a KV block every few tokens) is no part of a steady one. Generated code does not count as
-a function of a file: protocol buffers, and the methods that `dataclass` makes. What such methods
-are given does count as a kind. The process is several times slower meanwhile.
+Callbacks that send or receive a heartbeat, or that answer a health poll, are not part of a round,
+because they occur at fixed times, several times in a slow round. Neither are callbacks that begin
+in the gRPC transport: between processes of one host it carries nothing else, because verdicts,
+proposals and session events use shared memory. What happens in fewer than half of the rounds (a
+scrape of metrics, a KV block every few tokens) is not part of a steady round. Functions of
+generated code (protocol buffers, methods that `dataclass` makes) do not count, but the classes of
+their arguments do. The process is several times slower while calls are recorded.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ TIMED_KINDS: Final = frozenset(
         "outrider.wire.server_info.DrafterInfo",
     }
 )
-"""What heartbeats and answers to health polls are."""
+"""Classes of heartbeats and of answers to health polls."""
 TIMED_MODULES: Final = ("outrider.transport.grpc.", "outrider.transport.heartbeat")
-"""Where callbacks begin that are about these alone."""
+"""Modules in which callbacks begin that only handle heartbeats and health polls."""
 MAX_LOOKS: Final = 16
 """Maximum number of calls of a function by a module in a round whose values are examined, because
 each examination takes time."""
@@ -52,7 +52,7 @@ _LOOK_S: Final = 0.01
 
 
 def install(hooks: object, *, switch: str, out: str, round: str) -> None:
-    """Record calls while the file `switch` exists, and write `out` then."""
+    """Record calls while the file `switch` exists, and write `out` when it is removed."""
     del hooks
     module, _, function = round.partition("/")
     census = CallCensus((module, function))
@@ -64,28 +64,28 @@ def install(hooks: object, *, switch: str, out: str, round: str) -> None:
 
 @cache
 def is_counted(module: str) -> bool:
-    """Return whether a module is one of this project's, and not generated."""
+    """Return whether a module belongs to this project and is not generated."""
     return module.partition(".")[0] in PACKAGES and not module.endswith(("_pb2", "_pb2_grpc"))
 
 
 class _ThreadRun(threading.local):
-    """What one thread does from a call by none of the counted modules until that returns: a
-    callback of an event loop, or a step of a loop that was there before."""
+    """Record of one thread from a call by a module that is not counted until that call returns,
+    such as a callback of an event loop."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.is_timed = False
-        """Whether it began in one of `TIMED_MODULES`."""
+        """Whether the call began in one of `TIMED_MODULES`."""
         self.files: set[str] = set()
         self.kinds: set[str] = set()
 
 
 class CallCensus:
-    """Calls that a profile function sees in its threads between `begin` and `end`."""
+    """Records the calls that its profile function sees between `begin` and `end`."""
 
     def __init__(self, round_begin: tuple[str, str] | None = None) -> None:
-        """`round_begin`: module and name of the function with whose call a round begins; None: all
-        calls are looked at together."""
+        """Create a census. `round_begin` is the module and name of the function whose call begins a
+        round; None: rounds are not distinguished."""
         self._round_begin = round_begin
         self._is_on = False
         self._reset()
@@ -95,22 +95,24 @@ class CallCensus:
         self._has_begun = False
         """Whether a round has begun."""
         self._rounds = 0
-        """Whole rounds so far."""
+        """Number of complete rounds so far."""
         self._files: Counter[str] = Counter()
         self._kinds: Counter[str] = Counter()
         self._round_files: set[str] = set()
         self._round_kinds: set[str] = set()
         self._looks: Counter[tuple[CodeType, str, str]] = Counter()
-        """How often the values of a call were looked at in this round."""
+        """How often the values of a call were examined in this round."""
 
     def begin(self) -> None:
-        """Begin to count calls."""
+        """Begin to record calls."""
         self._is_on = True
 
     def end(self) -> dict[str, Any]:
-        """End the census. Returns the `files` and `kinds` since `begin`, sorted. If rounds are
-        distinguished, it also returns the number of whole `rounds`, and files and kinds are those
-        of at least half of them."""
+        """End the census and return the `files` and `kinds` since `begin`, sorted.
+
+        If rounds are distinguished, the result also has the number of complete `rounds`, and files
+        and kinds are those of at least half of them.
+        """
         self._is_on = False
         found: dict[str, Any] = {}
         if self._round_begin is None:
@@ -125,7 +127,7 @@ class CallCensus:
         return found
 
     def profile(self, frame: FrameType, event: str, result: Any) -> None:
-        """See `sys.setprofile`."""
+        """Record a call or a return; a profile function for `sys.setprofile`."""
         if not self._is_on or event not in _EVENTS:
             return
         module, code = _module_of(frame), frame.f_code
@@ -174,7 +176,7 @@ class CallCensus:
 
 
 def _watch(census: CallCensus, switch: Path, out: Path) -> None:
-    """Follow the switch, for as long as the process runs."""
+    """Start and end the census with the file `switch`, for as long as the process runs."""
     was_on = False
     while True:
         time.sleep(_LOOK_S)
@@ -198,8 +200,8 @@ def _arguments(code: CodeType, values: Mapping[str, Any]) -> list[Any]:
 
 
 def kind_of(value: object) -> str | None:
-    """Return the name of the class of a value, or of its first element, if that is one of this
-    project's and no enumeration; else None."""
+    """Return the name of the class of a value, or of the first element of a container; None if it
+    is not a class of this project, or is an enumeration, a type or an exception."""
     elements: Iterable[object] = ()
     # Not of their subclasses, which are kinds of their own.
     if type(value) is dict:

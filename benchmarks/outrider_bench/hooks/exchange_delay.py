@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Hook of a drafter: it answers the rounds of an exchange between devices late.
+"""Hook of a drafter that answers the rounds of a device exchange late.
 
     --hook outrider_bench.hooks.exchange_delay:delay_ms=50
 
@@ -20,11 +20,11 @@ from outrider.errors import InvalidRequestError
 
 MAX_DELAY_MS: Final = 10_000.0
 _CYCLES_PER_MS: Final = 1_500_000
-"""Roughly, of the devices that this is for."""
+"""Approximate clock cycles per millisecond of the GPUs that this hook is used with."""
 
 
 def install(hooks: DrafterHooks, *, delay_ms: float) -> None:
-    """Answer each round so much later. Raises InvalidRequestError for a delay that is out of
+    """Answer each round `delay_ms` later. Raises InvalidRequestError for a delay that is out of
     range."""
     if not 0.0 < delay_ms <= MAX_DELAY_MS:
         raise InvalidRequestError(f"delay_ms must be in (0, {MAX_DELAY_MS:g}], got {delay_ms:g}")

@@ -1,14 +1,14 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Hook of a drafter or a verifier: garbage lies in the buffers of an exchange between devices.
+"""Hook of a drafter or a verifier that writes garbage into the buffers of a device exchange.
 
     --hook outrider_bench.hooks.exchange_garbage:switch=FILE,buffer=drafts
 
-While the file `switch` exists, a thread writes random bytes into the buffer again and again, as a
-whole and in parts. `buffer` is `drafts`, which a verifier reads, or `verdicts`, which a drafter
-reads; either process reaches both, so that either can be a peer that lies. A wrong number of a
-round soon ends an exchange: `number=false` leaves it as it is, so that all else is read.
+While the file `switch` exists, a thread repeatedly writes random bytes into the buffer, as a whole
+and in parts. `buffer` is `drafts`, which a verifier reads, or `verdicts`, which a drafter reads.
+Either process can write into both, so either can act as a faulty peer. A wrong round number soon
+ends an exchange; `number=false` leaves the number as it is, so that the rest is read.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from outrider.errors import InvalidRequestError
 logger = logging.getLogger(__name__)
 
 GARBAGE_WRITTEN: Final = "garbage written"
-"""Event of the log, once for each time that the file appears."""
+"""Log event, written once each time the file appears."""
 _BUFFERS: Final = ("drafts", "verdicts")
 _PAUSE_S: Final = 0.0005
 _BLOCK: Final = 1024
 
 
 def install(hooks: object, *, switch: str, buffer: str = "drafts", number: bool = True) -> None:
-    """Write garbage while the file `switch` exists. Raises InvalidRequestError for a buffer that
-    there is not."""
+    """Write garbage while the file `switch` exists. Raises InvalidRequestError for an unknown
+    buffer."""
     del hooks
     if buffer not in _BUFFERS:
         raise InvalidRequestError(f"buffer must be one of {', '.join(_BUFFERS)}, got {buffer!r}")
@@ -70,12 +70,12 @@ class GarbageWriter:
         self._random = np.random.default_rng(0)
         self._targets: dict[ExchangeSide, SharedMemory] = {}
         self._lock = threading.Lock()
-        """Held while memory is written: it may not be closed meanwhile."""
+        """Held while memory is written, so that the memory is not closed meanwhile."""
         self._stream: torch.cuda.Stream | None = None
         threading.Thread(target=self._run, name="garbage", daemon=True).start()
 
     def add_target(self, side: ExchangeSide, memory: SharedMemory) -> None:
-        """Write into this memory from here on."""
+        """Begin to write into the memory of this side."""
         with self._lock:
             self._targets[side] = memory
 

@@ -1,14 +1,14 @@
-"""A process that is a slow link: `python -m outrider_bench.hooks.relay DELAY_MS`.
+"""Process that acts as a slow link: `python -m outrider_bench.hooks.relay DELAY_MS`.
 
-It stands between a drafter and its verifiers and holds all that passes, each way, for a time. It is
-a process of its own: the drafting thread neither waits for it nor shares an interpreter with it.
-It reads commands on stdin, a line each, and answers each with a line on stdout, "error WHY" where
-it cannot do what the command says. The end of its input ends it.
+It stands between a drafter and its verifiers and delays everything that passes, in each direction.
+It is a process of its own, so that the drafting thread neither waits for it nor shares an
+interpreter with it. It reads commands from stdin, one per line, and answers each with a line on
+stdout, "error WHY" if it cannot execute the command. It ends when its input ends.
 
-dial HOST:PORT   opens a port whose TCP connections it carries to HOST:PORT; answers HOST:PORT of
-                 that port
-shm NAME TOKEN   joins the channel of shared memory that this offer means and offers another one,
-                 whose frames it carries to it; answers NAME TOKEN of its own offer
+dial HOST:PORT   opens a port and relays its TCP connections to HOST:PORT; answers HOST:PORT of
+                 the opened port
+shm NAME TOKEN   joins the shared-memory channel of this offer, makes another offer, and relays
+                 frames between the two channels; answers NAME TOKEN of its own offer
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from outrider.transport.shm import ShmChannel, ShmListener, join_channel
 from outrider.wire.messages import ShmOffer
 
 SPIN_S: Final = 0.0002
-"""A sleep ends late by up to some 100 us: so long before something is due, the relay looks again
-and again instead."""
+"""Seconds before a frame is due in which the relay polls, because a sleep ends up to 100 us
+late."""
 _MAX_HELD: Final = 256 << 20
-"""Bytes of one direction; beyond them its source is read no further."""
+"""Bytes in transit in one direction above which the source is not read."""
 _CONNECT_S: Final = 5.0
 _READ_BYTES: Final = 1 << 18
 _MAX_READS: Final = 16
@@ -40,7 +40,7 @@ _MAX_READS: Final = 16
 
 
 class RelayEndpoint(Protocol):
-    """One of the two ends that a link joins; an `ShmChannel` is one. Nothing blocks."""
+    """One of the two ends of a link, such as an `ShmChannel`. No method blocks."""
 
     def fileno(self) -> int:
         """Return the file descriptor to wait for."""
@@ -52,24 +52,25 @@ class RelayEndpoint(Protocol):
         ...
 
     def send(self, *frames: bytes) -> None:
-        """Hand over, in order. Raises ConnectionLostError."""
+        """Send frames in order. Raises ConnectionLostError."""
         ...
 
     def flush(self) -> None:
-        """Send what there is room for by now. Raises ConnectionLostError."""
+        """Send as many unsent bytes as possible now. Raises ConnectionLostError."""
         ...
 
     def receive(self) -> list[bytes]:
-        """Return the received frames. Raises ConnectionLostError at the end."""
+        """Return the received frames. Raises ConnectionLostError once the peer has closed the
+        connection."""
         ...
 
     def close(self) -> None:
-        """Close it; idempotent."""
+        """Close the endpoint; idempotent."""
         ...
 
 
 class TcpEndpoint:
-    """A TCP connection as an end."""
+    """TCP connection as an end of a link."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -84,16 +85,16 @@ class TcpEndpoint:
 
     @property
     def num_unsent(self) -> int:
-        """Pieces that found no room yet."""
+        """Number of pieces that are not sent yet."""
         return len(self._unsent)
 
     def send(self, *frames: bytes) -> None:
-        """Hand bytes over, in order. Raises ConnectionLostError."""
+        """Send bytes in order. Raises ConnectionLostError."""
         self._unsent.extend(map(memoryview, frames))
         self.flush()
 
     def flush(self) -> None:
-        """Send what there is room for by now. Raises ConnectionLostError."""
+        """Send as many unsent bytes as possible now. Raises ConnectionLostError."""
         while self._unsent:
             piece = self._unsent[0]
             try:
@@ -108,7 +109,8 @@ class TcpEndpoint:
                 self._unsent.popleft()
 
     def receive(self) -> list[bytes]:
-        """Return the received bytes in pieces. Raises ConnectionLostError at the end."""
+        """Return the received bytes in pieces. Raises ConnectionLostError once the peer has closed
+        the connection."""
         pieces: list[bytes] = []
         while len(pieces) < _MAX_READS:
             try:
@@ -125,7 +127,7 @@ class TcpEndpoint:
         return pieces
 
     def close(self) -> None:
-        """Close it; idempotent."""
+        """Close the connection; idempotent."""
         self._socket.close()
 
 
@@ -141,22 +143,23 @@ class RelayDirection:
 
     @property
     def reads(self) -> bool:
-        """Whether its source is to be read."""
+        """Whether the source is to be read."""
         return self._ended_at is None and self._size < _MAX_HELD
 
     @property
     def due(self) -> float | None:
-        """Time of the next frame that becomes due; None if there is none."""
+        """Time at which the next frame, or the end of the source, is due; None if there is
+        neither."""
         return self._held[0][0] if self._held else self._ended_at
 
     def over(self, now: float) -> bool:
-        """Return whether the end of its source is due at the other end, after all that came
-        before."""
+        """Return whether the end of the source is due at the other end and everything before it is
+        sent."""
         ended = self._ended_at is not None and self._ended_at <= now
         return ended and not self._held and not self.sink.num_unsent
 
     def take_in(self, now: float) -> None:
-        """Read the source."""
+        """Read the available frames of the source."""
         try:
             frames = self.source.receive()
         except OutriderError:
@@ -177,7 +180,7 @@ class RelayDirection:
 
 
 class Relay:
-    """Links, and the listeners that make new ones; one thread, driven by `step`."""
+    """Links and the listeners that make new ones. All run in one thread, which calls `step`."""
 
     def __init__(self, delay_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._delay_s = delay_s
@@ -187,7 +190,7 @@ class Relay:
 
     @property
     def links(self) -> int:
-        """Pairs of ends that are joined."""
+        """Number of links."""
         return len(self._links)
 
     def join(self, one: RelayEndpoint, other: RelayEndpoint) -> None:
@@ -206,8 +209,8 @@ class Relay:
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
     def step(self, *others: int) -> bool:
-        """Wait until something is due or comes, and do it; whether one of the other descriptors
-        can be read."""
+        """Wait until a frame is due or data arrives, and handle it. Return whether one of the other
+        descriptors can be read."""
         readers: list[int] = [*others, *(listener.fileno() for listener in self._listeners)]
         writers: list[int] = []
         for direction in self._directions():
@@ -249,7 +252,7 @@ class Relay:
         return max(0.0, min(dues) - self._clock() - SPIN_S)
 
     def _carry(self, link: tuple[RelayDirection, RelayDirection], ready: set[int]) -> bool:
-        """Return whether the link still stands."""
+        """Move the frames of a link; return whether the link is still open."""
         for direction in link:
             if direction.reads and direction.source.fileno() in ready:
                 direction.take_in(self._clock())
@@ -274,7 +277,7 @@ class Relay:
 
 
 def handle_command(relay: Relay, command: str, answer: Callable[[str], None]) -> None:
-    """Do what a command says; the answer goes out as soon as the asker may act on it."""
+    """Execute a command. The answer is sent as soon as the sender of the command may act on it."""
     try:
         match command.split():
             case ["dial", address]:
@@ -307,7 +310,7 @@ async def _shm_channel_of_asker(answer: Callable[[str], None]) -> ShmChannel:
 
 
 def main(delay_ms: float) -> None:
-    """Relay until the input ends."""
+    """Relay until stdin ends."""
     relay, said = Relay(delay_ms / 1000.0), b""
 
     def answer(line: str) -> None:

@@ -1,13 +1,14 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Hook of a verifier: its rounds last as long as those of a larger model.
+"""Hook of a verifier that makes its rounds last as long as those of a larger model.
 
     --hook outrider_bench.hooks.round_delay:round_ms=30,row_us=500
 
-A round of one token row lasts `round_ms`, and each further token row adds `row_us`; a round that
+A round of one token row lasts `round_ms`, and each further token row adds `row_us`. A round that
 lasts longer anyway is not delayed. On a CPU the thread that runs the rounds sleeps for the rest of
 the time. On a GPU one multiprocessor of the device waits for the rest of the time behind each
-round, so that two processes on one device disturb each other as little as on two devices; with a
-large model they would. A GPU verifier that runs without CUDA graphs delays no round.
+round. Two processes on one device therefore disturb each other as little as on two devices, which
+would not be so with a real large model. A GPU verifier that runs without CUDA graphs delays no
+round.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def install(hooks: VerifierHooks, *, round_ms: float, row_us: float = 0.0) -> No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetDuration:
-    """Duration of a round of the larger model, by the token rows of its forward."""
+    """Duration of a round of the larger model, by the token rows of its forward pass."""
 
     round_s: float
     """Seconds of a round of one token row."""

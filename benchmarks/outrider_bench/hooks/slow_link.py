@@ -1,9 +1,9 @@
-"""Hook of a drafter: it is behind a slow link.
+"""Hook of a drafter that puts it behind a slow link.
 
     --hook outrider_bench.hooks.slow_link:delay_ms=5
 
-All that is exchanged with verifiers, by connections and by channels of shared memory, goes through
-a relay that holds it for `delay_ms` each way. Control is not held.
+Everything exchanged with verifiers, over connections and shared-memory channels, passes through a
+relay that delays it by `delay_ms` in each direction. Control messages are not delayed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from outrider.transport.shm import ShmChannel
 from outrider.wire.messages import ShmOffer
 
 MAX_DELAY_MS: Final = 400.0
-"""Both ways together stay well below the timeout of heartbeats."""
+"""Maximum delay in each direction, in milliseconds. Twice this delay is well below the timeout of
+heartbeats."""
 _STOP_S: Final = 2.0
 
 
 def install(hooks: DrafterHooks, *, delay_ms: float) -> None:
-    """Hold the exchange by `delay_ms` each way. Raises InvalidRequestError for a delay that is out
-    of range."""
+    """Delay the exchange by `delay_ms` in each direction. Raises InvalidRequestError for a delay
+    that is out of range."""
     if not 0.0 < delay_ms <= MAX_DELAY_MS:
         raise InvalidRequestError(
             f"delay_ms must be in (0, {MAX_DELAY_MS:g}], got {delay_ms:g}", reason="INVALID_DELAY"
@@ -44,20 +45,19 @@ def install(hooks: DrafterHooks, *, delay_ms: float) -> None:
 
 
 class SlowDialer:
-    """A dialer whose exchanges are held by `delay_ms` each way, on their connections and on their
-    channels of shared memory; control is not.
+    """Dialer that delays exchanges by `delay_ms` in each direction, on connections and
+    shared-memory channels. Control messages are not delayed.
 
     The relay (`outrider_bench.hooks.relay`) is a process that ends with this dialer, or with this
     process. It reaches verifiers by addresses HOST:PORT only.
     """
 
     def __init__(self, access: VerifierAccess, delay_ms: float) -> None:
-        """Start the relay, which takes a moment that nobody waits for. `access`: how verifiers are
-        reached without it."""
+        """Start the relay without waiting for it. `access` reaches verifiers without the relay."""
         self._dialer: Dialer = access.dialer
         self._join = access.join
         self._detours: dict[str, str] = {}
-        """By address of the verifier: where its relay listens."""
+        """Address at which the relay listens for a verifier, by the verifier's address."""
         self._asking = threading.Lock()
         self._relay = subprocess.Popen(
             [sys.executable, "-m", "outrider_bench.hooks.relay", str(delay_ms)],
@@ -76,8 +76,8 @@ class SlowDialer:
         return await self._dialer.exchange(detour)
 
     def join_shm_channel(self, offer: ShmOffer) -> ShmChannel:
-        """Join the channel of shared memory that a peer offers, through the relay; blocks for a
-        moment. Raises UnavailableError, or InvalidMessageError for memory that is no good."""
+        """Join the shared-memory channel that a peer offers, through the relay. Blocks briefly.
+        Raises UnavailableError, or InvalidMessageError for invalid memory."""
         name, _, token = self._ask(f"shm {offer.name} {offer.token.hex()}").partition(" ")
         return self._join(ShmOffer(name=name, token=bytes.fromhex(token)))
 
@@ -99,7 +99,8 @@ class SlowDialer:
         await asyncio.to_thread(self._stop)
 
     def _ask(self, command: str) -> str:
-        """Return the relay's answer to a command; blocks. Raises UnavailableError."""
+        """Send a command to the relay and return its answer; blocks. Raises UnavailableError, or
+        InvalidMessageError for a command of several lines."""
         if "\n" in command:
             raise InvalidMessageError("an address of several lines", reason="INVALID_ADDRESS")
         assert self._relay.stdin is not None and self._relay.stdout is not None

@@ -1,9 +1,9 @@
-"""Hook of a drafter: its drafts take as long as those of a slower device.
+"""Hook of a drafter that makes its drafts as slow as those of a slower device.
 
     --hook outrider_bench.hooks.slow_proposer:factor=3
 
-Behind each step of drafting, the drafting thread waits until the step has taken `factor` times as
-long as it did.
+After each step of drafting, the drafting thread waits until `factor` times the duration of the step
+has passed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def install(hooks: DrafterHooks, *, factor: float) -> None:
 
 
 def busy_wait(seconds: float) -> None:
-    """Return so much later, to some microseconds; other threads of the process may run."""
+    """Wait for `seconds`, accurate to some microseconds; other threads of the process may run."""
     end = time.perf_counter() + seconds
     if seconds > _SPIN_S:
         time.sleep(seconds - _SPIN_S)
@@ -63,14 +63,14 @@ def slow_down(
     now: Callable[[], float] = time.perf_counter,
     wait: Waits = busy_wait,
 ) -> Proposer:
-    """Return the source, `factor` times as slow at all that it computes."""
+    """Return a proposer that makes all computations of `source` `factor` times as slow."""
     if isinstance(source, LookAheadProposer):
         return SlowLookAheadProposer(source, factor, now, wait)
     return SlowProposer(source, factor, now, wait)
 
 
 class SlowProposer:
-    """A source that waits after each step, as long as a slower device would still be busy."""
+    """Proposer that waits after each step for as long as a slower device would still be busy."""
 
     def __init__(
         self, source: Proposer, factor: float, now: Callable[[], float], wait: Waits
@@ -99,7 +99,7 @@ class SlowProposer:
         self._go_on_since(began)
 
     def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
-        """Catch up and draft."""
+        """Process new tokens and draft."""
         return self._slowly(lambda: self._source.draft_sessions(sessions))
 
     def release_session(self, session: FollowedSession) -> None:
@@ -107,7 +107,8 @@ class SlowProposer:
         self._source.release_session(session)
 
     def _slowly(self, work: Callable[[], Iterator[StepT]]) -> Iterator[StepT]:
-        """The steps of some work; what is done with them in between is not slowed down."""
+        """Yield the steps of `work` slowed down. What the caller does between steps is not slowed
+        down."""
         began = self._now()
         for step in work():
             self._go_on_since(began)

@@ -7,8 +7,8 @@ fake_device.py             Fake device of the host benchmarks with canned result
 in_process.py              Host time of a verifier round with in-process drafts.
 look_ahead.py              Host time of a verifier round with look-ahead hits, so that the next
                            round starts at once.
-plain.py                   Host overhead of plain decoding with speculation off, beside that without
-                           a drafter.
+plain.py                   Host time of plain decoding with speculation turned off, compared with
+                           that without a drafter.
 router_rounds.py           Rounds per second of a verifier process with routers connected, without
                            device time.
 scripted_verifier.py       Verifier engine thread over a device that answers at once, shared by the

@@ -55,7 +55,7 @@ class DrafterSide:
         )
 
     def follow(self, told: ShmChannel) -> list[bytes]:
-        """Take in what was told, draft; the proposals."""
+        """Process the received messages, draft, and return the encoded proposals."""
         steps, engine = self._steps, self._engine
         steps.begin()
         while frames := told.receive_views():
@@ -86,7 +86,7 @@ def _drafted(key: Any) -> tuple[Tensor, None]:
 
 
 def _pause(pause_s: float) -> None:
-    """Stay on the core and do nothing else, as a thread that looks for what comes does."""
+    """Busy-wait, like a thread that polls for messages."""
     until = time.perf_counter() + pause_s
     while time.perf_counter() < until:
         pass
@@ -95,9 +95,12 @@ def _pause(pause_s: float) -> None:
 def measure(
     sessions: int, rounds: int, *, planner: str = "fixed", pause_s: float = 0.0, answers: int = 0
 ) -> Steps:
-    """Run so many rounds of both sides; each waits for the other for `pause_s`, in which its
-    caches are anybody's who shares them. `answers`: tokens after which the session that is there
-    for longest gives way to another one; 0: all stay."""
+    """Run `rounds` rounds of both sides and return the times of their steps.
+
+    Each side waits `pause_s` for the other one, so that other code may evict its data from the CPU
+    caches. After `answers` tokens per session the oldest session is replaced; 0: sessions are never
+    replaced.
+    """
     steps = Steps()
     ours, theirs = make_channel_pair()
     with torch.inference_mode(), closing(ours), closing(theirs):
@@ -179,7 +182,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a table of microseconds by step."""
+    """Run the benchmark and print a table of microseconds by step."""
     counts = [int(sessions) for sessions in args.sessions.split(",")]
     if args.routers:
         from outrider_bench.host import router_rounds

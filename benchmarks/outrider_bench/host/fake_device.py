@@ -19,7 +19,7 @@ BESIDE: Final = " (beside)"
 
 
 class Steps:
-    """Processor time between marks, by the name of the step that ended."""
+    """Microseconds of processor time between marks, by the name of the step that ended."""
 
     def __init__(self) -> None:
         self.taken: dict[str, list[float]] = defaultdict(list)
@@ -27,7 +27,7 @@ class Steps:
         self._last = 0
 
     def begin(self) -> None:
-        """Begin a step; buffers of earlier steps may be reused."""
+        """Begin to time a step."""
         self._last = time.thread_time_ns()
 
     def mark(self, name: str) -> None:
@@ -37,18 +37,18 @@ class Steps:
         self._last = time.thread_time_ns()
 
     def end_round(self) -> None:
-        """Keep what the round's steps took."""
+        """Store the times of the round's steps."""
         for name, taken in self._round.items():
             self.taken[name].append(taken)
         self._round.clear()
 
     def mean(self, name: str) -> float:
-        """Return the microseconds of a step a round, those without it included."""
+        """Return the mean microseconds of a step per round, including rounds without this step."""
         rounds = max(map(len, self.taken.values()))
         return sum(self.taken[name]) / rounds
 
     def lowest(self, name: str) -> float:
-        """Return the microseconds of a step: the mean of the lowest tenth of the rounds."""
+        """Return the microseconds of a step: the mean of the fastest tenth of the rounds."""
         taken = sorted(self.taken[name])
         return float(np.mean(taken[: max(1, len(taken) // 10)]))
 
@@ -64,7 +64,7 @@ def steps_table(found: Mapping[str, Steps]) -> str:
 
 
 class CannedGraphs:
-    """Fake `GraphCache`: the result of a launch is made once for a key."""
+    """Fake `GraphCache` that creates the result of each key once."""
 
     enabled = False
     sealed = True
@@ -83,7 +83,7 @@ class CannedGraphs:
 
 
 class CannedCalls:
-    """Fake `DriverInterface`: starts no copy."""
+    """Fake `DriverInterface` that copies nothing."""
 
     def copy_array(self, to: Tensor, source: np.ndarray[Any, Any]) -> None:
         """Check the sizes of a copy, and copy nothing."""
@@ -91,7 +91,7 @@ class CannedCalls:
 
 
 class CannedReadback:
-    """Fake `PendingDownload`: the tensor is on the host already."""
+    """Fake `PendingDownload` whose tensor is on the host already."""
 
     def __init__(self, tensor: Tensor, arrived: Callable[[], None]) -> None:
         self._tensor, self._arrived = tensor, arrived
@@ -100,7 +100,7 @@ class CannedReadback:
 
     @property
     def has_arrived(self) -> bool:
-        """Return True: the data is present at once."""
+        """True: the data is present at once."""
         return True
 
     def wait_tensor(self) -> Tensor:
@@ -109,31 +109,31 @@ class CannedReadback:
         return self._tensor
 
     def wait_array(self) -> np.ndarray[Any, Any]:
-        """Return the data as a numpy array, as `wait_tensor` does as a tensor."""
+        """Return the data as a numpy array."""
         self._arrived()
         return self._array
 
 
 class CannedLanding:
-    """Fake `DownloadBuffer`: launched copies are complete at once."""
+    """Fake `DownloadBuffer` whose copies are complete at once."""
 
     def __init__(self, arrived: Callable[[], None]) -> None:
         self._arrived = arrived
 
     def wait_copy(self, like: Tensor) -> Tensor:
-        """Return the tensor, which is there already."""
+        """Return the tensor, which is on the host already."""
         self._arrived()
         return like
 
 
 class CannedDownloads:
-    """Fake `Downloader`: copies nothing."""
+    """Fake `Downloader` that copies nothing."""
 
     def __init__(self, arrived: Callable[[], None]) -> None:
         self._arrived = arrived
 
     def start_download(self, tensor: Tensor, part: int = 0) -> CannedReadback:
-        """Return a tensor that is there."""
+        """Return a download that has already arrived."""
         return CannedReadback(tensor, self._arrived)
 
     def start_downloads(
@@ -143,7 +143,8 @@ class CannedDownloads:
         *,
         last_into: np.ndarray[Any, Any] | None = None,
     ) -> list[CannedReadback]:
-        """Tensors that are there; of the last one what is in `last_into`, if that is given."""
+        """Return downloads that have already arrived. The last one has the data of `last_into`, if
+        given."""
         found = [self.start_download(tensor) for tensor in tensors]
         if last_into is not None:
             like = tensors[-1]

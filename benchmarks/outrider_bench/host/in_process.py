@@ -1,6 +1,7 @@
 """Host time of a verifier round with in-process drafts.
 
-As `host`, but a round is always in flight, because rounds need no proposals from other processes.
+Like `outrider bench host`, but a round is always in flight, because rounds need no proposals from
+other processes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class InProcessSide(LookAheadSide):
     """Work of a verifier's engine thread with an in-process drafter, a round always in flight."""
 
     def __init__(self, sessions: int, rounds: int, length: int) -> None:
-        """`length`: tokens of a draft."""
+        """Open the sessions; `length` is the number of tokens of a draft."""
         super().__init__(sessions, in_process_draft=length)
         plan = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=length)
         self.open(sessions, min((length + 1) * (rounds + 32), 1900), plan, drafted=False)
@@ -30,7 +31,7 @@ class InProcessSide(LookAheadSide):
         self.steps.taken.clear()
 
     def round(self) -> None:
-        """Plan and submit a round, settle the one before it."""
+        """Plan and submit a round, then process the results of the round before it."""
         self._steps.begin()
         self.plan_and_run("verifier: rest")
         self.service.outbox.take_effects()

@@ -1,8 +1,9 @@
 """Host time of a verifier round with look-ahead hits, so that the next round starts at once.
 
-As `host`, but each session gets several drafts for outcomes of the in-flight round, one of which is
-right; the next round is therefore submitted before the verdicts of this one are sent. The critical
-path lies between the arrival of a round's results and the submission of the next round.
+Like `outrider bench host`, but each session gets several drafts for outcomes of the round in
+flight, one of which is right. The next round is therefore submitted before the verdicts of this one
+are sent. The critical path lies between the arrival of a round's results and the submission of the
+next round.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class LookAheadHits(VerifierSide):
     offers = BESIDE
 
     def __init__(self, sessions: int, steps: Steps, *, offered: int) -> None:
-        """`offered`: drafts for outcomes, of each session and round."""
+        """Create the verifier; `offered` is the number of drafts for outcomes per session and
+        round."""
         super().__init__(sessions, steps, planner="fixed")
         self._offered = offered
         rounds = self._rounds
@@ -56,14 +58,14 @@ class LookAheadHits(VerifierSide):
         assert self._rounds.has_round_in_flight
 
     def offer_ahead(self) -> None:
-        """Drafts for the outcomes of the round in flight have come."""
+        """Process drafts for the outcomes of the round in flight."""
         self.offer([self._frame(self._offered, EMITTED)])
         self._steps.begin()
         self._rounds.plan_round(time.monotonic())
         self._steps.mark("verifier: made ready" + BESIDE)
 
     def settle(self) -> None:
-        """Record that the round in flight has ended."""
+        """Process the end of the round in flight; the next round is submitted at once."""
         self._steps.begin()
         self._rounds.finish_round(go_on=True)
         self._steps.mark("verifier: features kept" + BESIDE)
@@ -71,7 +73,7 @@ class LookAheadHits(VerifierSide):
         self.service.outbox.take_effects()
 
     def _frame(self, offered: int, emitted: tuple[int, ...]) -> bytes:
-        """Return a message of drafts, the right one of each session in the middle."""
+        """Return a message of `offered` drafts per session, the right one in the middle."""
         entries: list[Proposal] = []
         for session in self._core.sessions.values():
             digest = int(self._core.verdict_builder._digests[session.handle])
@@ -89,8 +91,8 @@ class LookAheadHits(VerifierSide):
 
 
 def measure(sessions: int, rounds: int, *, offered: int, pause_s: float) -> Steps:
-    """Run `rounds` rounds that are all hits. `pause_s` is the time for which the device works,
-    after which CPU caches are cold."""
+    """Run `rounds` rounds that are all hits and return the times of their steps. `pause_s` is the
+    time for which the device works, after which CPU caches are cold."""
     steps = Steps()
     with torch.inference_mode():
         verifier = LookAheadHits(sessions, steps, offered=offered)

@@ -1,8 +1,9 @@
-"""Host overhead of plain decoding with speculation off, beside that without a drafter.
+"""Host time of plain decoding with speculation turned off, compared with that without a drafter.
 
-As `host`, but a round is always in flight and verifies nothing. Sessions whose planner has turned
-speculation off must decode as fast as sessions without a drafter: the configurations alternate
-round by round in one process, so that other load on the machine affects all of them equally.
+Like `outrider bench host`, but a round is always in flight and verifies nothing. Sessions whose
+planner has turned speculation off must decode as fast as sessions without a drafter. The
+configurations alternate round by round in one process, so that other load on the machine affects
+all of them equally.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ WAYS: Final = {
     "head, paused": DraftMethod.EAGLE3,
     LOST: DraftMethod.EAGLE3,
 }
-"""Ways in which sessions come to decode without drafts, and their speculation plans."""
+"""Reasons why sessions decode without drafts, with the draft method of their plans."""
 
 
 class PlainSide(LookAheadSide):
     """Work of a verifier's engine thread with plain sessions, a round always in flight."""
 
     def __init__(self, sessions: int, rounds: int, way: str, *, width: int = WIDTH) -> None:
-        """`way`: one of WAYS."""
+        """Open the sessions; `way` is a key of WAYS."""
         method = WAYS[way]
         super().__init__(sessions, width=width)
         self.plan = (
@@ -48,7 +49,7 @@ class PlainSide(LookAheadSide):
         self.steps.taken.clear()
 
     def _turn_speculation_off(self) -> None:
-        """Leave the policy nothing but plain decoding to choose."""
+        """Leave the planner only plain decoding to choose from."""
         policy: Any = self._core.policy
         for workload in policy.workloads:
             workload.shapes, workload.controller = (OFF,), SpeculationController()
@@ -56,7 +57,7 @@ class PlainSide(LookAheadSide):
         policy.changed = True
 
     def plain_round(self) -> None:
-        """Plan and submit a round, settle the one before it."""
+        """Plan and submit a round, then process the results of the round before it."""
         self._steps.begin()
         assert self.plan_and_run("verifier: features kept"), "nothing to do"
         assert self._rounds.has_round_in_flight, "plain rounds run ahead"
@@ -65,7 +66,7 @@ class PlainSide(LookAheadSide):
 
 
 def measure(sessions: int, rounds: int) -> dict[str, Steps]:
-    """Run `rounds` rounds of each way in turn. Return the times of the steps by way."""
+    """Run `rounds` rounds of each case of WAYS in turn; return the times of the steps by case."""
     with torch.inference_mode():
         sides = {way: PlainSide(sessions, rounds, way) for way in WAYS}
         for _ in range(rounds):
@@ -75,7 +76,8 @@ def measure(sessions: int, rounds: int) -> dict[str, Steps]:
 
 
 def run(counts: Sequence[int], rounds: int) -> None:
-    """Print the microseconds of each step and of a whole round, by way and number of sessions."""
+    """Print the microseconds of each step and of a whole round, by number of sessions and case of
+    WAYS."""
     found = {
         f"{count}, {name}": steps
         for count in counts

@@ -1,9 +1,9 @@
 """Rounds per second of a verifier process with routers connected, without device time.
 
-As `in_process`, but with the verifier's threads and port, and with routers in separate processes,
-which keep all sessions open, or open new ones for those that end, and read their events. The device
-takes no time, so the result is the speed of the process: its engine thread and its event loop share
-one interpreter.
+Like `in_process`, but the verifier runs its own threads and serves a port. Routers in separate
+processes keep all sessions open, replace those that end, and read their events. The device takes no
+time, so the result is the speed of the process, whose engine thread and event loop share one
+interpreter.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from outrider_bench.host.scripted_verifier import PROMPT, VerifierSide, spec_of
 from outrider_bench.report import format_table
 
 ANSWER: Final = 1800
-"""Tokens; a session that ends is replaced."""
+"""Tokens of an answer if no mean length is given. A session that ends is replaced."""
 SPREAD: Final = (0.5, 1.5)
-"""Smallest and largest length of answers, as shares of their mean length."""
+"""Smallest and largest length of an answer, as shares of the mean length."""
 OPENED: Final = 0.75
-"""Share of the sessions that are there once all have been opened."""
+"""Share of the sessions that must be open before the measurement begins."""
 WARM_S: Final = 3.0
 READY_S: Final = 60.0
 
@@ -51,9 +51,11 @@ async def measure_rounds(
     shm_channels: bool,
     warm_s: float = WARM_S,
 ) -> None:
-    """Print rounds a second and microseconds of the processor a round, of each thread. `length`:
-    tokens of an in-process draft. `answers`: tokens of an answer in the mean; 0: as many as may
-    be."""
+    """Print the rounds per second and the processor microseconds per round of each thread.
+
+    `length` is the number of tokens of an in-process draft. `answers` is the mean number of tokens
+    of an answer; 0 stands for ANSWER tokens.
+    """
     with torch.inference_mode():
         side = VerifierSide(
             sessions,
@@ -106,7 +108,8 @@ async def measure_rounds(
 
 
 async def _counts(service: VerifierService) -> tuple[float, ...]:
-    """Rounds; seconds of the clock, of the engine thread, of this one; sessions that ended."""
+    """Return the number of rounds, the seconds of the clock, of the engine thread and of this
+    thread, and the number of ended sessions."""
     (engine,) = [t for t in threading.enumerate() if t.name == "outrider-engine"]
     return (
         float((await service.info()).rounds_total),
@@ -125,7 +128,7 @@ def _thread_s(number: int | None) -> float:
 async def run_router(
     address: str, name: str, sessions: int, length: int, answers: int, *, shm_channels: bool
 ) -> None:
-    """Be a router: keep so many sessions open and read what they emit."""
+    """Act as a router: keep `sessions` sessions open and read their events."""
     dialer = GrpcDialer(GrpcConfig(shm_channels=shm_channels))
     stream = await (await dialer.verifier(address)).sessions()
     plan = (
@@ -151,7 +154,7 @@ async def run_router(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure with each number of sessions."""
+    """Run the measurement for each number of sessions."""
     for count in [int(sessions) for sessions in args.sessions.split(",")]:
         served = measure_rounds(
             *(count, args.routers, args.own, args.seconds),

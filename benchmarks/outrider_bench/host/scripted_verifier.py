@@ -79,15 +79,15 @@ def _fused(length: int) -> dict[str, Any]:
 
 
 def _shape_of(key: Any) -> RoundShape:
-    """Return the shape that a graph was made for; in-process drafts behind a round have a graph of
-    their own."""
+    """Return the round shape in the key of a graph. Graphs of in-process drafts behind a round have
+    keys of their own."""
     shape: RoundShape = key[1] if isinstance(key, tuple) else key
     return shape
 
 
 def _verified(shape: RoundShape, width: int) -> VerifyOutput:
-    """Return the canned outcome of a shape, with features of some width: all drafted tokens but the
-    last stand."""
+    """Return the canned result of a round of this shape, with features of `width` values. All draft
+    tokens but the last are accepted."""
     words = np.zeros((shape.rows, shape.result_words), dtype=np.int32)
     kept = min(LENGTH, shape.nodes)
     words[:, 0] = kept
@@ -106,7 +106,8 @@ class VerifierSide:
     """Work of a verifier's engine thread, run by the caller."""
 
     offers = ""
-    """Whether what is offered is taken in, and verdicts are told, `BESIDE` a round."""
+    """Suffix of the names of the steps that take in proposals and send verdicts: `BESIDE` if they
+    run beside a round, else empty."""
 
     def __init__(
         self,
@@ -119,10 +120,14 @@ class VerifierSide:
         in_process_draft: int = 0,
         drives_rounds: bool = True,
     ) -> None:
-        """`width`: of the target, and of its features. `shm_channel`: to a drafter; without one
-        messages to drafters are dropped. `in_process_draft`: tokens that a head in the verifier
-        drafts, fused; 0: there is none. `drives_rounds`: False if the service is started, whose
-        engine thread then runs the rounds."""
+        """Create the verifier.
+
+        `width` is the hidden size of the target and the width of its features. `shm_channel` leads
+        to a drafter; without one, messages to drafters are dropped. `in_process_draft` is the
+        number of tokens that a fused head in the verifier drafts; 0: there is no head.
+        `drives_rounds` is False if the service is started, whose engine thread then runs the
+        rounds.
+        """
         self._steps = steps
         config = VerifierConfig(
             model="canned",
@@ -177,8 +182,8 @@ class VerifierSide:
         self.vocab_size = target.vocab_size
 
     def bracket(self, owner: object, method: str, before: str | None, after: str) -> None:
-        """Mark where calls of a method begin and end. Those of a class that is compiled (decision
-        48) cannot be: what they take is part of the step behind them."""
+        """Mark where calls of a method begin and end. Methods of compiled classes (decision 48)
+        cannot be marked; their time is part of the following step."""
         function = getattr(owner, method)
 
         def marked(*given: Any, **named: Any) -> Any:
@@ -194,8 +199,8 @@ class VerifierSide:
     def open(
         self, sessions: int, max_new_tokens: int, plan: SpeculationPlan, *, drafted: bool = True
     ) -> None:
-        """Attach a drafter, open sessions, which it is to follow if `drafted`, and run their
-        prompts."""
+        """Attach a drafter, open sessions and run their prompts. The drafter follows the sessions
+        if `drafted`."""
         self._core.handle_command(DrafterAttached(_DRAFTER), time.monotonic())
         for ticket in range(sessions):
             self.open_one(ticket, PROMPT, max_new_tokens, plan, drafted=drafted)
@@ -212,7 +217,7 @@ class VerifierSide:
         self._core.handle_command(OpenSession(ticket, spec, nobody), time.monotonic())
 
     def replace(self, ticket: int, max_new_tokens: int, plan: SpeculationPlan) -> None:
-        """End the session that is there for longest, and open another one."""
+        """End the oldest session and open another one."""
         self._steps.begin()
         self._core.free_session(next(iter(self._core.sessions.values())))
         self.open_one(ticket, PROMPT, max_new_tokens, plan, drafted=True)
@@ -220,7 +225,7 @@ class VerifierSide:
         self.deliver_verdicts()
 
     def round(self) -> None:
-        """Plan, launch and commit a round; the drafter receives its messages by the shared-memory
+        """Plan, launch and commit a round; send the drafter's messages over the shared-memory
         channel."""
         self._steps.begin()
         plan = self._rounds.plan_round(time.monotonic())
@@ -232,8 +237,8 @@ class VerifierSide:
         self.deliver_verdicts()
 
     def deliver_verdicts(self) -> int:
-        """Send the messages for the drafter since the last call and return their number; other
-        effects are dropped."""
+        """Send the drafter's messages since the last call and return their number. Other effects
+        are dropped."""
         effects = self.service.outbox.take_effects()
         told = [effect for effect in effects if isinstance(effect, SendMessage)]
         for link_id, messages in messages_by_link(told).items():
@@ -256,7 +261,8 @@ class VerifierSide:
                 self._steps.mark("verifier: proposals offered" + self.offers)
 
     def _flushed(self) -> bool:
-        """Marks the step; no other thread has a part in it."""
+        """Mark a step in place of the outbox's flush; send the verdicts at the first flush of a
+        round."""
         if self._unsaid:
             self._unsaid = False
             self.deliver_verdicts()
@@ -276,7 +282,7 @@ class LookAheadSide(VerifierSide):
     input from other processes. Its planner is `automatic`."""
 
     def __init__(self, sessions: int, *, width: int = WIDTH, in_process_draft: int = 0) -> None:
-        """As `VerifierSide`."""
+        """Create the verifier; see `VerifierSide`."""
         self.steps = Steps()
         super().__init__(
             sessions,
@@ -287,16 +293,16 @@ class LookAheadSide(VerifierSide):
         )
 
     def mark_steps(self, before_planner: str) -> None:
-        """Time the steps of the rounds from here on; `before_planner`: the one that ends where the
-        planner sees what a round gave."""
+        """Time the steps of the rounds from now on. `before_planner` is the name of the step that
+        ends when the planner observes a round."""
         rounds = self._rounds
         self.bracket(rounds, "_attempt", None, "verifier: submitted")
         self.bracket(rounds, "_collect", "verifier: made ready", "verifier: outcome read")
         self.bracket(self._core.policy, "observe_round", before_planner, "verifier: planner")
 
     def plan_and_run(self, rest: str) -> bool:
-        """Plan and submit a round, settle the one before it; whether there was one to submit.
-        `rest`: the step that ends here."""
+        """Plan and submit a round, then process the results of the round before it. Return whether
+        there was one to submit. `rest` is the name of the step that ends here."""
         plan = self._rounds.plan_round(time.monotonic())
         self._steps.mark("verifier: planned")
         if plan.is_empty:

@@ -1,7 +1,8 @@
 """Host time of plain rounds while sessions end and new ones start.
 
-As `plain`, but sessions start and end: with a small model hundreds a second. The cost of opening
-and closing a session, messages to drafters included, is part of a round here.
+Like `plain`, but sessions start and end, as they do hundreds of times per second with a small
+model. The cost of opening and closing a session, including messages to drafters, is part of a round
+here.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from outrider_bench.report import format_table
 WIDTH: Final = 512
 """Feature width of a small model."""
 PROMPTS: Final = (60, 180)
-"""Tokens, from and to."""
+"""Smallest and largest number of tokens of a prompt."""
 SETTLING: Final = 60
-"""Rounds that are not counted."""
+"""Number of warm-up rounds, which are not counted."""
 
 
 class ChurningSide(PlainSide):
@@ -53,8 +54,11 @@ class ChurningSide(PlainSide):
 
 
 def run(counts: Sequence[int], rounds: int, answers: int) -> None:
-    """Print mean microseconds by step, and of a whole round, of each way with so many sessions and
-    answers of so many tokens about; ways take turns, round by round."""
+    """Print the mean microseconds of each step and of a whole round, by number of sessions and case
+    of WAYS.
+
+    Answers have about `answers` tokens. The cases take turns round by round.
+    """
     found: dict[str, ChurningSide] = {}
     with torch.inference_mode():
         for count in counts:

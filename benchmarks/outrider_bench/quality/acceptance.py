@@ -18,7 +18,7 @@ from outrider_bench.prompts import BenchPrompt, is_loop, load_prompts
 from outrider_bench.report import print_progress, print_result
 
 SHAPES = {"chain4": (4, 1), "tree32": (32, 8)}
-"""Draft nodes and top-k by name."""
+"""Draft tokens and children per node (top-k), by name."""
 TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0, 1.3, 1.5, 2.0)
 RULES = ("target-only", "rejection", "coupled")
 
@@ -39,7 +39,7 @@ class AcceptanceTally:
 
     @property
     def mean(self) -> float:
-        """Tokens emitted per round."""
+        """Mean number of tokens emitted per round."""
         return round(self.emitted / self.rounds, 3) if self.rounds else 0.0
 
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report."""
+    """Run the benchmark and print its result."""
     config = local_config(args, max_sessions=max(8, args.concurrency))
     prompts = load_prompts(args.prompts, args.limit)
     with LocalCluster(config) as cluster, Client(cluster.address, timeout_s=900.0) as client:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 class _Runner:
-    """Runs prompts through the client, some at a time, in order."""
+    """Runs prompts through the client, several at a time, and returns the results in order."""
 
     def __init__(self, client: Client, concurrency: int) -> None:
         self._client = client

@@ -1,10 +1,10 @@
 """`outrider bench look-ahead`: acceptance of a head's drafts made one round early.
 
-No services are started. The target answers every prompt once, greedily; then serving these answers
-is simulated, in lock-step and with look-ahead on every round (each draft grown one round early,
-from the head's own features over the tokens accepted in between). Hit rates are the shares of
-verdicts among the first m outcomes that the drafter would have drafted for: ranked by the drafter's
-code, from the newest features, calibrated by the previous verdicts.
+No services are started. The target answers every prompt once, greedily. Serving these answers is
+then simulated, in lock-step and with look-ahead on every round (each draft is grown one round
+early, from the head's own features over the tokens accepted in between). A hit rate is the share of
+verdicts that are among the first m outcomes that the drafter would have drafted for. The drafter's
+code ranks the outcomes from the newest features, calibrated by the previous verdicts.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ from outrider_bench.report import print_progress, print_result
 SHAPES: Final = {"chain5": CHAIN, "tree32": TREE}
 FAN_OUTS: Final = (4, 8, 16, 32, 64)
 CANDIDATES: Final = 32
-"""Tokens looked at after each node, as the drafter does."""
+"""Number of candidate tokens per node, as in the drafter."""
 _ROOM: Final = 1 << 20
 
 
 class OutcomeHits:
-    """Count how often the outcome of a round is among the first ones of a ranking."""
+    """Counts how often the outcome of a round is among the first ones of a ranking."""
 
     def __init__(self, head: DraftHead) -> None:
         self._head = head
@@ -106,7 +106,8 @@ class OutcomeHits:
             )
 
     def rates(self) -> dict[str, object]:
-        """Shares of the rounds by number of outcomes; `plain`: by the head's own probabilities."""
+        """Return the hit rates by number of outcomes. `hit_rate_plain` ranks by the head's own
+        probabilities, without calibration."""
         rounds = max(1, self._rounds)
         rates = {
             name: {str(m): round(hits / rounds, 4) for m, hits in zip(FAN_OUTS, found, strict=True)}
@@ -121,7 +122,7 @@ class OutcomeHits:
 
 
 def emitted(verdict: SimulatedVerdict) -> list[int]:
-    """Return the tokens of the path that stood, and the one that followed."""
+    """Return the accepted tokens of a verdict and the token that followed."""
     nodes = path(verdict.tree.parents, verdict.node)
     return [*verdict.tree.tokens[list(nodes)].tolist(), verdict.token]
 
@@ -145,8 +146,8 @@ class HeadModels(NamedTuple):
 
 
 def load(args: argparse.Namespace) -> HeadModels:
-    """Return the model and head of the flags. Raises NotFoundError, InvalidRequestError,
-    ValueError."""
+    """Load the model and the head that the flags select. Raises NotFoundError, InvalidRequestError
+    or ValueError."""
     files = find_model(args.model, head=args.head)
     if files.head is None:
         raise InvalidRequestError(f"no head ships for {args.model}: give --head DIR")
@@ -183,7 +184,7 @@ def answer_prompts(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report."""
+    """Run the benchmark and print its result."""
     torch.set_num_threads(args.threads)
     models = load(args)
     prompts = load_prompts(args.prompts, args.limit)

@@ -37,7 +37,7 @@ from outrider_bench.report import print_progress, print_result
 
 SEED: Final = 1234
 NEAR_TIE: Final = 1e-3
-"""Largest gap of perturbed logits that float32 sums in another order can turn over."""
+"""Largest difference of perturbed logits whose order may change with the order of float32 sums."""
 AUTO: Final = "auto"
 NONE: Final = "none"
 DRAFTS: Final[Mapping[str, Mapping[str, object]]] = {
@@ -61,7 +61,7 @@ SAMPLING: Final[Mapping[str, Mapping[str, object]]] = {
     "coupled_top_p": {"temperature": 0.8, "top_p": 0.9, "rule": "coupled", "seed": SEED},
 }
 _MAX_DIFFERENCES: Final = 20
-"""Number of differences of a cell that the result describes."""
+"""Maximum number of differences of a cell that the result lists."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report. Raises InternalError for differences with `--batch-invariant`."""
+    """Run the benchmark and print its result. Raises InternalError for differences with
+    `--batch-invariant`."""
     sessions = [int(number) for number in args.sessions.split(",")]
     config = local_config(args, max_sessions=max(8, *sessions), queue_limit=4 * max(8, *sessions))
     names = _chosen("--drafts", args.drafts or ",".join(_default_drafts(config)), DRAFTS)
@@ -162,7 +163,7 @@ def _answers(
 def _compare(
     expected: Sequence[GenerateResult], actual: Sequence[GenerateResult]
 ) -> dict[str, object]:
-    """Return how many answers are the same, and where the others begin to differ."""
+    """Return the number of equal answers, and where the others first differ."""
     first = [
         (index, common_prefix(one.token_ids, other.token_ids))
         for index, (one, other) in enumerate(zip(expected, actual, strict=True))
@@ -181,7 +182,7 @@ def _compare(
 
 
 class _Explainer:
-    """The target in this process, for one prefix at a time."""
+    """Target model in this process that explains differences, one prefix at a time."""
 
     def __init__(self, model: Path) -> None:
         self._target: TargetModel = load_target(model, dtype=torch.float32, kv_tokens=8192)
@@ -212,7 +213,8 @@ class _Explainer:
         actual: Sequence[int],
         temperature: float,
     ) -> float:
-        """Distance of the two ids at the first difference, in units of logits / T + noise."""
+        """Return the difference of the two ids' scores (logits / T + noise) at the first
+        difference; infinite if one answer is a prefix of the other."""
         same = common_prefix(expected, actual)
         if same == min(len(expected), len(actual)):
             return float("inf")

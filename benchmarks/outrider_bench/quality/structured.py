@@ -3,9 +3,8 @@
     python -m outrider_bench.quality.structured --router HOST:PORT --tokenizer DIR --schemas 500
 
 Schemas are generated, the same ones for the same seed. Every answer is validated by `jsonschema`,
-unless it reports a cut by max_tokens. The same prompts, unconstrained, give the tokens a round and
-the time of a round to compare with. The time of a mask is measured in this process, along the
-answers.
+unless max_tokens ended it. The same prompts without a schema give the tokens per round and the time
+per round for comparison. The time to compute a mask is measured in this process, along the answers.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ FREE_TOKENS = 50
 
 
 def schemas(count: int, seed: int) -> list[dict[str, Any]]:
-    """Objects of one to four properties of all common kinds, nested up to two levels."""
+    """Return `count` schemas: objects of one to four properties of all common kinds, nested up to
+    two levels."""
     rng = random.Random(seed)
     return [_object(rng, 2) for _ in range(count)]
 
@@ -81,30 +81,30 @@ class StructuredAnswer:
     token_ids: tuple[int, ...]
     finish: FinishInfo
     round_ms: float
-    """Mean time of a round, from the first delta to the last; 0 of a single delta."""
+    """Mean milliseconds of a round, from the first delta to the last; 0 for a single delta."""
 
 
 @dataclass(slots=True)
 class AnswerCount:
-    """Answers of one kind."""
+    """Counts of the answers of one kind."""
 
     valid: int = 0
     cut: int = 0
-    """Number of answers that max_tokens ended, with that finish reason."""
+    """Number of answers that max_tokens ended."""
     wrong: int = 0
     rounds: int = 0
     emitted: int = 0
 
     @property
     def tokens_a_round(self) -> float:
-        """Mean of all rounds."""
+        """Mean number of tokens per round."""
         return self.emitted / max(self.rounds, 1)
 
 
 def ask_structured(
     address: str, schema: dict[str, Any], number: int, **options: Any
 ) -> StructuredAnswer:
-    """Return one answer."""
+    """Send one request and return its answer."""
     topic = TOPICS[number % len(TOPICS)]
     prompt = f"Describe {topic} as a JSON object with this schema: {json.dumps(schema)}"
     arrivals: list[float] = []
@@ -127,7 +127,7 @@ def ask_structured(
 def tally_answers(
     found: Sequence[StructuredAnswer], forms: Sequence[dict[str, Any]] | None
 ) -> AnswerCount:
-    """Judge the answers against their schemas, where they have such."""
+    """Count the answers, and the valid and invalid ones if `forms` gives their schemas."""
     count = AnswerCount()
     for index, result in enumerate(found):
         stats = result.finish.stats
@@ -152,8 +152,8 @@ def _is_valid(text: str, schema: dict[str, Any]) -> bool:
 def mask_us(
     model: Path, vocab_size: int, forms: Sequence[dict[str, Any]], found: Sequence[StructuredAnswer]
 ) -> tuple[list[float], list[float]]:
-    """Return the microseconds of compiling a form, and of a row's mask with its step, along the
-    answers."""
+    """Return the microseconds to compile each schema, and to advance and compute each mask along
+    the answers."""
     grammars = GrammarCache.from_tokenizer_file(model / "tokenizer.json", vocab_size=vocab_size)
     assert grammars is not None
     compiling: list[float] = []
@@ -173,7 +173,7 @@ def mask_us(
 
 
 def main() -> None:
-    """Run it and print the figures as JSON."""
+    """Run the benchmark and print the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--router", required=True)
     parser.add_argument("--tokenizer", type=Path, required=True, help="the model's directory")

@@ -2,13 +2,14 @@
 
 cells.py                   Cells of the serving benchmark: draft setting, sampling and concurrency
                            of one measurement.
-chart.py                   Chart of tokens/s over sessions: a line for each placement and drafts,
-                           plain decoding dashed.
+chart.py                   Chart of tokens/s by number of sessions: one line per placement and draft
+                           setting.
 cli.py                     `outrider bench serve`: whole requests through the router, in every
                            placement.
-clients.py                 Client processes that send requests and read answers, numerous enough not
-                           to be the limit.
-fleet.py                   Starts the services of one placement, or connects to a running router.
+clients.py                 Client processes that send requests and read answers, enough of them not
+                           to be the bottleneck.
+fleet.py                   Start of the services of one placement, or connection to a running
+                           router.
 measurement.py             Measurement of a cell in consecutive waves, from the first (cold) to the
                            last (steady).
 pipeline.py                `outrider bench pipeline`: gain of look-ahead, from cells of `outrider

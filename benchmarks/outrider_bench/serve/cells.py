@@ -15,38 +15,42 @@ from outrider.spec.sampling import Rule
 
 PLAIN: Final = "plain"
 PLACEMENTS: Final = (PLAIN, SEPARATE, COLOCATED, FUSED)
-"""Placements; plain decoding comes first, because the others are compared with it."""
+"""Placements to measure. Plain decoding comes first, because the others are compared with it."""
 IN_PROCESS_PLACEMENTS: Final = (COLOCATED, FUSED)
 NONE, AUTO, NGRAM = "none", "auto", "ngram"
 TREE_TOP_K: Final = 8
 BIAS: Final = 5.0
-"""Added to the logit of the ids in BIASED_IDS: enough to be applied, too little to fix a text."""
+"""Bias of the logits of BIASED_IDS: large enough that it must be applied, too small to determine
+the text."""
 BIASED_IDS: Final = (260, 282, 284)
 SEED: Final = 1234
 _SHAPE: Final = re.compile(r"(chain|tree|model)-(\d+)(?:x(\d+))?")
 LOCK_STEP, AHEAD = "+lockstep", "+ahead"
 _AHEAD: Final = re.compile(r"(.+?)(?:(\+lockstep)|\+ahead(\d*))")
 LOOK_AHEAD: Final = {"0": 0, "1": 1, "auto": None}
-"""Values of --look-ahead; None leaves it to the server."""
+"""Values of --look-ahead. None leaves the choice to the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSetting:
-    """Draft shape of a session; the default is none."""
+    """Draft settings of a session. The default is no drafts."""
 
     method: DraftMethod = DraftMethod.NONE
     tokens: int | None = None
-    """Nodes a round; None leaves them to the server."""
+    """Draft tokens per round. None leaves the number to the server."""
     top_k: int = 1
     look_ahead: int | None = None
-    """0: in lock-step, 1: ahead of the verdicts; None leaves it to the server."""
+    """0: lock-step, 1: look-ahead, None: the server chooses."""
     fan_out: int | None = None
-    """Outcomes drafted ahead; None leaves them to the server."""
+    """Number of outcomes to draft for in advance. None leaves it to the server."""
 
     @property
     def name(self) -> str:
-        """none, auto, ngram, ngram-N, chain-N, tree-N or model-N; with +lockstep, +ahead or
-        +aheadN where look-ahead and its fan-out are said."""
+        """Name of the setting: none, auto, ngram, ngram-N, model, model-N, chain-N or tree-N.
+
+        The suffix +lockstep, +ahead or +aheadN states look-ahead and the fan-out N where they are
+        set.
+        """
         if self.look_ahead is None:
             return self.shape
         if self.look_ahead == 0:
@@ -55,7 +59,7 @@ class DraftSetting:
 
     @property
     def shape(self) -> str:
-        """Name without the part about look-ahead."""
+        """Name of the setting without the suffix for look-ahead."""
         if self.method is DraftMethod.NONE:
             return NONE
         if self.method is not DraftMethod.EAGLE3:
@@ -65,7 +69,7 @@ class DraftSetting:
         return f"{'chain' if self.top_k == 1 else 'tree'}-{self.tokens}"
 
     def options(self) -> GenerateOptions:
-        """Request options of the cell."""
+        """Return the request options that select these drafts."""
         if self.method is DraftMethod.NONE:
             return {"speculate": False}
         wanted: GenerateOptions = {"drafter": self.method}
@@ -84,9 +88,10 @@ class DraftSetting:
 
 
 def parse_drafts(text: str) -> DraftSetting:
-    """Drafts by their name; a tree's children are 8 or said: tree-32x4.
+    """Return the draft setting with this name.
 
-    Raises InvalidRequestError for a name that means none.
+    A tree has 8 children per node unless the name says otherwise, as in tree-32x4. Raises
+    InvalidRequestError for an unknown name.
     """
     match = _AHEAD.fullmatch(text)
     if match is None:
@@ -123,7 +128,7 @@ def _parse_shape(text: str) -> DraftSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSetting:
-    """Sampling parameters and acceptance rule."""
+    """Sampling parameters and acceptance rule of a cell."""
 
     temperature: float = 0.0
     rule: str = Rule.COUPLED.value
@@ -132,10 +137,10 @@ class SamplingSetting:
     repetition_penalty: float = 1.0
     logit_bias: bool = False
     ignore_eos: bool = False
-    """Whether answers go on to --max-tokens."""
+    """Whether answers continue past the end-of-sequence token, up to --max-tokens."""
 
     def options(self) -> dict[str, Any]:
-        """Request options that differ from the defaults."""
+        """Return the temperature and the request options that differ from the defaults."""
         wanted: dict[str, Any] = {"temperature": self.temperature}
         if self.temperature > 0.0:
             wanted["rule"] = self.rule
@@ -150,7 +155,7 @@ class SamplingSetting:
 
     @property
     def is_supported(self) -> bool:
-        """Whether the SDK knows all of it."""
+        """Whether the client library supports all of these parameters."""
         return not self.logit_bias or "logit_bias" in GenerateOptions.__annotations__
 
 
@@ -165,7 +170,7 @@ SETS: Final = {
     "rejection": SamplingSetting(temperature=0.8, rule=Rule.REJECTION.value),
     "target_only": SamplingSetting(temperature=0.8, rule=Rule.TARGET_ONLY.value),
 }
-"""Sampling parameters by name, for --sampling."""
+"""Sampling settings by name, for --sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,35 +196,35 @@ NO_HANDICAP: Final = DrafterHandicap()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchCell:
-    """Complete setting of one measurement."""
+    """All settings of one measurement."""
 
     model: str
     placement: str
     drafts: DraftSetting
     sampling: SamplingSetting
     sessions: int | None
-    """Requests at a time; None in an open loop."""
+    """Number of concurrent requests. None in an open loop."""
     rate: float | None = None
-    """Requests that arrive in a second in an open loop."""
+    """Requests per second that arrive in an open loop. None in a closed loop."""
     max_tokens: int = 256
     busy_polling_cores: int = 0
     handicap: DrafterHandicap = NO_HANDICAP
     planner: str | None = None
-    """automatic or fixed; None: what users run, or what a running router's verifiers do."""
+    """automatic or fixed. None: the default, or the planner of a running router's verifiers."""
     verifiers: int = 1
     drafters: int = 0
-    """Processes of each kind behind the router."""
+    """Number of drafters behind the router; `verifiers` is the number of verifiers."""
     routers: int = 1
     prefix_cache: bool = True
-    """Whether the verifiers keep what others may begin with."""
+    """Whether the verifiers use a prefix cache."""
     device_exchange: bool = False
-    """Whether drafts and features pass between devices."""
+    """Whether verifiers and drafters use the device exchange."""
     batch_invariant: bool = False
-    """Whether the verifiers compute the same bits for a token whatever runs beside it."""
+    """Whether a token's results are bit-identical whatever else the verifiers compute beside it."""
 
     @property
     def plain(self) -> BenchCell:
-        """Return the cell of the same requests without drafts on the same services."""
+        """Cell of the same requests on the same services, without drafts."""
         sampling = replace(self.sampling, rule=Rule.COUPLED.value)
         return replace(
             self,
@@ -281,7 +286,7 @@ _BEFORE: Final = {
     "device_exchange": False,
     "batch_invariant": False,
 }
-"""What cells had that say nothing of it: results from before there was such a thing."""
+"""Values of fields that older results do not contain."""
 _AHEAD_KEYS: Final = ("drafts", "look_ahead", "fan_out")
 _PLACING: Final = (
     *("placement", "drafts", "draft_top_k", "busy_polling_cores"),
@@ -292,7 +297,7 @@ _SAMPLING: Final = (*("temperature", "rule", "top_p", "min_p", "repetition_penal
 
 
 def handicap_of(cell: dict[str, Any]) -> str:
-    """Return the delay or slowdown of a cell's drafter, for labels; "" for old results."""
+    """Return a label for the delay or slowdown of a cell's drafter; "" if there is none."""
     said = str(
         DrafterHandicap(
             exchange_delay_ms=cell.get("exchange_delay_ms", 0.0),
@@ -303,34 +308,36 @@ def handicap_of(cell: dict[str, Any]) -> str:
 
 
 def cell_key(cell: dict[str, Any]) -> tuple[object, ...]:
-    """Return the key of a cell of service.json; of two cells with one key the later one is kept."""
+    """Return the key of a cell in service.json. Of two cells with one key the later one is kept."""
     return _values(cell)
 
 
 def plain_key(cell: dict[str, Any]) -> tuple[object, ...]:
-    """Return the key that a cell shares with the plain decoding that it is compared with."""
+    """Return the key that a cell has in common with the plain cell that it is compared with."""
     # Plain decoding has nothing to accept: its text is drawn alike under every rule.
     return _values(cell, but=(*_PLACING, "rule"))
 
 
 def lock_step_key(cell: dict[str, Any]) -> tuple[object, ...]:
-    """Return the key that a cell shares with the cell in lock-step that it is compared with."""
+    """Return the key that a cell has in common with the lock-step cell that it is compared with."""
     shape = str(cell["drafts"]).partition("+")[0]
     return (shape, *_values(cell, but=_AHEAD_KEYS))
 
 
 def greedy_key(cell: dict[str, Any]) -> tuple[object, ...]:
-    """Return the key that a cell shares with the greedy cell that its rounds are compared with."""
+    """Return the key that a cell has in common with the greedy cell that its rounds are compared
+    with."""
     return _values(cell, but=_SAMPLING)
 
 
 def _values(cell: dict[str, Any], but: Sequence[str] = ()) -> tuple[object, ...]:
-    """What a cell says of all that identifies it, of some fields nothing."""
+    """Return the values of the fields that identify a cell, except those named in `but`."""
     return tuple(cell.get(name, _BEFORE.get(name)) for name in KEY_FIELDS if name not in but)
 
 
 def parse_list(text: str, allowed: Iterable[str], what: str) -> tuple[str, ...]:
-    """Names of a comma-separated flag. Raises InvalidRequestError for an unknown one."""
+    """Return the names in a comma-separated flag. Raises InvalidRequestError for an unknown name,
+    and for an empty list."""
     names, known = tuple(part.strip() for part in text.split(",") if part.strip()), tuple(allowed)
     unknown = [name for name in names if name not in known]
     if unknown or not names:

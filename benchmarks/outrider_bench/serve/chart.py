@@ -1,4 +1,4 @@
-"""Chart of tokens/s over sessions: a line for each placement and drafts, plain decoding dashed."""
+"""Chart of tokens/s by number of sessions: one line per placement and draft setting."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 250, 48, 50
 _STEPS: Final = (1, 2, 5)
 
 ChartLine = list[tuple[int, float]]
-"""Sessions and tokens/s, ascending."""
+"""Pairs of (sessions, tokens/s), by ascending number of sessions."""
 
 
 def chart_lines(cells: Sequence[dict[str, Any]]) -> dict[str, ChartLine]:
-    """Return the lines of the sampling parameters and the model that most cells have, plain
-    first."""
+    """Return the lines of the chart by name, plain decoding first.
+
+    Only cells with the most common model and sampling parameters are included. Raises
+    InvalidRequestError if no cell is of a closed loop.
+    """
     closed = [cell for cell in cells if cell["sessions"] and cell["tokens_per_s"]]
     if not closed:
         raise InvalidRequestError("there is no closed loop to draw", reason="NO_RESULTS")
@@ -51,14 +54,14 @@ def chart_title(cells: Sequence[dict[str, Any]]) -> str:
 
 
 def write_chart(path: Path, cells: Sequence[dict[str, Any]]) -> None:
-    """Write the picture. Raises InvalidRequestError if there is nothing to draw."""
+    """Write the chart as SVG. Raises InvalidRequestError if there is nothing to draw."""
     text = draw_chart(chart_lines(cells), chart_title(cells))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 
 
 def draw_chart(found: dict[str, ChartLine], heading: str) -> str:
-    """Return the picture as SVG text; both axes are logarithmic."""
+    """Return the chart as SVG text. Both axes are logarithmic; plain decoding is dashed."""
     points = [point for line in found.values() for point in line]
     xs = sorted({sessions for sessions, _ in points})
     low, high = min(y for _, y in points) / 1.2, max(y for _, y in points) * 1.2
@@ -77,21 +80,21 @@ def draw_chart(found: dict[str, ChartLine], heading: str) -> str:
 
 
 class _Axis:
-    """Values to pixels, on a logarithmic scale."""
+    """Logarithmic axis that maps values to pixels."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         self.low, self.high = low, high
         self._start, self._end = start, end
 
     def at(self, value: float) -> float:
-        """Return the pixel of a value; a single value is in the middle."""
+        """Return the pixel of a value, or the middle of the axis if the axis has a single value."""
         if self.high <= self.low:
             return (self._start + self._end) / 2
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return self._start + share * (self._end - self._start)
 
     def ticks(self) -> list[float]:
-        """1, 2, 5 times powers of ten within the axis."""
+        """Return the tick values within the axis: 1, 2 and 5 times powers of ten."""
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         every = [step * 10.0**power for power in powers for step in _STEPS]
         return [value for value in every if self.low <= value <= self.high]
@@ -142,7 +145,7 @@ def _line(
 
 
 def _kind(cell: dict[str, Any]) -> tuple[Any, ...]:
-    """What the cells of one picture have in common, but for the rule."""
+    """Return the settings that all cells of a chart share, without the acceptance rule."""
     names = (
         *("model", "max_tokens", "temperature", "top_p", "min_p"),
         *("repetition_penalty", "logit_bias"),
@@ -151,7 +154,8 @@ def _kind(cell: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _commonest(cells: Sequence[dict[str, Any]]) -> tuple[tuple[Any, ...], str]:
-    """Kind and rule of most closed loops that speculate, or of most of all where none does."""
+    """Return the most common settings and rule of the closed-loop cells with drafts, or of all
+    closed-loop cells if none has drafts."""
     closed = [cell for cell in cells if cell["sessions"]]
     drafted = [cell for cell in closed if cell["placement"] != PLAIN] or closed
     kinds = [(_kind(cell), str(cell["rule"])) for cell in drafted]

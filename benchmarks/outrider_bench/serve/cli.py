@@ -1,8 +1,8 @@
 """`outrider bench serve`: whole requests through the router, in every placement.
 
-Starts router, verifier and drafter of each placement in turn (or takes a running router), sends
-closed or Poisson loads from separate client processes, and reports tokens/s, latencies, efficiency
-and the ratio to plain decoding of the same requests.
+It starts the router, verifiers and drafters of each placement in turn (or uses a running router),
+sends closed-loop or Poisson loads from separate client processes, and reports tokens/s, latencies,
+efficiency and the ratio to plain decoding of the same requests.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report. Raises InternalError if a part failed."""
+    """Run the benchmark and print its results. Raises InternalError if a part failed."""
     if args.merge:
         if args.out is None:
             raise InvalidRequestError("--merge needs --out, the file to merge into")
@@ -285,7 +285,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _busy_polling_cores(args: argparse.Namespace) -> dict[str, int]:
-    """Return the busy-polling cores of each model process, by placement."""
+    """Return the number of busy-polling cores of each verifier and drafter process, by
+    placement."""
     if args.busy_polling_cores is not None:
         return {placement: args.busy_polling_cores for placement in PLACEMENTS}
     spare = len(os.sched_getaffinity(0)) > 4 * BUSY_POLLING_CORES
@@ -299,7 +300,7 @@ def _default_device() -> str:
 
 
 def _report(args: argparse.Namespace, content: dict[str, object]) -> None:
-    """Table, picture and JSON."""
+    """Print the table and the JSON, and write the chart."""
     cells = content["cells"]
     assert isinstance(cells, list)
     print(format_table(HEADERS, [row(cell) for cell in cells]), flush=True)
@@ -317,7 +318,7 @@ def _report(args: argparse.Namespace, content: dict[str, object]) -> None:
 
 
 def row(cell: dict[str, Any]) -> tuple[object, ...]:
-    """Return a line of the table."""
+    """Return the table row of a cell."""
     first, between = cell["ttft_ms"], cell["itl_ms"]
     load = cell["sessions"] if cell["rate"] is None else f"{cell['rate']}/s"
     speeds = (cell["tokens_per_s"], cell["steady_tokens_per_s"], results.over_plain(cell))

@@ -1,4 +1,4 @@
-"""Client processes that send requests and read answers, numerous enough not to be the limit."""
+"""Client processes that send requests and read answers, enough of them not to be the bottleneck."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ MAX_PROCESSES: Final = 8
 SERVING_CORES: Final = 4
 """Number of cores left to verifier, drafter and router, if the machine has enough."""
 HEAD_START_S: Final = 0.05
-"""Seconds from the readiness of the last client to the first request, so that all start
-together."""
+"""Seconds from when the last client is ready to the first request, so that all start together."""
 TIMEOUT_S: Final = 300.0
 """Timeout of one request and of the clients' start, in seconds."""
 
@@ -35,12 +34,13 @@ _clock = time.monotonic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaveCommand:
-    """A wave as one client process sees it."""
+    """Command to one client process to send its part of a wave."""
 
     address: str
     asks: Sequence[BenchRequest]
     sessions: int | None
-    """Requests of this process at a time; None takes every `processes`-th when it is due."""
+    """Concurrent requests of this process. None: it sends every `processes`-th request when that is
+    due."""
     index: int
     processes: int
 
@@ -54,12 +54,13 @@ class WaveReport:
 
 
 def default_processes() -> int:
-    """Return the number of spare cores, within the allowed number of client processes."""
+    """Return the default number of client processes: one per spare core, from 1 to
+    MAX_PROCESSES."""
     return min(MAX_PROCESSES, max(1, len(os.sched_getaffinity(0)) - SERVING_CORES))
 
 
 class ClientProcesses:
-    """Client processes that are started once and serve wave after wave; a context manager."""
+    """Client processes that are started once and send wave after wave. A context manager."""
 
     def __init__(self, processes: int) -> None:
         self._count = processes
@@ -77,7 +78,7 @@ class ClientProcesses:
 
     @property
     def count(self) -> int:
-        """Processes."""
+        """Number of client processes."""
         return self._count
 
     def __enter__(self) -> Self:
@@ -97,9 +98,10 @@ class ClientProcesses:
                 child.terminate()
 
     def wave(self, address: str, asks: Sequence[BenchRequest], sessions: int | None) -> RequestWave:
-        """Send the requests, `sessions` at a time (None: when they are due), and read all answers.
+        """Send the requests and read all answers.
 
-        Raises InternalError if a client process dies.
+        `sessions` is the number of concurrent requests; None sends each request when it is due.
+        Raises InternalError if a client process fails.
         """
         each: list[int | None] = [None] * self._count
         if sessions is not None:
@@ -130,8 +132,8 @@ class ClientProcesses:
 
 
 def _expect(pipe: Connection, kind: type[Any]) -> Any:
-    """Return the next message, of this type; a client that fails sends its error's text as
-    bytes."""
+    """Return the next message, of type `kind`. A client that fails sends its error message as
+    bytes, which raises InternalError."""
     message = pipe.recv()
     if not isinstance(message, kind):
         text = message.decode() if isinstance(message, bytes) else repr(message)
@@ -140,7 +142,7 @@ def _expect(pipe: Connection, kind: type[Any]) -> Any:
 
 
 def _serve(pipe: Connection, tickets: Any) -> None:
-    """A client process: orders in, answers out, until the pipe is closed."""
+    """Run a client process: receive commands and send answers until the pipe is closed."""
     tune_process()
 
     def take() -> int:
@@ -183,7 +185,7 @@ async def _wave(pipe: Connection, order: WaveCommand, take: Callable[[], int]) -
 
 @asynccontextmanager
 async def _connected(address: str) -> AsyncIterator[AsyncClient]:
-    """A client whose connection stands: no first token waits for it."""
+    """Yield a connected client, so that no time to first token includes the connection setup."""
     once = RetryPolicy(max_attempts=1)
     async with AsyncClient(address, timeout_s=TIMEOUT_S, retry=once) as client:
         await client.server_info()
@@ -193,7 +195,7 @@ async def _connected(address: str) -> AsyncIterator[AsyncClient]:
 async def _loop(
     client: AsyncClient, asks: Sequence[BenchRequest], take: Callable[[], int], begin: float
 ) -> list[WaveAnswer]:
-    """Return one request after the other, as long as any process's wave has one left."""
+    """Send one request after another until the wave has none left, and return the answers."""
     answers: list[WaveAnswer] = []
     while (index := take()) < len(asks):
         answers.append(await _ask(client, asks[index], _clock() if answers else begin))

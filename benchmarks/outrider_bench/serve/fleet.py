@@ -1,4 +1,4 @@
-"""Starts the services of one placement, or connects to a running router."""
+"""Start of the services of one placement, or connection to a running router."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ from outrider_bench.serve.cells import (
 )
 
 SPARE_SESSIONS = 2
-"""KV for more sessions than run at a time: one that has just ended may still be held."""
+"""Sessions for which KV is added, because a session that has just ended may still hold its
+blocks."""
 PROMPT_TOKENS = 512
-"""Room for a prompt where the KV budget is not what the device has."""
+"""KV tokens for the prompt of a session, used to compute the KV budget on a CPU."""
 SLACK_TOKENS = 96
 QUEUE = 4096
-"""Requests that may wait: an open loop above capacity shall queue, not fail."""
+"""Queue limit of the router: requests of an open loop above capacity wait instead of failing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceMachine:
-    """Parameters with which services are started, the same in every placement."""
+    """Settings of the services that are the same in every placement."""
 
     files: ModelFiles
     device: str
@@ -48,33 +49,33 @@ class ServiceMachine:
     max_tokens: int = 256
     threads: int | None = None
     planner: str | None = None
-    """automatic or fixed; None: what users run, automatic."""
+    """automatic or fixed. None: the default, automatic."""
     verifiers: int = 1
     drafters: int = 1
-    """Processes of either kind, each on a GPU of its own where there are as many."""
+    """Number of drafters; `verifiers` is the number of verifiers. Each process has a GPU of its own
+    if there are enough."""
     routers: int = 1
     prefix_cache: bool = True
     device_exchange: str = AUTO
-    """Whether separate drafters exchange with verifiers between devices: see
-    `LocalFleetConfig`."""
+    """Whether verifiers and drafters use the device exchange; see `LocalFleetConfig`."""
     batch_invariant: bool = False
     log_dir: Path | None = None
     trace_dir: Path | None = None
     round_ms: float = 0.0
     row_us: float = 0.0
-    """Microseconds per row that `outrider_bench.hooks.round_delay` makes rounds take; 0 leaves them
-    unchanged."""
+    """Microseconds that each further token row adds to a round of `round_ms` milliseconds; see
+    `outrider_bench.hooks.round_delay`. Rounds are not delayed if `round_ms` is 0."""
 
     @property
     def exchanges_on_device(self) -> bool:
-        """Whether separate drafters exchange with verifiers between devices."""
+        """Whether verifiers and drafters use the device exchange."""
         if self.device_exchange == AUTO:
             return self.device == CUDA and count_gpus() >= self.verifiers + self.drafters
         return self.device_exchange == ON
 
     @property
     def name(self) -> str:
-        """The model; says so where rounds are made to last longer."""
+        """Name of the model, with a note if rounds are artificially prolonged."""
         if not self.round_ms:
             return self.files.name
         return f"{self.files.name}, rounds EMULATED: {self.round_ms:g} ms + {self.row_us:g} us/row"
@@ -82,7 +83,7 @@ class ServiceMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchService:
-    """One start of services: a placement, and the drafts that it can make."""
+    """Services that are started together: a placement, and the drafts to measure with it."""
 
     placement: str
     drafts: tuple[DraftSetting, ...]
@@ -91,7 +92,7 @@ class BenchService:
 
     @property
     def has_drafters(self) -> bool:
-        """Whether processes that draft are started for it."""
+        """Whether drafter processes are started."""
         methods = {draft.method for draft in self.drafts} - {DraftMethod.NONE}
         own = HEAD_METHODS if self.placement in IN_PROCESS_PLACEMENTS else frozenset()
         return bool(methods - own)
@@ -105,7 +106,8 @@ class RunningFleet:
     info: ServerInfo
 
     def verifiers(self) -> list[VerifierInfo]:
-        """Return the verifiers' own account of themselves; none where they cannot be asked."""
+        """Return the state that each verifier reports; an empty list if one of them cannot be
+        reached."""
         try:
             return [asyncio.run(_info(v.address)) for v in self.info.verifiers]
         except (OutriderError, OSError):
@@ -113,7 +115,7 @@ class RunningFleet:
 
 
 def mean_of(values: Iterable[float]) -> float | None:
-    """Return the mean of the values that are not 0; None if there are none."""
+    """Return the mean of the positive values; None if there are none."""
     known = [value for value in values if value > 0.0]
     return sum(known) / len(known) if known else None
 
@@ -124,10 +126,11 @@ def plan_services(
     busy_cores: dict[str, int],
     handicaps: Sequence[DrafterHandicap] = (NO_HANDICAP,),
 ) -> list[BenchService]:
-    """Return the services to start, plain first.
+    """Return the services to start, plain decoding first.
 
-    A head in the verifier drafts in the shape that it was started with, so each shape is a start of
-    its own; drafts by other means ride with the first. So is each handicap of separate drafters.
+    A head in the verifier drafts only in the shape that it was started with, so each shape needs a
+    start of its own. Drafts by other methods are measured with the first shape. Each handicap of
+    separate drafters also needs a start of its own.
     """
     services = []
     for placement in placements:
@@ -161,7 +164,7 @@ def plan_services(
 
 
 def drafts_at(placement: str, drafts: Sequence[DraftSetting]) -> tuple[DraftSetting, ...]:
-    """Return the drafts that differ from each other in a placement."""
+    """Return the distinct draft settings of a placement."""
     if placement not in IN_PROCESS_PLACEMENTS:
         return tuple(drafts)
     within = (draft.within() if in_process_shape(draft) is not None else draft for draft in drafts)
@@ -169,20 +172,21 @@ def drafts_at(placement: str, drafts: Sequence[DraftSetting]) -> tuple[DraftSett
 
 
 def is_chain(draft: DraftSetting) -> bool:
-    """Return whether these are a head's chains of a stated length."""
+    """Return whether the drafts are chains of a stated length, made by an EAGLE head."""
     shape = in_process_shape(draft)
     return shape is not None and shape[1] == 1
 
 
 def in_process_shape(draft: DraftSetting) -> tuple[int, int] | None:
-    """Draft tokens and children a node of a head's drafts of a stated size; None: other drafts."""
+    """Return (draft tokens, children per node) of an EAGLE head's drafts of a stated size; None for
+    other drafts."""
     if draft.method is not DraftMethod.EAGLE3 or draft.tokens is None:
         return None
     return draft.tokens, draft.top_k or 1
 
 
 def local_config(machine: ServiceMachine, service: BenchService) -> LocalFleetConfig:
-    """Return the processes of a service."""
+    """Return the configuration of a service's processes."""
     files, own = machine.files, service.placement in IN_PROCESS_PLACEMENTS
     methods = {draft.method for draft in service.drafts} - {DraftMethod.NONE}
     if own:
@@ -229,7 +233,7 @@ def verifier_hooks(machine: ServiceMachine) -> tuple[str, ...]:
 
 
 def drafter_hooks(handicap: DrafterHandicap) -> tuple[str, ...]:
-    """Return the drafter hooks of a handicap."""
+    """Return the drafter hooks that apply a handicap."""
     hooks = []
     if handicap.exchange_delay_ms:
         hooks.append(f"outrider_bench.hooks.slow_link:delay_ms={handicap.exchange_delay_ms}")
@@ -239,7 +243,7 @@ def drafter_hooks(handicap: DrafterHandicap) -> tuple[str, ...]:
 
 
 def service_name(service: BenchService) -> str:
-    """Return a name for what this start leaves behind: fused-chain-3,
+    """Return a name for the files of a service, such as fused-chain-3 or
     separate-chain-4+ahead-1ms-2x."""
     handicap = service.handicap
     parts = [service.placement, service.drafts[0].name]
@@ -252,7 +256,7 @@ def service_name(service: BenchService) -> str:
 
 @contextmanager
 def start_service(machine: ServiceMachine, service: BenchService) -> Iterator[RunningFleet]:
-    """Start a service's processes, and stop them at the end. Raises UnavailableError."""
+    """Start the processes of a service and stop them at the end. Raises UnavailableError."""
     with LocalCluster(local_config(machine, service), progress=print_progress) as cluster:
         wait_serving(cluster)
         yield connect_router(cluster.address)
@@ -265,7 +269,8 @@ def connect_router(address: str) -> RunningFleet:
 
 
 def placement_of(info: ServerInfo) -> str:
-    """Return the placement that a router reports; it cannot tell fused from colocated."""
+    """Return the placement that a router reports. It cannot tell fused from colocated, and reports
+    both as colocated."""
     if any(verifier.in_process_methods for verifier in info.verifiers):
         return IN_PROCESS_PLACEMENTS[0]
     return SEPARATE if info.drafters else PLAIN

@@ -19,14 +19,15 @@ from outrider_bench.serve.wave_metrics import RequestWave, rounded
 from outrider_bench.serve.workload import WaveSize, make_load
 
 IN_TURN: Final = ("steady_tokens_per_s", "round_ms", "ttft_ms", "itl_ms", "per_token_ms")
-"""Figures of the last plain wave that other cells repeat for comparison."""
+"""Figures of the last plain wave that the cells compared with it repeat."""
 START_S = 30.0
-"""Minimum seconds to start services; with less of the budget left none are started."""
+"""Minimum seconds assumed for starting services. With less time left in the budget none are
+started."""
 
 
 @dataclass(slots=True)
 class TimeBudget:
-    """Time limit of a run in seconds, as far as it can be estimated beforehand."""
+    """Time limit of a run in seconds, with estimates of the time that its parts take."""
 
     seconds: float | None = None
     clock: Callable[[], float] = time.monotonic
@@ -37,13 +38,14 @@ class TimeBudget:
         self._began = self.clock()
 
     def allows(self, kind: object) -> bool:
-        """Return whether something of this kind may begin: the longest so far would end in time."""
+        """Return whether a part of this kind may begin, so that one as long as the longest so far
+        would end in time."""
         if self.seconds is None:
             return True
         return self.clock() - self._began + self._longest.get(kind, 0.0) < self.seconds
 
     def expect(self, kind: object, seconds: float) -> None:
-        """Something of this kind takes so long."""
+        """Record that a part of this kind takes so many seconds."""
         self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
 
 
@@ -56,9 +58,9 @@ class CellMeter:
     size: WaveSize
     waves: int
     in_turn: bool = False
-    """Whether each wave of a cell with drafts comes after one of the same requests without any."""
+    """Whether each wave with drafts follows a wave of the same requests without drafts."""
     about: dict[str, Any]
-    """Facts about the machine that every cell contains."""
+    """Facts about the machine that are added to every cell."""
     lab: RoundBaseline = field(default_factory=RoundBaseline)
     start_s: float = 0.0
     """Seconds until the services were ready."""
@@ -68,7 +70,8 @@ class CellMeter:
     """Cells of this run that draft in lock-step, by `lock_step_key`."""
 
     def cell(self, fleet: RunningFleet, cell: BenchCell) -> dict[str, Any]:
-        """Return a cell of service.json. Raises InternalError if a wave has no answer at all."""
+        """Measure a cell and return its entry for service.json. Raises InternalError if a wave has
+        no answer at all."""
         waves, beside = list[RequestWave](), list[RequestWave]()
         for _ in range(self.waves):
             if self.in_turn and cell.placement != PLAIN:
@@ -105,9 +108,12 @@ class CellMeter:
 
 
 def compare_in_turn(waves: Sequence[RequestWave], beside: Sequence[RequestWave]) -> dict[str, Any]:
-    """Waves over those without drafts that each came after, `beside`: the median of the ratios of
-    tokens/s, of whole waves and of their steady parts, the first pair, in which much is met for the
-    first time, left out of several; nothing without `beside`."""
+    """Return the ratios of waves to the plain waves `beside` that each of them followed.
+
+    They are medians of the ratios of tokens/s, of whole waves and of their steady parts. Of several
+    pairs the first one is left out, because it includes warm-up. The result is empty if `beside`
+    is.
+    """
     if not beside:
         return {}
     last = beside[-1].figures()
@@ -134,10 +140,11 @@ def describe_cell(
     lab: BaselineRound | None,
     forward_ms: float | None,
 ) -> dict[str, Any]:
-    """Return a cell's figures: those of its last wave, and how the waves before it went.
+    """Return the figures of a cell: those of its last wave, and a summary of the waves before it.
 
-    Without a round of the lab `forward_ms`, the verifier's own figure, stands for it at one
-    session; of more it is of the rounds without prompts, most of which have fewer sessions.
+    Efficiency is relative to `lab`, the baseline round. Without one, at one session, the verifier's
+    own `forward_ms` is used instead. At more sessions `forward_ms` is not comparable: it is
+    measured in rounds without prefill, most of which have fewer sessions.
     """
     first, last = waves[0], waves[-1]
     if lab is None and forward_ms is not None and cell.sessions == 1:
@@ -165,8 +172,8 @@ def describe_cell(
 
 
 def throughput_ratio(cell: dict[str, Any], base: dict[str, Any] | None) -> float | None:
-    """Return a cell's tokens/s over another's: steady ones, or of whole waves where one of the two
-    has no steady state; None without another."""
+    """Return the tokens/s of a cell divided by those of another: of the steady states, or of whole
+    waves if one of the two has no steady state. Return None without another cell."""
     if base is None:
         return None
     for name in ("steady_tokens_per_s", "tokens_per_s"):

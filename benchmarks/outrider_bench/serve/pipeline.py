@@ -1,8 +1,9 @@
 """`outrider bench pipeline`: gain of look-ahead, from cells of `outrider bench serve`.
 
-Every figure is a ratio or share of cells of one file, which belongs to one commit. A figure that
-the first file lacks comes from the next file that has it, named in `sources`; one that no file has
-is null. A cell's fan-out, shape and planner are the best that were measured.
+Every figure is a ratio or share computed from cells of one file, which belongs to one commit. A
+figure that the first file lacks is taken from the next file that has it, as `sources` states. A
+figure that no file has is null. Each figure uses the best fan-out, shape and planner that were
+measured.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Summarise, show, write."""
+    """Print the summary, and write it to --out if that is given."""
     text = json.dumps(summarize(args.cells), indent=2)
     print(text)
     if args.out is not None:
@@ -85,7 +86,7 @@ def _content(file: Path) -> dict[str, Any]:
 
 
 def _flat(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures by name, those of a group as group.name."""
+    """Return the figures by name; a figure of a group is named group.name."""
     found: dict[str, Any] = {}
     for name, value in figures.items():
         if isinstance(value, dict):
@@ -123,7 +124,8 @@ def _figures(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def _slow_drafters(cells: Sequence[Cell]) -> dict[str, float | None]:
-    """Look-ahead over lock-step at one session, by how many times as long drafts take."""
+    """Return the ratio of look-ahead to lock-step at one session, by the drafter's slowdown
+    factor."""
     found: dict[str, float | None] = {}
     for factor in sorted({_slowdown(cell) for cell in cells} - {1.0}):
         slowed = [c for c in cells if c["temperature"] == 0.0 and _slowdown(c) == factor]
@@ -133,7 +135,8 @@ def _slow_drafters(cells: Sequence[Cell]) -> dict[str, float | None]:
 
 
 def _fleets(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the best drafts of every fleet of more than a verifier and a drafter, one a GPU."""
+    """Return the best cell of every fleet size with several verifiers, each process on its own
+    GPU."""
     best: dict[tuple[object, ...], Cell] = {}
     for cell in sorted(cells, key=lambda cell: float(cell["tokens_per_s"])):
         if cell.get("verifiers", 1) > 1:
@@ -144,7 +147,7 @@ def _fleets(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _delays(cells: Sequence[Cell]) -> dict[str, float | None]:
-    """What slow links leave, of one session."""
+    """Return the throughput ratios of drafting over a slow link, at one session."""
     near, slow, far = (_by_delay(cells, delay_ms) for delay_ms in (0.0, 1.0, 5.0))
     there = _best(far, _alone, _ahead)
     return {
@@ -156,7 +159,8 @@ def _delays(cells: Sequence[Cell]) -> dict[str, float | None]:
 
 
 def _retained_share(near: Sequence[Cell], slow: Sequence[Cell], test: Test) -> float | None:
-    """What the best drafts over a slow link get, over the same drafts without the delay."""
+    """Return the tokens/s of the best drafts over a slow link, relative to the same drafts without
+    the delay."""
     ranked = sorted(_chosen(slow, (_alone, test)), key=lambda cell: float(cell["tokens_per_s"]))
     if not ranked:
         return None
@@ -171,7 +175,7 @@ def _over_colocated(cells: Sequence[Cell], sessions: int) -> float | None:
 
 
 def _best(cells: Sequence[Cell], *tests: Test) -> float | None:
-    """Most tokens/s of the cells that pass; None without any."""
+    """Return the highest tokens/s of the cells that pass all tests; None if there are none."""
     return max((cell["tokens_per_s"] for cell in _chosen(cells, tests)), default=None)
 
 
@@ -185,7 +189,7 @@ def _chosen(cells: Sequence[Cell], tests: Sequence[Test]) -> list[Cell]:
 
 
 def _by_delay(cells: Sequence[Cell], delay_ms: float) -> list[Cell]:
-    """Cells whose exchange took so much longer each way."""
+    """Return the cells whose exchange was delayed by `delay_ms` in each direction."""
     return [cell for cell in cells if cell.get("exchange_delay_ms", 0.0) == delay_ms]
 
 

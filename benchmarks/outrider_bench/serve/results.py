@@ -24,9 +24,9 @@ OTHERS: Final = ("exchange_us", "host_ms_at_64", "round_cost", "events_per_s")
 """Figures that other benchmarks measure, or that `round_cost` computes."""
 FLOOR: Final = "plain_floor_ratio_min"
 LEFT_OUT: Final = "left_out"
-"""Cells that were asked for and are in no file yet, with the reason."""
+"""Cells that were requested and are not in the file, each with the reason."""
 ROUND_COST_SESSIONS: Final = 32
-"""Most sessions at which the cost of a round's parameters is stated."""
+"""Largest number of sessions for which the cost of a sampling parameter is stated."""
 
 
 def about() -> dict[str, Any]:
@@ -42,17 +42,17 @@ def about() -> dict[str, Any]:
 
 
 def machine_words() -> str:
-    """Return the machine of a cell, in words."""
+    """Return the description of this machine that is stored with each cell."""
     facts = describe()
     gpus = f"{facts['gpus']}x {facts['gpu']}, " if "gpu" in facts else ""
     return f"{gpus}{facts['cores']} cores of {facts['cpu']}"
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Both files in one; where both have a figure, that of `new` stays.
+    """Return both files merged into one; where both have a figure, that of `new` is kept.
 
-    A file without a commit (the part that another benchmark measured) fits every other. Raises
-    InvalidRequestError for two commits, and for a file that has nothing of service.json.
+    A file without a commit (a part that another benchmark measured) fits every other file. Raises
+    InvalidRequestError for files of two commits, and if `new` has nothing of service.json.
     """
     if not {"cells", FLOOR, *OTHERS} & set(new):
         raise InvalidRequestError("there is nothing of service.json in it", reason="NO_RESULTS")
@@ -75,7 +75,8 @@ def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def merge_files(out: Path, parts: Iterable[Path]) -> dict[str, Any]:
-    """Merge parts into a file, which is written. Raises InvalidRequestError (see `merge`)."""
+    """Merge `parts` into the file `out` and return its content. Raises InvalidRequestError for a
+    missing part, and as `merge` does."""
     merged = read(out)
     for part in parts:
         if not part.is_file():
@@ -89,7 +90,7 @@ def merge_files(out: Path, parts: Iterable[Path]) -> dict[str, Any]:
 
 
 def read(path: Path | None, commit: str | None = None) -> dict[str, Any]:
-    """Return the content of a results file; empty if it is missing or of another commit."""
+    """Return the content of a results file; empty if the file is missing or of another commit."""
     if path is None or not path.is_file():
         return {}
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -100,7 +101,7 @@ def read(path: Path | None, commit: str | None = None) -> dict[str, Any]:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write the file; at any moment there is a whole one."""
+    """Write the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -108,8 +109,12 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def round_cost(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the time of a round with a parameter over the greedy one's at equal sessions: the
-    worst of all placements and drafts with at most ROUND_COST_SESSIONS sessions."""
+    """Return the round time with a sampling parameter divided by that of greedy decoding, by
+    parameter.
+
+    It is the largest ratio of all placements and drafts, at equal numbers of sessions up to
+    ROUND_COST_SESSIONS.
+    """
     greedy = {greedy_key(cell): cell for cell in cells if _kind(cell) == "greedy"}
     worst: dict[str, float] = {}
     for cell in cells:
@@ -125,16 +130,22 @@ def round_cost(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def over_plain(cell: dict[str, Any]) -> float | None:
-    """What of plain decoding it is: of the waves in turn where there are any (a service of its own
-    was measured at another time); None if neither is known."""
+    """Return the tokens/s of a cell divided by those of plain decoding; None if unknown.
+
+    The ratio to plain waves between its own is preferred, because a separate plain cell was
+    measured at another time.
+    """
     found = cell.get("over_plain_in_turn") or cell.get("over_plain")
     return None if found is None else float(found)
 
 
 def floor_ratio(cells: Sequence[dict[str, Any]]) -> float | None:
-    """Return the smallest tokens/s over plain decoding of all closed loops that speculate; in an
-    open one both are what arrives, and a fixed planner drafts where requests say so, not where it
-    pays."""
+    """Return the smallest ratio to plain decoding of all closed-loop cells with drafts; None
+    without any.
+
+    Open loops do not count, because with and without drafts they serve what arrives. Neither does
+    the fixed planner, which drafts where requests say so, not where it pays.
+    """
     closed = [
         cell
         for cell in cells
@@ -145,7 +156,8 @@ def floor_ratio(cells: Sequence[dict[str, Any]]) -> float | None:
 
 
 def _kind(cell: dict[str, Any]) -> str | None:
-    """What a cell's sampling adds to greedy decoding; None if it is several things."""
+    """Return "greedy" or the one parameter that a cell's sampling adds to it; None if it adds
+    several or another one."""
     kinds = []
     if cell["repetition_penalty"] != 1.0:
         kinds.append("penalties")
@@ -161,7 +173,8 @@ def _kind(cell: dict[str, Any]) -> str | None:
 
 
 def _joined(old: Any, new: Any) -> Any:
-    """Tables key by key; other values are replaced by what is there."""
+    """Return two tables merged key by key. Of other values return `new`, or `old` if `new` is
+    None."""
     if isinstance(old, dict) and isinstance(new, dict):
         return {**old, **new}
     return old if new is None else new

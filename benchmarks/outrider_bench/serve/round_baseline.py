@@ -1,8 +1,8 @@
 """Round times without serving overhead, the baseline of serving efficiency.
 
-They are the results of `outrider bench gpu plain` and `rounds` on this kind of device, for a model
-of the cost that they measured. Without such a result, at one session, the forward time that the
-verifier reports for the same minute is used.
+They are results of `outrider bench gpu plain` and `outrider bench gpu rounds` on the same kind of
+device, for a model of about the same cost. Without such a result, at one session, the forward time
+that the verifier reports for the same period is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider_bench.serve.fleet import is_chain
 
 RESULTS: Final = Path(__file__).resolve().parents[2] / "results" / "gpu"
 MAX_WEIGHT_DIFFERENCE: Final = 0.1
-"""Relative difference of weight bytes up to which a model costs what the lab's did."""
+"""Largest relative difference of weight bytes at which a baseline is used for a model."""
 FORWARD: Final = "forward_ms_p50 of the verifier"
 
 
@@ -35,13 +35,13 @@ class BaselineRound:
 
 @dataclass(frozen=True, slots=True)
 class RoundBaseline:
-    """Baseline round times by drafts: {(placement, draft length): {sessions: ms}}."""
+    """Baseline round times in milliseconds: {(placement, draft length): {sessions: ms}}."""
 
     rounds: Mapping[tuple[str, int], Mapping[int, float]] = field(default_factory=dict)
 
     def round_of(self, cell: BenchCell) -> BaselineRound | None:
-        """Return the lab's round for a cell, between measured numbers of sessions and draft lengths
-        by straight lines; None where the lab measured nothing like it."""
+        """Return the baseline round of a cell, interpolated linearly between measured numbers of
+        sessions and draft lengths; None if nothing comparable was measured."""
         if cell.sessions is None:
             return None
         if cell.drafts.name == NONE:
@@ -62,8 +62,8 @@ class RoundBaseline:
 
 
 def read_baseline(device: str, weight_bytes: int, folder: Path = RESULTS) -> RoundBaseline:
-    """Return the lab's rounds in a folder, as far as they are of this device ("NVIDIA H200") and of
-    a model that reads about as many bytes a forward; else none."""
+    """Return the baseline rounds in a folder that were measured on this device (such as "NVIDIA
+    H200") with a model that reads about as many bytes per forward pass. The result may be empty."""
     rounds: dict[tuple[str, int], dict[int, float]] = {}
     plain = _read(folder / "plain.json", device, weight_bytes)
     drafted = _read(folder / "rounds.json", device, weight_bytes)
@@ -83,7 +83,8 @@ def efficiency(
     emitted_per_round: float | None,
     round_ms: float | None,
 ) -> float | None:
-    """Steady tokens/s over sessions x tokens a round / the lab's round."""
+    """Return steady tokens/s divided by (sessions x tokens per round / baseline round time); None
+    if one of these is missing."""
     if not steady_tokens_per_s or not sessions or not emitted_per_round or not round_ms:
         return None
     return steady_tokens_per_s * round_ms / (sessions * emitted_per_round * 1000.0)
@@ -98,7 +99,7 @@ def _read(path: Path, device: str, weight_bytes: int) -> dict[str, Any]:
 
 
 def _between(table: Mapping[int, float], at: int) -> float | None:
-    """Return a value between measured ones; None outside of them."""
+    """Return the linearly interpolated value; None outside the measured range."""
     known = sorted(table)
     if not known or not known[0] <= at <= known[-1]:
         return None

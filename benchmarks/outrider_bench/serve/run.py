@@ -55,7 +55,7 @@ from outrider_bench.serve.widened_model import bench_model
 from outrider_bench.serve.workload import MIN_REQUESTS, REQUESTS, WaveSize
 
 OPEN_SESSIONS: Final = 64
-"""Sessions that services are started for where only the rate of arrivals is known."""
+"""Number of sessions that services are started for in an open loop."""
 _HERE: Final = ("127.0.0.1", "localhost", "[::1]")
 GRID_TEMPERATURES: Final = (0.0, 0.7, 1.0, 1.5, 2.0)
 GRID_DRAFTS: Final = "chain-3,tree-32,ngram"
@@ -65,12 +65,12 @@ GRID_SIZE: Final = WaveSize(per_session=2, min_requests=8)
 
 
 class BenchRun:
-    """The requested run, measured service by service; the file is written after each cell."""
+    """One run of the benchmark, service by service. The results file is written after each cell."""
 
     def __init__(self, args: argparse.Namespace, busy_cores: dict[str, int]) -> None:
-        """Raises InvalidRequestError for flags that mean nothing."""
+        """Interpret the flags. Raises InvalidRequestError for invalid ones."""
         self.failed: list[str] = []
-        """What did not work, in words."""
+        """Descriptions of the parts that failed."""
         self._args, grid = args, args.grid
         self._budget = TimeBudget(args.budget_s)
         self._max_tokens = args.max_tokens or (64 if grid else 256)
@@ -103,7 +103,8 @@ class BenchRun:
             )
 
     def measure(self) -> dict[str, Any]:
-        """Measure every cell that the budget allows; the merged content of the file."""
+        """Measure every cell that the time budget allows; return the merged content of the results
+        file."""
         args = self._args
         prompts = load_prompts(args.prompts, args.limit)
         with ClientProcesses(args.clients or default_processes()) as clients:
@@ -154,8 +155,12 @@ class BenchRun:
         )
 
     def _know_served(self, meter: CellMeter, name: str) -> None:
-        """The lab's rounds for what a running router of this host serves, as far as its files are
-        known: those of --model, a directory, or of a model of that name that is on this machine."""
+        """Set the baseline for the model that a running router of this host serves, if its files
+        are known.
+
+        They are those of --model, if it is a directory, else those of a model of the served name
+        that is on this machine.
+        """
         args = self._args
         if args.router.rpartition(":")[0] not in _HERE:
             return
@@ -167,7 +172,7 @@ class BenchRun:
                 self._know_model(meter, path, args.device, dtype)
 
     def _know_model(self, meter: CellMeter, model: Path, device: str, dtype: str) -> None:
-        """The lab's rounds where they are of this device and of a model of this cost; the floor."""
+        """Set the baseline and the floor of a forward pass, if the device is a CUDA device."""
         import torch
 
         read = weight_bytes(load_model_config(model), getattr(torch, dtype))
@@ -177,7 +182,7 @@ class BenchRun:
             meter.about["floor_ms"] = round(read / DEVICE_COPY_BYTES_S * 1000.0, 4)
 
     def _measure_router(self, meter: CellMeter) -> None:
-        """Plain decoding and the drafts, over whatever runs behind the router."""
+        """Measure plain decoding and the drafts with the services behind a running router."""
         fleet = connect_router(self._args.router)
         placement = self._args.placement or placement_of(fleet.info)
         parse_list(placement, PLACEMENTS, "--placement")
@@ -213,8 +218,12 @@ class BenchRun:
         *,
         exchanges: bool,
     ) -> Iterator[BenchCell]:
-        """The cells of a service, by rising load; plain decoding knows no rules. A fleet that runs
-        says how large it is. `exchanges`: whether separate drafters exchange between devices."""
+        """Yield the cells of a service, by rising load.
+
+        Plain decoding has no acceptance rules. If `fleet` is given, it runs already and determines
+        the numbers of verifiers and drafters. `exchanges` states whether separate drafters use the
+        device exchange.
+        """
         verifiers = self._args.verifiers
         drafters = self._args.drafters if service.has_drafters else 0
         if fleet is not None:
@@ -316,13 +325,17 @@ class BenchRun:
 
 
 def placements_of(wanted: Sequence[str], in_turn: bool) -> list[str]:
-    """Return the placements to measure, plain decoding first: it is what the others are compared
-    with, so it is left out only if it has its waves beside theirs."""
+    """Return the placements to measure, plain decoding first.
+
+    Plain decoding is always included, because the others are compared with it, unless plain waves
+    are measured between theirs (`in_turn`).
+    """
     return [name for name in PLACEMENTS if name in wanted or (name == PLAIN and not in_turn)]
 
 
 def parse_sessions(text: str) -> tuple[int, ...]:
-    """Numbers of sessions, ascending. Raises InvalidRequestError."""
+    """Return the numbers of sessions in ascending order. Raises InvalidRequestError for anything
+    but positive integers."""
     try:
         numbers = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
@@ -335,8 +348,11 @@ def parse_sessions(text: str) -> tuple[int, ...]:
 
 
 def drafts_of(args: argparse.Namespace) -> tuple[DraftSetting, ...]:
-    """What --drafts lists, or the one that the three flags describe; each with every kind of
-    look-ahead that is listed, unless its name says one."""
+    """Return the drafts that --drafts lists, or those of --drafter, --draft-tokens and
+    --draft-top-k.
+
+    Each is combined with every listed value of --look-ahead, unless its name states one.
+    """
     names = args.drafts or (GRID_DRAFTS if args.grid and args.draft_tokens is None else None)
     method = DraftMethod(args.drafter)
     drafts = [DraftSetting(method=method, tokens=args.draft_tokens, top_k=args.draft_top_k)]
@@ -359,7 +375,8 @@ def _aheads(
 
 
 def handicaps_of(args: argparse.Namespace) -> tuple[DrafterHandicap, ...]:
-    """What drafters are to suffer, each in turn; nothing first. Raises InvalidRequestError."""
+    """Return the artificial delays and slowdowns of drafters to measure, in ascending order. Raises
+    InvalidRequestError for invalid numbers."""
     delays = _numbers(args.exchange_delay_ms or "0", "--exchange-delay-ms", low=0.0)
     factors = _numbers(args.drafter_slowdown or "1", "--drafter-slowdown", low=1.0)
     return tuple(
@@ -382,7 +399,8 @@ def _numbers(text: str, what: str, *, low: float) -> tuple[float, ...]:
 
 
 def samplings_of(args: argparse.Namespace) -> tuple[SamplingSetting, ...]:
-    """What --sampling lists, a grid's temperatures, or what the flags describe."""
+    """Return the sampling settings of --sampling, of the grid's temperatures, or of the other
+    flags."""
     if args.sampling:
         names = parse_list(args.sampling, SETS, "--sampling")
         return tuple(replace(SETS[name], ignore_eos=args.ignore_eos) for name in names)
@@ -407,7 +425,7 @@ def _check_files(files: ModelFiles, drafts: tuple[DraftSetting, ...]) -> None:
 
 
 def named_steady(facts: dict[str, Any]) -> str:
-    """What of plain decoding the steady parts of waves in turn are, as the line of a cell has it;
-    "" without any."""
+    """Return the ratio of steady tokens/s to the plain waves in between, as text for the progress
+    line; "" if there is none."""
     found = facts.get("steady_over_plain_in_turn")
     return "" if found is None else f" (steady {found})"

@@ -1,7 +1,7 @@
 """Metrics of a wave, which is one batch of benchmark requests: tokens/s, latencies, acceptance.
 
-Times are in seconds of one monotonic clock that all processes of a machine share, metrics in
-milliseconds.
+Times are seconds of the monotonic clock that all processes of a machine share. Latencies in the
+results are in milliseconds.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ OPEN_WARM_SHARE: Final = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaveAnswer:
-    """One request as its reader received it."""
+    """One request as its client observed it."""
 
     due: float
-    """When it was to be sent; later than that is the client's fault and counts as waiting."""
+    """When the request was to be sent. Latencies count from then, even if the client was late."""
     opened: float
     arrivals: tuple[tuple[float, int], ...] = ()
-    """When each message with tokens came, and how many it carried."""
+    """Arrival time and number of tokens of each message with tokens."""
     code: str = OK
-    """OK, or the code of the error that ended it."""
+    """OK, or the code of the error that ended the request."""
     rounds: int = 0
     emitted: int = 0
     proposed: int = 0
@@ -43,16 +43,17 @@ class WaveAnswer:
     fresh_rounds: int = 0
     fresh_accepted: int = 0
     loops: bool = False
-    """Whether it repeats itself (see `prompts.is_loop`)."""
+    """Whether the answer repeats itself (see `prompts.is_loop`)."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that arrived."""
+        """Number of tokens that arrived."""
         return sum(count for _, count in self.arrivals)
 
     @property
     def round_ms(self) -> float | None:
-        """Mean time of its rounds; None without a round. The token of the prompt is in none."""
+        """Mean milliseconds of a round; None without rounds. The token of prefill belongs to no
+        round."""
         if not self.rounds or len(self.arrivals) < 2:
             return None
         return (self.arrivals[-1][0] - self.arrivals[0][0]) * 1000.0 / self.rounds
@@ -60,22 +61,22 @@ class WaveAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RequestWave:
-    """All answers of a wave: closed with `sessions` requests at a time, or open."""
+    """All answers of a wave: a closed loop of `sessions` concurrent requests, or an open loop."""
 
     answers: tuple[WaveAnswer, ...]
     sessions: int | None
-    """Requests at a time; None in an open loop."""
+    """Number of concurrent requests. None in an open loop."""
     busiest_client: float = 0.0
     """Share of one core that the busiest client process used."""
 
     @property
     def heard(self) -> list[WaveAnswer]:
-        """Answers that have tokens."""
+        """Answers with at least one token."""
         return [answer for answer in self.answers if answer.arrivals]
 
     @property
     def seconds(self) -> float:
-        """From the first request's due time to the last token."""
+        """Seconds from the first request's due time to the last token; NaN without tokens."""
         heard = self.heard
         if not heard:
             return math.nan
@@ -83,16 +84,16 @@ class RequestWave:
 
     @property
     def tokens_per_s(self) -> float:
-        """Over the whole wave, its tail included."""
+        """Tokens per second over the whole wave, including its last requests."""
         return sum(answer.tokens for answer in self.answers) / self.seconds
 
     @property
     def steady(self) -> tuple[float, float] | None:
-        """The window of the steady state; None where there is none.
+        """Start and end of the steady state; None if there is none.
 
-        Closed loop: from when as many answers run as may to when no request is left to start
-        (where all start at once: when the first one ends). Open loop: from when a fifth of the
-        requests have arrived to when the last one does.
+        In a closed loop it begins when `sessions` answers have begun, and ends when no request is
+        left to start or, if all requests start at once, when the first one ends. In an open loop it
+        begins when a fifth of the requests have arrived, and ends when the last one arrives.
         """
         heard = self.heard
         if not heard or (self.sessions is not None and len(heard) < self.sessions):
@@ -108,7 +109,7 @@ class RequestWave:
 
     @property
     def steady_tokens_per_s(self) -> float | None:
-        """Within the steady window."""
+        """Tokens per second in the steady state; None if there is none."""
         window = self.steady
         if window is None:
             return None
@@ -118,18 +119,18 @@ class RequestWave:
 
     @property
     def emitted_per_round(self) -> float | None:
-        """Tokens that a session's rounds emit; None without rounds."""
+        """Mean number of tokens that a round emits per session; None without rounds."""
         rounds = sum(answer.rounds for answer in self.answers)
         return sum(answer.emitted for answer in self.answers) / rounds if rounds else None
 
     @property
     def round_ms(self) -> float | None:
-        """Median over answers of the mean time of their rounds."""
+        """Median over all answers of their mean milliseconds per round; None without rounds."""
         means = [mean for answer in self.heard if (mean := answer.round_ms) is not None]
         return median(means) if means else None
 
     def figures(self) -> dict[str, object]:
-        """Return the figures of the wave; what there is not is None."""
+        """Return the figures of the wave; None stands for a figure that is not available."""
         heard, rounds = self.heard, sum(answer.rounds for answer in self.answers)
         each = [
             (a.arrivals[-1][0] - a.arrivals[0][0]) * 1000.0 / (a.tokens - 1)
@@ -158,19 +159,21 @@ class RequestWave:
 
 
 def rounded(value: float | None, digits: int) -> float | None:
-    """Return a rounded value; None for None and for NaN."""
+    """Return the value rounded to `digits` decimals; None for None and for values that are not
+    finite."""
     return None if value is None or not math.isfinite(value) else round(value, digits)
 
 
 def _share(answers: Sequence[WaveAnswer]) -> float | None:
-    """Share of rounds of speculating sessions that had no proposal."""
+    """Return the share of rounds in which a speculating session had no proposal; None without
+    rounds."""
     rounds = sum(answer.rounds for answer in answers)
     return sum(answer.fallback_rounds for answer in answers) / rounds if rounds else None
 
 
 def _ahead(answers: Sequence[WaveAnswer]) -> dict[str, float | None]:
-    """Rounds that looked ahead, of all; of these the share of hits, and what hits emit over what
-    others do."""
+    """Return the share of rounds with look-ahead, the share of hits among these, and the tokens per
+    round of hits divided by those of fresh drafts. A figure without data is None."""
     every = sum(answer.rounds for answer in answers)
     rounds, hits, accepted, fresh, fresh_accepted = (
         sum(getattr(answer, name) for answer in answers)
@@ -189,7 +192,7 @@ def _ahead(answers: Sequence[WaveAnswer]) -> dict[str, float | None]:
 
 
 def _gaps(answers: Sequence[WaveAnswer]) -> Iterator[float]:
-    """Seconds between two messages of an answer: what a reader waits for the next one."""
+    """Yield the seconds between consecutive messages of each answer."""
     for answer in answers:
         times = [at for at, _ in answer.arrivals]
         yield from (later - earlier for earlier, later in itertools.pairwise(times))

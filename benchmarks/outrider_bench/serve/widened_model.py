@@ -1,7 +1,7 @@
 """Widened model of the serving benchmark: written to disk once, then reused.
 
-A small model and its head get the cost of a large one. A separate process (`python -m
-outrider_bench.serve.widened_model`) writes them, so that all its memory is freed.
+A small model and its head are padded so that they cost as much as large ones. A separate process
+(`python -m outrider_bench.serve.widened_model`) writes them, so that all its memory is freed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from outrider.models.pull import outrider_home
 from outrider_bench.report import print_progress
 
 WIDENED: Final = "widened"
-"""What --model says for SmolLM2-135M at an 8B model's cost."""
+"""Value of --model that selects SmolLM2-135M at the cost of an 8B model."""
 EIGHT_B: Final = "4096,14336,32,64,16"
-"""Hidden size, inner size, layers, heads and KV heads."""
+"""Hidden size, MLP size, layers, heads and KV heads of the default shape."""
 
 
 def bench_model(
     name: str, head: Path | None, *, wide: str | None, dtype: str, device: str
 ) -> ModelFiles:
-    """Return the files of --model; those of a widened one are written if they are not there.
+    """Return the files of the model `name`, the value of --model. A widened model is written if
+    needed.
 
-    `wide` is the shape of a widened model, of which the default is an 8B's. Raises NotFoundError
-    for unknown names, InvalidRequestError without a head to widen.
+    `wide` is the shape of a widened model, by default that of an 8B model. Raises NotFoundError for
+    an unknown name, and InvalidRequestError if there is no head to widen.
     """
     if name != WIDENED and wide is None:
         return find_model(name, head=head)
@@ -46,7 +47,7 @@ def bench_model(
 
 
 def _make(model: Path, head: Path, out: Path, *, shape: str, dtype: str, device: str) -> None:
-    """Write both; the folder appears when it is complete."""
+    """Write the widened model and head. The folder appears only when it is complete."""
     print_progress(f"widening {model.name} to {shape} in {dtype}: {out}")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=out.parent))

@@ -12,10 +12,10 @@ from outrider_bench.prompts import BenchPrompt
 from outrider_bench.serve.cells import SEED, BenchCell
 
 REQUESTS: Final = 4
-"""Requests of a closed wave, in multiples of those at a time."""
+"""Number of requests of a closed-loop wave per concurrent session."""
 MIN_REQUESTS: Final = 16
 OPEN_SECONDS: Final = 20.0
-"""Mean length of an open wave's arrivals."""
+"""Mean number of seconds in which the requests of an open-loop wave arrive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +23,10 @@ class BenchRequest:
     """One request of a wave."""
 
     text: str
-    """Of the user's message."""
+    """Text of the user's message."""
     options: dict[str, Any] = field(default_factory=dict)
     after_s: float = 0.0
-    """When it arrives in an open loop, from the start of the wave."""
+    """Arrival time in an open loop, in seconds from the start of the wave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class WaveSize:
     min_requests: int = MIN_REQUESTS
 
     def requests(self, cell: BenchCell) -> int:
-        """Of one wave of this cell."""
+        """Return the number of requests in one wave of a cell."""
         if cell.rate is not None:
             return max(self.min_requests, round(cell.rate * OPEN_SECONDS))
         assert cell.sessions is not None
@@ -47,8 +47,11 @@ class WaveSize:
 def make_load(
     cell: BenchCell, prompts: Sequence[BenchPrompt], size: WaveSize
 ) -> list[BenchRequest]:
-    """Return the requests of every wave of a cell: the same prompts and seeds each time, so that
-    waves differ by what the services have learnt, not by what they are asked."""
+    """Return the requests of a wave of a cell.
+
+    Prompts and seeds are the same in every wave, so that waves differ only by the state of the
+    services.
+    """
     count = size.requests(cell)
     shared: dict[str, Any] = {
         **cell.drafts.options(),
@@ -67,13 +70,13 @@ def make_load(
 
 
 def arrivals(count: int, rate: float, seed: int = SEED) -> list[float]:
-    """Return the seconds at which so many requests of a Poisson process arrive, ascending; the
-    first at 0."""
+    """Return the ascending arrival times of `count` requests of a Poisson process of `rate` per
+    second, in seconds. The first is 0."""
     gaps = np.random.default_rng(seed).exponential(1.0 / rate, size=count)
     gaps[0] = 0.0
     return [float(at) for at in np.cumsum(gaps)]
 
 
 def split_sessions(sessions: int, processes: int) -> list[int]:
-    """Sessions of each client process: as even as can be, none for those past the sessions."""
+    """Return the number of sessions of each client process, as even as possible."""
     return [sessions // processes + (i < sessions % processes) for i in range(processes)]

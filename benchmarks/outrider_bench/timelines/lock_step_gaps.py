@@ -1,9 +1,9 @@
 """Breakdown of the gaps between lock-step rounds, from timelines of a verifier and its drafter.
 
 A gap reaches from the end of a verify forward to the start of the next one. In lock-step it
-contains one batch of drafts and consists of consecutive steps. Gaps with no draft or several, or
-with overlapping steps, are left out; rounds with prefill chunks are not distinguished from others.
-Record services that only run in lock-step.
+contains one batch of drafts and consists of consecutive steps. Gaps without drafts, with several
+batches of drafts or with overlapping steps are left out; rounds with prefill chunks are not
+distinguished from others. Record the timelines with services that only run in lock-step.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ STEPS: Final = (
     "planned",
     "launched",
 )
-"""In their order; each one ends where the next one begins."""
+"""Steps of a gap in order; each one ends where the next one begins."""
 DEVICE: Final = "drafted by the device"
-"""What is no part of the exchange."""
+"""The step that is not part of the exchange."""
 MIN_GAPS: Final = 8
-"""Gaps with the same number of rows that are enough for a median."""
+"""Minimum number of gaps with the same number of rows for a median."""
 MIN_SHARE: Final = 0.1
-"""Their least share of all gaps: a closed loop has rounds of fewer rows now and then."""
+"""Minimum share of all gaps that these must have. A closed loop sometimes has rounds of fewer
+rows."""
 _VERIFIER, _DRAFTER = "verifier", "drafter"
 
 
@@ -53,12 +54,12 @@ class RoundGap:
 
     @property
     def exchange_us(self) -> float:
-        """All of it but what the drafter's device does."""
+        """Microseconds of the gap without the step of the drafter's device."""
         return sum(self.steps) - self.steps[STEPS.index(DEVICE)]
 
 
 class _Spans:
-    """Spans of one name of one process, in the order of their beginnings; microseconds."""
+    """Spans of one name of one process, ordered by their start, in microseconds."""
 
     def __init__(self, events: Sequence[Event], name: str) -> None:
         found = sorted(
@@ -70,19 +71,19 @@ class _Spans:
         self._begins = [began for began, _, _ in found]
 
     def between(self, begin: float, end: float) -> list[tuple[float, float, int]]:
-        """Those that begin in between."""
+        """Return the spans that begin between two times."""
         first, last = bisect_left(self._begins, begin), bisect_right(self._begins, end)
         return self.all[first:last]
 
     def only(self, begin: float, end: float) -> tuple[float, float, int] | None:
-        """Return the one that begins in between; None if it is not one."""
+        """Return the span that begins between two times; None if there is not exactly one."""
         found = self.between(begin, end)
         return found[0] if len(found) == 1 else None
 
 
 def find_gaps(timelines: Sequence[Event]) -> list[RoundGap]:
-    """Return the gaps of a verifier and its drafter, on one host. Raises InvalidRequestError where
-    it is not one of each."""
+    """Return the gaps of a verifier and its drafter on one host. Raises InvalidRequestError unless
+    there is one timeline of each."""
     sides = {timeline["otherData"]["process"]: timeline for timeline in timelines}
     if len(timelines) != 2 or set(sides) != {_VERIFIER, _DRAFTER}:
         raise InvalidRequestError(
@@ -127,7 +128,8 @@ def _gaps(verifier: Sequence[Event], drafter: Sequence[Event]) -> Iterator[Round
 
 
 def group_by_rows(gaps: Sequence[RoundGap]) -> dict[int, list[RoundGap]]:
-    """Gaps by the rows of their rounds, where there are enough of them; fewest rows first."""
+    """Return the gaps by the rows of their rounds, fewest rows first. Numbers of rows with too few
+    gaps are left out."""
     enough = max(MIN_GAPS, MIN_SHARE * len(gaps))
     counts = sorted({gap.rows for gap in gaps})
     each = {count: [gap for gap in gaps if gap.rows == count] for count in counts}
@@ -135,7 +137,8 @@ def group_by_rows(gaps: Sequence[RoundGap]) -> dict[int, list[RoundGap]]:
 
 
 def exchange_us(gaps: Sequence[RoundGap]) -> dict[str, int]:
-    """`exchange_us` of service.json: the median exchange by the rows of a round."""
+    """Return `exchange_us` of service.json: the median microseconds of the exchange, by rows of a
+    round."""
     return {
         str(rows): round(median(gap.exchange_us for gap in found))
         for rows, found in group_by_rows(gaps).items()
@@ -143,9 +146,9 @@ def exchange_us(gaps: Sequence[RoundGap]) -> dict[str, int]:
 
 
 def describe_gaps(gaps: Sequence[RoundGap]) -> str:
-    """Return a table: medians of each step by the rows of a round, in microseconds.
+    """Return a table of the median microseconds of each step, by rows of a round.
 
-    Raises InvalidRequestError where there is no round in lock-step.
+    Raises InvalidRequestError if there are too few lock-step rounds with the same number of rows.
     """
     found = group_by_rows(gaps)
     if not found:

@@ -1,8 +1,8 @@
 """Merge of the timelines of several processes of one host, for Perfetto and as a picture.
 
-Each process writes its own (`outrider serve --trace-dir`, `outrider bench serve --trace-dir`); the
-earliest event is at 0. The picture shows some milliseconds, by default from the middle; spans that
-contain others are drawn around them.
+Each process writes its own timeline (`outrider serve --trace-dir`, `outrider bench serve
+--trace-dir`). The earliest event is at time 0. The picture shows some milliseconds, by default from
+the middle; spans that contain others are drawn around them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Event = dict[str, Any]
 
 _KINDS: Final = ("M", "X", "i")
 _WAITS: Final = "wait"
-"""Spans in which nothing happens begin with this."""
+"""Prefix of the names of spans in which nothing happens."""
 _SHOWN_MS: Final = 40.0
 
 
@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Merge and draw. Raises InvalidRequestError for files that are no timelines of one host."""
+    """Merge the timelines and draw them. Raises InvalidRequestError for files that are not
+    timelines of one host."""
     timelines = [read_timeline(path) for path in args.files]
     if not (args.out or args.svg or args.gaps or args.gaps_out):
         raise InvalidRequestError(
@@ -70,7 +71,7 @@ def _show_gaps(timelines: Sequence[Event], out: Path | None, suffix: str) -> Non
 
 
 def _show(content: Event, args: argparse.Namespace) -> None:
-    """All of it as one timeline, as a file and as a picture."""
+    """Write the merged timeline to a file, and draw it as a picture."""
     events = content["traceEvents"]
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +90,7 @@ def _show(content: Event, args: argparse.Namespace) -> None:
 
 
 def read_timeline(path: Path) -> Event:
-    """Return the timeline in a file. Raises InvalidRequestError if there is none."""
+    """Return the timeline in a file. Raises InvalidRequestError if the file is not a timeline."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         about = content["otherData"]
@@ -105,7 +106,7 @@ def read_timeline(path: Path) -> Event:
 
 
 def common_clock(timelines: Sequence[Event]) -> str:
-    """Return the clock of all of them. Raises InvalidRequestError where there are several."""
+    """Return the common clock of the timelines. Raises InvalidRequestError if they have several."""
     clocks = {timeline["otherData"]["clock"] for timeline in timelines}
     if len(clocks) > 1:
         raise InvalidRequestError(
@@ -115,8 +116,8 @@ def common_clock(timelines: Sequence[Event]) -> str:
 
 
 def merge_timelines(timelines: Sequence[Event]) -> Event:
-    """Return one timeline: the events of all in their order, from 0 on, each process under an id of
-    its own. Raises InvalidRequestError where their clocks have nothing in common."""
+    """Return one timeline: all events in their order, from time 0 on, each process under an id of
+    its own. Raises InvalidRequestError if the timelines have different clocks."""
     clock = common_clock(timelines)
     about: list[Event] = []
     happened: list[Event] = []
@@ -139,8 +140,8 @@ def merge_timelines(timelines: Sequence[Event]) -> Event:
 
 
 def spans_of(events: Sequence[Event]) -> tuple[list[TrackSpan], list[str]]:
-    """What happened, in milliseconds; and its tracks, a process's beside each other. A moment is a
-    span of no length."""
+    """Return the spans in milliseconds, and the names of the tracks, those of a process side by
+    side. An instant event is a span of length 0."""
     named = {
         what: {
             (event["pid"], event["tid"] if what == "thread_name" else 0): event["args"]["name"]
@@ -167,13 +168,13 @@ def spans_of(events: Sequence[Event]) -> tuple[list[TrackSpan], list[str]]:
 
 
 def middle_ms(spans: Sequence[TrackSpan]) -> float:
-    """Return the time by which half of the spans have begun."""
+    """Return the time in milliseconds by which half of the spans have begun, not counting waits."""
     work = [span.start_ms for span in spans if not span.name.startswith(_WAITS)]
     return median(work) if work else 0.0
 
 
 def clip_spans(spans: Sequence[TrackSpan], begin_ms: float, end_ms: float) -> list[TrackSpan]:
-    """Return the spans between two times, cut at both ends."""
+    """Return the spans between two times, clipped at both ends."""
     return [
         TrackSpan(span.track, span.name, max(span.start_ms, begin_ms), min(span.end_ms, end_ms))
         for span in spans

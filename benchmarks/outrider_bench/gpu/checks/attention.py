@@ -1,8 +1,9 @@
 """Check and time paged tree attention and its companions at the shapes of Llama-3.1-8B.
 
-`python -m outrider_bench.gpu.checks.attention [--out FILE]` on the device: errors against float64,
-then CUDA-graph times of 32 layers, each with a cache of its own, for launch parameters around those
-in use. Copy the configuration printed as best into `outrider.engine.kernels.attention.config`.
+`python -m outrider_bench.gpu.checks.attention [--out FILE]` runs on the device. It measures errors
+against float64, then CUDA-graph times of 32 layers, each with a cache of its own, for launch
+parameters around those in use. Copy the configuration printed as best into
+`outrider.engine.kernels.attention.config`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TABLE_WIDTH = 528
 POOL_BLOCKS = 64 * 40
 SHORT, LONG = 512, 8192
 SLOT_BYTES = 2 * KV_HEADS * DIM * 2
-"""Keys and values of one slot of one layer in bfloat16."""
+"""Bytes of keys and values of one slot of one layer in bfloat16."""
 VARIANTS = (
     (32, 4, 2),
     (32, 4, 3),
@@ -50,13 +51,13 @@ VARIANTS = (
     (128, 4, 3),
     (128, 8, 3),
 )
-"""block_slots, num_warps, num_stages to try."""
+"""Values of (block_slots, num_warps, num_stages) to try."""
 BOUND = 5e-3
-"""Largest relative error: weights and results are rounded to 8 bits."""
+"""Largest allowed relative error. Weights and results are rounded to 8 bits."""
 
 
 class AttentionShape(NamedTuple):
-    """A bucket and the context length of each of its sessions."""
+    """Number of sessions, nodes per session, and context length of each session."""
 
     batch: int
     nodes: int
@@ -87,7 +88,7 @@ COMPANIONS = (AttentionShape(1, 1), AttentionShape(1, 8), AttentionShape(64, 6))
 
 
 class AttentionBucket(NamedTuple):
-    """Static inputs of a round."""
+    """Static input tensors of a round."""
 
     tables: Tensor
     slots: Tensor
@@ -98,7 +99,8 @@ class AttentionBucket(NamedTuple):
 
 
 def make_bucket(shape: AttentionShape, *, tree: bool, num_blocks: int) -> AttentionBucket:
-    """Sessions on scattered blocks; trees in which each node hangs off node (i - 1) // 2."""
+    """Return the inputs of sessions on scattered blocks. The parent of node i of a tree is node (i
+    - 1) // 2."""
     device = torch.device("cuda", 0)
     needed = (shape.context + shape.nodes) // BLOCK_TOKENS + 1
     tables = torch.zeros((shape.batch + 1, TABLE_WIDTH), dtype=torch.int32, device=device)
@@ -148,7 +150,7 @@ def attend(
 
 
 def default_config(shape: AttentionShape) -> AttentionConfig:
-    """Return the configuration that the engine takes for this shape."""
+    """Return the configuration that the engine uses for this shape."""
     return choose_config(
         batch=shape.batch,
         num_nodes=shape.nodes,
@@ -161,9 +163,9 @@ def default_config(shape: AttentionShape) -> AttentionConfig:
 
 
 def candidates(shape: AttentionShape) -> list[AttentionConfig]:
-    """Return the default, and others of VARIANTS with half to twice as many parts.
+    """Return the default configuration, and others of VARIANTS with half to twice as many splits.
 
-    One large tree can be cut by its rows as well: it gets every height of a tile, and few parts.
+    One large tree can also be split by its rows, so it gets every tile height, and few splits.
     """
     default = default_config(shape)
     parts = {max(default.splits // 2, 1), default.splits, min(2 * default.splits, 64)}
@@ -184,7 +186,7 @@ def candidates(shape: AttentionShape) -> list[AttentionConfig]:
 
 
 def reference(storage: Tensor, bucket: AttentionBucket, shape: AttentionShape) -> Tensor:
-    """Return float64 attention of layer 0, [M, Q * d]."""
+    """Return the float64 attention of layer 0, [M, Q * d]."""
     index = torch.arange(shape.context + shape.nodes, device=storage.device)
     blocks = bucket.tables[bucket.slots.long()].long()
     pool = blocks[:, index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS
@@ -202,7 +204,7 @@ def reference(storage: Tensor, bucket: AttentionBucket, shape: AttentionShape) -
 
 
 def check(storage: Tensor) -> dict[str, float]:
-    """Relative errors by shape; prints each and says which are too large."""
+    """Return the relative errors by shape; print each, and whether it is too large."""
     errors: dict[str, float] = {}
     for shape in CHECKED:
         for tree in (False, True) if shape.nodes > 1 else (False,):
@@ -217,7 +219,7 @@ def check(storage: Tensor) -> dict[str, float]:
 
 
 def compile_all(shapes: tuple[AttentionShape, ...]) -> None:
-    """Fill Triton's cache on disk with many processes, one kernel per specialisation."""
+    """Fill Triton's disk cache with many processes, one kernel per specialisation."""
     jobs: dict[tuple[object, ...], tuple[AttentionShape, AttentionConfig]] = {}
     for shape in shapes:
         for config in candidates(shape):
@@ -249,7 +251,8 @@ def _compile(job: tuple[AttentionShape, AttentionConfig]) -> str | None:
 
 
 def _make_storage(layers: int, num_blocks: int) -> Tensor:
-    """Random [2, layers, G, S, d]; filled by layer, for the generator works in float32."""
+    """Return random values [2, layers, G, S, d]. It is filled layer by layer, because the generator
+    works in float32."""
     size = (2, layers, KV_HEADS, num_blocks * BLOCK_TOKENS, DIM)
     storage = torch.empty(size, device="cuda", dtype=torch.bfloat16)
     for layer in range(layers):
@@ -260,7 +263,7 @@ def _make_storage(layers: int, num_blocks: int) -> Tensor:
 def time_config(
     storage: Tensor, bucket: AttentionBucket, config: AttentionConfig, shape: AttentionShape
 ) -> float | None:
-    """Return the seconds of one layer; None if the device cannot run it."""
+    """Return the seconds per layer; None if the device cannot run the configuration."""
     launch = functools.partial(attend, storage, bucket, config, shape)
     try:
         return seconds(launch, LAYERS, replays=5)
@@ -270,8 +273,8 @@ def time_config(
 
 
 def sweep(storage: Tensor, budget_s: float) -> list[dict[str, Any]]:
-    """Time every candidate of every shape; print default and best. Ends early at the
-    budget."""
+    """Time every candidate of every shape; print the default and the best. Stop early once
+    `budget_s` has passed."""
     results = []
     started = time.perf_counter()
     print("config: block_rows, block_slots, splits, num_warps, num_stages", flush=True)
@@ -350,8 +353,8 @@ def _companions(storage: Tensor, shape: AttentionShape) -> dict[str, Callable[[i
 
 
 def time_companions(storage: Tensor) -> dict[str, float]:
-    """Return the microseconds of the other kernels, and of rotary and attention in turn, by
-    shape."""
+    """Return the microseconds of the other kernels, and of rotary followed by attention, by kernel
+    and shape."""
     results: dict[str, float] = {}
     for shape in COMPANIONS:
         name = f"B={shape.batch} N={shape.nodes}"
@@ -363,7 +366,7 @@ def time_companions(storage: Tensor) -> dict[str, float]:
 
 
 def main() -> None:
-    """Command line."""
+    """Check, measure and report. Exit with an error if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--budget", type=float, default=50.0, help="seconds for the sweep")

@@ -4,7 +4,7 @@
 
 Rows are checked against the host's logits processor, bit for bit, and against float64
 probabilities. Times are microseconds of one call inside a CUDA graph (the median replay of many
-calls). Under two minutes in all.
+calls). The run takes less than two minutes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SESSIONS = (1, 8, 32, 64)
 NODES = 4
 VOCABULARIES = (49_152, 128_256)
 SCALES = (0.5, 3.0)
-"""Standard deviations of the logits: a flat distribution, and one like a language model's."""
+"""Standard deviations of the logits: of a flat distribution, and of one like a language model's."""
 HISTORY = 600
 SETTINGS: dict[str, SamplingParams] = {
     "nothing": SamplingParams(),
@@ -64,7 +64,7 @@ SETTINGS: dict[str, SamplingParams] = {
 
 
 class LogitsCase:
-    """Sessions with one parameter set, a chain of NODES rows each."""
+    """Sessions with one parameter set and a chain of NODES rows each."""
 
     def __init__(
         self, params: SamplingParams, sessions: int, vocab: int, scale: float, device: torch.device
@@ -93,7 +93,7 @@ class LogitsCase:
         self.path = OutputPath(torch.from_numpy(self.tokens).to(device))
 
     def run(self, logits: Tensor) -> None:
-        """Warp in place."""
+        """Process the logits in place."""
         process_logits(
             logits,
             self.warp,
@@ -105,7 +105,8 @@ class LogitsCase:
         )
 
     def agrees(self) -> tuple[bool, bool]:
-        """Return whether scores equal the host's bit for bit, and a float64 nucleus to 10^-4."""
+        """Return whether all scores equal the host's bit for bit, and whether the top-p nucleus
+        agrees with float64 probabilities to 10^-4."""
         found = self.logits.clone()
         self.run(found)
         exact = near = True
@@ -137,7 +138,7 @@ class LogitsCase:
 
 
 def check(device: torch.device) -> list[tuple[str, bool]]:
-    """Agreement for every setting, at both vocabularies and scales."""
+    """Return the checks by name, for every setting, vocabulary and scale."""
     found = []
     for name, params in SETTINGS.items():
         for vocab in VOCABULARIES:
@@ -164,7 +165,7 @@ def time_settings(device: torch.device) -> list[list[object]]:
 
 
 def _process_copy(case: LogitsCase) -> None:
-    """Of a row that was processed by the logits processor before, less is left to do."""
+    """Process a copy of the logits, because rows that were already processed take less time."""
     case.run(case.logits.clone())
 
 

@@ -3,8 +3,8 @@
     python -m outrider_bench.gpu.checks.sampling [--out FILE]
 
 Times are microseconds of one call inside a CUDA graph (the median replay of many calls). The inputs
-are partly in the cache, as in a round, where the product before leaves some of the logits there.
-Under 90 seconds in all.
+are partly in the cache, as in a round, where the preceding product leaves some of the logits there.
+The run takes less than 90 seconds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DISTRIBUTION_IDS = 256
 def choose_by_softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return argmax int32 [R] and probabilities float32 [R, V] of logits [R, V] by a softmax.
 
-    How a greedy token is commonly chosen; it exists to be measured against `choose_tokens`.
+    This is the common way to choose a greedy token, measured for comparison with `choose_tokens`.
     """
     probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
     return probs.argmax(dim=-1).to(torch.int32), probs
@@ -69,12 +69,13 @@ def state_of(sessions: int, rule: int, device: torch.device) -> SamplingState:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Median time of one call in a graph of 16."""
+    """Return the median microseconds of one call in a graph of 16 calls."""
     return round(seconds(lambda _: call(), 16) * 1e6, 2)
 
 
 def kernels_of(call: Callable[[], object]) -> int:
-    """Kernels that one call launches; 0 if the profiler sees none on this machine."""
+    """Return the number of kernels that one call launches; 0 if the profiler sees none on this
+    machine."""
     call()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -88,7 +89,7 @@ def _ints(count: int, device: torch.device) -> Tensor:
 
 
 def check(device: torch.device) -> list[tuple[str, bool]]:
-    """Agreement with the PyTorch references on this device."""
+    """Return by name whether the kernels agree with their PyTorch references on this device."""
     found = []
     slots = _ints(8, device)
     for vocab in (100, 8193, *VOCABULARIES):
@@ -137,7 +138,7 @@ def time_choices(device: torch.device) -> list[list[object]]:
 
 
 def count_kernels(device: torch.device) -> dict[str, int]:
-    """Kernels of the two ways to choose a greedy token."""
+    """Return the number of kernels of the two ways to choose a greedy token."""
     logits, slots = torch.randn(8, VOCAB, device=device), _ints(8, device)
     state = state_of(8, RULE_GREEDY, device)
     return {
@@ -149,7 +150,8 @@ def count_kernels(device: torch.device) -> dict[str, int]:
 
 
 def sparse_distribution(sessions: int, tokens: Tensor) -> SparseDistribution:
-    """LAW_IDS ids a node of equal weight, the drafted token among the first of them."""
+    """Return distributions that give equal weight to DISTRIBUTION_IDS ids per node, of which the
+    drafted token is the first."""
     nodes = sessions * NODES
     drafted = tokens.view(sessions, NODES).roll(-1, dims=1).reshape(nodes, 1)
     ids = (drafted + torch.arange(DISTRIBUTION_IDS, device=tokens.device) * 16).to(torch.int32)
@@ -162,7 +164,7 @@ def sparse_distribution(sessions: int, tokens: Tensor) -> SparseDistribution:
 
 
 def dense_distribution(sessions: int, device: torch.device) -> DenseChainDistribution:
-    """Uniform distributions over every fourth id."""
+    """Return uniform distributions over every fourth id."""
     shape = (sessions + 1, NODES - 1, DRAFT_VOCAB)
     columns = torch.full((VOCAB,), -1, dtype=torch.int32, device=device)
     target_ids = _ints(DRAFT_VOCAB, device) * 4

@@ -1,9 +1,10 @@
 """Tune the weight-streaming matrix product for Llama-3.1-8B and its EAGLE-3 head.
 
-`python -m outrider_bench.gpu.checks.tune_linear --out FILE [--quick]` on the device to tune for: it
-times candidates for every product and row tile over more weights than the L2 holds, checks the best
-ones against float64, and then times whole forwards of norms and products. It prints lines for
-`outrider.engine.kernels.linear.configs.TABLE` and writes everything to FILE as JSON.
+Run `python -m outrider_bench.gpu.checks.tune_linear --out FILE [--quick]` on the device to tune
+for. It times candidates for every product and row tile over more weights than the L2 cache holds,
+checks the best ones against float64, and then times whole forward passes of norms and products. It
+prints lines for `outrider.engine.kernels.linear.configs.TABLE` and writes everything to FILE as
+JSON.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ TIMED_ROWS = (1, 8, 16, 32, 64)
 NUM_LAYERS = 32
 FLOOR_MS = 3.49  # the target's weights at the speed of a device copy (H200)
 COPY_BYTES = 400e6
-"""Bytes of weights that a timing reads in turn: more than the L2 holds."""
+"""Bytes of weights that a timing reads in turn, which is more than the L2 cache holds."""
 _EPS = 1e-5
 _SMS = 132
 SM_SHARED_BYTES = 224 << 10
-"""Shared memory of a multiprocessor that programs can use."""
+"""Bytes of shared memory of a multiprocessor that programs can use."""
 
 
 class Product(NamedTuple):
-    """One matrix product of a forward."""
+    """One matrix product of a forward pass."""
 
     name: str
     n: int
@@ -60,7 +61,7 @@ class Product(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Width of the result."""
+        """Number of columns of the result."""
         return self.n // 2 if self.gated else self.n
 
     @property
@@ -85,8 +86,8 @@ PRODUCTS = (*LAYER, LM_HEAD, *DRAFT)
 
 
 def candidates(product: Product, block_m: int, limit: int) -> list[LinearConfig]:
-    """Return the config in use and up to `limit` others that fill the SMs in whole waves, spread
-    out."""
+    """Return the configuration in use and up to `limit` others that fill the multiprocessors in
+    whole waves. The others are spread over the best `3 * limit`."""
     found: dict[LinearConfig, float] = {}
     for rows in (32, 64, 128, 256):
         for block_k in (64, 128, 256):
@@ -108,7 +109,7 @@ def candidates(product: Product, block_m: int, limit: int) -> list[LinearConfig]
 
 
 def neighbours(product: Product, config: LinearConfig) -> list[LinearConfig]:
-    """Configs one step away."""
+    """Return the configurations that differ in one parameter by one step."""
     rows = config.tile_rows(product.gated)
     steps = [config._replace(num_stages=config.num_stages + step) for step in (-1, 1)]
     steps += [config._replace(num_warps=12 - config.num_warps), config._replace(swap=rows >= 64)]
@@ -127,7 +128,8 @@ def _is_launchable(product: Product, config: LinearConfig) -> bool:
 
 
 def _loss(product: Product, rows: int, block_k: int, split_k: int, residents: int) -> float:
-    """Part of the device left idle by uneven waves, and a little for the work beside reading."""
+    """Return an estimate of the share of the device left idle by uneven waves, plus penalties for
+    other overheads."""
     programs = product.n // rows * split_k
     slots = _SMS * residents
     waves = programs / slots
@@ -169,13 +171,14 @@ def make_inputs(product: Product, m: int) -> tuple[Tensor, dict[str, Any]]:
 
 
 def make_weight(product: Product) -> Tensor:
-    """Return a random bfloat16 weight that keeps the size of its input."""
+    """Return a random bfloat16 weight that preserves the scale of its input."""
     weight = torch.randn(product.n, product.k, device="cuda", dtype=torch.bfloat16)
     return weight.mul_(product.k**-0.5)
 
 
 def compile_all(jobs: Iterable[tuple[Product, LinearConfig]]) -> None:
-    """Fill Triton's cache on disk with many processes; what does not compile is met again."""
+    """Fill Triton's disk cache with many processes. Compilation errors are reported, and occur
+    again at the timing."""
     unique = list(dict.fromkeys((p._replace(name="", n=0, k=0), c) for p, c in jobs))
     workers = min(14, os.cpu_count() or 1)
     started = time.perf_counter()
@@ -200,8 +203,8 @@ def _compile(job: tuple[Product, LinearConfig]) -> str | None:
 
 
 def seconds(launch: Callable[[int], object], launches: int, replays: int = 9) -> float:
-    """Return the time of one launch: the median replay of a graph of launches 0, 1, ..., divided by
-    them."""
+    """Return the seconds of one launch: the median time of a replay of a graph of launches 0, 1,
+    ..., divided by `launches`."""
     launch(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -223,8 +226,8 @@ def seconds(launch: Callable[[int], object], launches: int, replays: int = 9) ->
 def time_config(
     config: LinearConfig, x: Tensor, weights: list[Tensor], options: dict[str, Any]
 ) -> float:
-    """Return the time of one product in a chain of products that read distinct weights; inf if it
-    fails."""
+    """Return the seconds of one product in a chain of products that read distinct weights; inf if
+    it fails."""
 
     def launch(index: int) -> object:
         return fused_linear_triton(x, weights[index % len(weights)], config=config, **options)
@@ -239,7 +242,7 @@ def time_config(
 def reference_error(
     config: LinearConfig, x: Tensor, weight: Tensor, options: dict[str, Any]
 ) -> float:
-    """Largest error against float64, relative to the largest value."""
+    """Return the largest error against float64, relative to the largest value."""
     wide: dict[str, Any] = {k: v.double() for k, v in options.items() if isinstance(v, Tensor)}
     wide = options | wide | {"out_dtype": torch.float64}
     expected = fused_linear_torch(x.double(), weight.double(), **wide)
@@ -252,7 +255,8 @@ def _cublas(x: Tensor, weights: list[Tensor], index: int) -> Tensor:
 
 
 def tune(product: Product, jobs: dict[int, list[LinearConfig]]) -> dict[int, dict[str, Any]]:
-    """Results by row count: best config, its time and error, cuBLAS's time, all times."""
+    """Return results by row count: the best configuration, its time and error, cuBLAS's time, and
+    all times."""
     copies = max(8, math.ceil(COPY_BYTES / product.weight_bytes))
     weights = [make_weight(product) for _ in range(copies)]
     results = {}
@@ -280,7 +284,7 @@ def tune(product: Product, jobs: dict[int, list[LinearConfig]]) -> dict[int, dic
 
 
 def run_passes(products: tuple[Product, ...], quick: bool, out: Path) -> dict[str, Any]:
-    """Tune widely, then near the best; {product: {rows: result}}."""
+    """Tune among spread candidates, then near the best; return {product: {rows: result}}."""
     rows = TUNED_ROWS[:1] if quick else TUNED_ROWS
     limit = 8 if quick else 20
     jobs = {p: {m: candidates(p, max(m, 16), limit) for m in rows} for p in products}
@@ -299,7 +303,7 @@ def run_passes(products: tuple[Product, ...], quick: bool, out: Path) -> dict[st
 
 
 def _merge(results: dict[int, dict[str, Any]], m: int, new: dict[str, Any]) -> None:
-    """Keep the better result, and all times of both."""
+    """Keep the better of two results, and the times of both."""
     old = results.get(m, new)
     ranked = dict(old["ranked"]) | dict(new["ranked"])
     results[m] = dict(min(old, new, key=lambda result: float(result["us"])))
@@ -307,14 +311,14 @@ def _merge(results: dict[int, dict[str, Any]], m: int, new: dict[str, Any]) -> N
 
 
 def _near(product: Product, ranked: list[LinearConfig]) -> list[LinearConfig]:
-    """Return the best config again, and those one step from the best two that were not timed
+    """Return the best configuration, and those one step from the best two that were not timed
     yet."""
     near = [step for config in ranked[:2] for step in neighbours(product, config)]
     return [config for config in dict.fromkeys([ranked[0], *near]) if config not in ranked[1:]]
 
 
 def print_table(products: tuple[Product, ...], best: dict[str, Any]) -> None:
-    """Lines for `TABLE`."""
+    """Print the lines for `TABLE`."""
     for product in products:
         for m, result in best[product.name].items():
             key = (product.n, product.k, product.gated, max(m, 16))
@@ -322,7 +326,7 @@ def print_table(products: tuple[Product, ...], best: dict[str, Any]) -> None:
 
 
 def summarise(best: dict[str, Any]) -> None:
-    """Totals of a target forward and of a pass of its draft head, by tuned row count."""
+    """Print the total times of a target forward and of a draft head's pass, by tuned row count."""
     layer = [product.name for product in LAYER]
     target = [(name, NUM_LAYERS) for name in layer] + [("lm_head", 1)]
     draft = [(name, 1) for name in ("draft_fc", "draft_qkv", *layer[1:], "draft_lm_head")]
@@ -344,7 +348,7 @@ def _config_at(best: dict[str, Any], product: Product, m: int) -> LinearConfig:
 
 
 def time_forwards(best: dict[str, Any]) -> dict[str, float]:
-    """Return the milliseconds of all norms and products of a target forward in one graph, in their
+    """Return the milliseconds of a graph of all norms and products of a target forward, in
     order."""
     layers = [[make_weight(product) for product in LAYER] for _ in range(NUM_LAYERS)]
     lm_head = make_weight(LM_HEAD)
@@ -376,7 +380,8 @@ def _forward(
     x: Tensor,
     _: int,
 ) -> Tensor:
-    """Queries stand in for what attention returns, gate for what cuBLAS leaves unactivated."""
+    """Run the norms and products of a forward pass. Queries stand in for the result of attention,
+    and the gate for the activation that cuBLAS does not apply."""
     for weights in layers:
         qkv = steps[0](rms_norm(x, norm, _EPS), weights[0])
         x = steps[1](qkv[:, : LAYER[1].k], weights[1], residual=x)
@@ -386,7 +391,7 @@ def _forward(
 
 
 def main() -> None:
-    """Command line."""
+    """Tune the products and write the results to --out."""
     parser = argparse.ArgumentParser(description="Tune the weight-streaming matrix product.")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--quick", action="store_true", help="8 candidates, up to 16 rows only")

@@ -10,18 +10,18 @@ machine.py                 Constants of the GPU machine for benchmarks; imports 
                            GPU.
 random_model.py            Models built in device memory: random weights in a large shape, or a
                            widened small model.
-services.py                Verifier services for the benchmarks; all knowledge of the engine's
-                           construction is here.
+services.py                Verifier services for the benchmarks. Only this module knows how the
+                           engine is constructed.
 steps.py                   Device times of single parts of a round: the verify graph and the draft
                            graph.
-svg.py                     SVG rendering of a timeline: one row a track, one bar a span, a scale in
-                           milliseconds.
+svg.py                     SVG rendering of a timeline: one row per track, one bar per span, a scale
+                           in milliseconds.
 timeline.py                Timeline of a run of rounds: host spans, device spans, and the gaps
                            between them.
 trace.py                   Timeline files in Trace Event Format, for Perfetto and chrome://tracing.
 tree_scores.py             Draft trees ranked by bfloat16 products of probabilities, compared with
                            sums of log-probs.
-widened_files.py           Writes a widened model and head to disk, as checkpoints that load like
+widened_files.py           Output of a widened model and head to disk, as checkpoints that load like
                            any other.
 widening.py                Widening of a small Llama model and its EAGLE-3 head: same function, cost
                            of a large model.

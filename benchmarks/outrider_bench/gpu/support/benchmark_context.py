@@ -35,15 +35,16 @@ from outrider_bench.prompts import load_prompts
 from outrider_bench.report import format_table, print_progress
 
 VLLM_EMITTED: Final = {1: 1.72, 3: 2.60, 5: 3.20, 7: 3.60}
-"""Tokens a round that the peer's measurements simulated, by draft length."""
+"""Tokens per round that the vLLM measurements simulated, by draft length."""
 SPARE_SESSIONS: Final = 2
-"""Sessions admitted past the batch: one that has just ended may still be held."""
+"""Sessions admitted beyond the batch, because a session that has just ended may still hold its
+blocks."""
 SLACK_TOKENS: Final = 96
-"""KV slots a session may take past prompt and output: draft nodes, rounded up to blocks."""
+"""KV slots that a session may take beyond prompt and output: draft nodes, rounded up to blocks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of every device benchmark."""
+    """Add the flags of every device benchmark."""
     add = parser.add_argument
     cuda = torch.cuda.is_available()
     add("--device", default="cuda:0" if cuda else "cpu")
@@ -82,11 +83,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Bench:
-    """Resolved flags, and the models loaded so far."""
+    """Flags of a run, and the models loaded so far."""
 
     args: argparse.Namespace
     memo: dict[Hashable, Any] = field(default_factory=dict)
-    """Measurements that several benchmarks of one run report."""
+    """Measurements that several benchmarks of one run share."""
     _loaded: dict[str, LoadedModels] = field(default_factory=dict)
     _files: tempfile.TemporaryDirectory[str] | None = None
 
@@ -106,57 +107,57 @@ class Bench:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Numbers of sessions."""
+        """Numbers of concurrent sessions to measure."""
         return self.args.batches or ((1, 8) if self.args.quick else (1, 8, 32, 64))
 
     @property
     def repeats(self) -> int:
-        """Runs of a micro-benchmark."""
+        """Number of runs of a micro-benchmark."""
         return self.args.repeats or (10 if self.args.quick else 40)
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of random prompts."""
+        """Number of tokens of a random prompt."""
         return int(self.args.prompt_tokens)
 
     @property
     def output_tokens(self) -> int:
-        """Tokens to emit."""
+        """Number of tokens to emit."""
         return self.args.output_tokens or (64 if self.args.quick else 256)
 
     @property
     def max_tokens(self) -> int:
-        """Longest prompt + output."""
+        """Largest number of tokens of a prompt and its output."""
         return self.prompt_tokens + self.output_tokens
 
     @property
     def kv_tokens(self) -> int:
-        """Pool size for the largest batch."""
+        """Size of the KV pool for the largest batch, in tokens."""
         return (max(self.batches) + SPARE_SESSIONS) * (self.max_tokens + SLACK_TOKENS) + 256
 
     @property
     def drafts(self) -> tuple[int, ...]:
-        """Draft lengths."""
+        """Draft lengths to measure."""
         return tuple(self.args.drafts)
 
     def placements(self, *default: str) -> tuple[str, ...]:
-        """Return the placements to compare."""
+        """Return the placements to compare: those of --placements, or the given ones."""
         return tuple(self.args.placements.split(",")) if self.args.placements else default
 
     def random(self) -> LoadedModels:
-        """Return the random-weight target and head."""
+        """Load the target and head with random weights."""
         return self._load("random", self._load_random)
 
     def real(self) -> LoadedModels:
-        """Return the real model as it is."""
+        """Load the real model."""
         return self._load("real", self._load_real)
 
     def widened(self) -> LoadedModels:
-        """Return the real model at the cost of a large one."""
+        """Load the real model, widened to the cost of a large one."""
         return self._load("widened", self._load_widened)
 
     def model_files(self) -> ModelFiles:
-        """Return the real model's files and its head's. Raises InvalidRequestError without a
+        """Return the files of the real model and its head. Raises InvalidRequestError without a
         head."""
         files = find_model(self.args.model, head=self.args.head)
         if files.head is None:
@@ -164,8 +165,8 @@ class Bench:
         return files
 
     def prompts(self, count: int | None = None) -> list[list[int]]:
-        """Chat prompts of the real model: the bundled ones (at most --limit), repeated up to
-        `count`."""
+        """Return `count` chat prompts of the real model: the bundled ones (at most --limit),
+        repeated as needed."""
         if "prompts" not in self.memo:
             chosen = load_prompts(limit=self.args.limit)
             found = chat_prompts(self.model_files().path, chosen)
@@ -180,14 +181,15 @@ class Bench:
         return load_model_config(self.model_files().path).eos_ids
 
     def floor_ms(self, models: LoadedModels) -> float:
-        """Return the time to read the weights of one forward once, at the rate of a device copy."""
+        """Return the milliseconds to read the weights of one forward pass once, at the rate of a
+        device copy."""
         read = weight_bytes(models.target.config, models.target.dtype)
         return round(read / DEVICE_COPY_BYTES_S * 1000.0, 4)
 
     def result(
         self, name: str, models: LoadedModels | None, **content: object
     ) -> dict[str, object]:
-        """Return a benchmark's result with all that it must be stored with."""
+        """Return a benchmark's result, with the facts that are stored with it."""
         about: dict[str, object] = {"benchmark": f"gpu {name}", **describe()}
         about["device"] = _device_name(self.device)
         if models is not None:
@@ -197,7 +199,7 @@ class Bench:
         return {**about, **content}
 
     def close(self) -> None:
-        """Forget all models."""
+        """Free all models."""
         self._loaded.clear()
         if self._files is not None:
             self._files.cleanup()
@@ -268,7 +270,7 @@ class Bench:
 
 
 def wide_spec(text: str | None) -> WideSpec:
-    """Return the widened shape of a flag; None is the default."""
+    """Return the widened shape that a flag describes; the default for None."""
     if not text:
         return WideSpec()
     names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -276,18 +278,18 @@ def wide_spec(text: str | None) -> WideSpec:
 
 
 def simulated(draft_length: int) -> str:
-    """SIMULATED mean tokens a round, as the peer was measured with; between its lengths a mean
-    of three fifths of what is possible."""
+    """Return the SIMULATED mean number of tokens per round, as in the vLLM measurements. For other
+    draft lengths it is 1 + 0.44 x length."""
     return str(VLLM_EMITTED.get(draft_length, round(1.0 + 0.44 * draft_length, 2)))
 
 
 def show(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table at once."""
+    """Print a table immediately."""
     print(f"\n{title}\n{format_table(headers, rows)}", flush=True)
 
 
 def free_memory() -> None:
-    """Return what nothing refers to."""
+    """Collect garbage and empty the CUDA cache."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -23,12 +23,14 @@ NEW_ROWS: Final = CHAIN + 1
 CHAIN_SESSIONS: Final = (1, 8, 64)
 TREE_SESSIONS: Final = (1, 8)
 TREE: Final = {"num_nodes": 60, "top_k": 10, "depth": 6}
-"""The size that EAGLE-3 uses."""
+"""Tree size that EAGLE-3 uses."""
 
 
 def chains_by_choice(bench: Bench) -> list[dict[str, Any]]:
-    """Steps and chains of five that choose after a softmax or by a bare argmax, with heads of the
-    usual draft vocabulary and of the target's. A step is as in `gpu draft`."""
+    """Measure steps and chains of five that choose after a softmax or by argmax alone.
+
+    Heads have the usual draft vocabulary, or the target's. A step is defined as in `gpu draft`.
+    """
     found = [*_chains(bench, bench.random()), *_chains(bench, _whole_vocabulary(bench.random()))]
     title = f"idea 2: a catch-up on {NEW_ROWS} rows, a chain of {CHAIN}"
     show(title, tuple(found[0]), [tuple(row.values()) for row in found])
@@ -36,7 +38,7 @@ def chains_by_choice(bench: Bench) -> list[dict[str, Any]]:
 
 
 def trees_by_score(bench: Bench) -> list[dict[str, Any]]:
-    """Return a catch-up with a tree, ranked by sums of log-probs or by products of
+    """Measure a catch-up with a tree, ranked by sums of log-probs or by products of
     probabilities."""
     sessions = _at_most(bench, TREE_SESSIONS)
     found = []
@@ -87,7 +89,7 @@ def _chain_facts(bench: Bench, draft: DraftBench, count: int, name: str) -> dict
 
 
 def _whole_vocabulary(models: LoadedModels) -> LoadedModels:
-    """Return the same target with a head that drafts over all of its ids."""
+    """Return the same target with a head that drafts over all of the target's ids."""
     target = models.target
     with torch.inference_mode():
         shape = head_shape(target.config, target.config.vocab_size)
@@ -97,7 +99,8 @@ def _whole_vocabulary(models: LoadedModels) -> LoadedModels:
 
 @contextmanager
 def choices_by(draft: DraftBench, name: str) -> Iterator[None]:
-    """Let drafts choose from probabilities ("softmax"), or as they do."""
+    """Make drafts choose from probabilities if `name` is "softmax"; otherwise leave them
+    unchanged."""
     logits: Callable[[Tensor], Tensor] = draft.program.forward.logits
 
     def probabilities(x: Tensor) -> Tensor:
@@ -110,8 +113,8 @@ def choices_by(draft: DraftBench, name: str) -> Iterator[None]:
 
 @contextmanager
 def scores_by(name: str) -> Iterator[None]:
-    """Let trees take their candidates by probability ("products"), or as they do. What is added
-    up is wrong then, which does not matter for the time."""
+    """Make trees take their candidates by probability if `name` is "products"; otherwise leave them
+    unchanged. The scores are then added up wrongly, which does not affect the time."""
 
     def products(logits: Tensor, k: int, *, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:
         best = logits.float().softmax(dim=-1).topk(k)

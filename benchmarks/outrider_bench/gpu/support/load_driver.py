@@ -22,7 +22,7 @@ from outrider_bench.report import percentiles
 
 
 class Clock(Protocol):
-    """Seconds; monotonic."""
+    """Monotonic clock in seconds."""
 
     def __call__(self) -> float: ...
 
@@ -38,7 +38,7 @@ class SessionStreamLog:
     stats: SpecStats = field(default_factory=SpecStats)
 
     def take(self, now: float, event: SessionEvent) -> None:
-        """Note an event."""
+        """Record an event."""
         self.arrivals.append((now, len(event.tokens)))
         self.tokens += event.tokens
         self.stats = event.stats
@@ -46,15 +46,18 @@ class SessionStreamLog:
 
 @dataclass(slots=True)
 class ServiceWave:
-    """Sessions of one wave, `concurrency` of them at a time."""
+    """Sessions of one wave, of which `concurrency` run at a time."""
 
     streams: list[SessionStreamLog]
     concurrency: int
 
     @property
     def steady(self) -> tuple[float, float]:
-        """From the moment when as many sessions decode as may, to when there are fewer: when the
-        last one was opened, or, where all were opened at once, when the first one ended."""
+        """Start and end of the steady state, in which `concurrency` sessions decode.
+
+        It ends when the last session is opened or, if all are opened at once, when the first one
+        ends.
+        """
         first = sorted(stream.arrivals[0][0] for stream in self.streams)
         start = first[self.concurrency - 1]
         if self.concurrency < len(self.streams):
@@ -63,21 +66,23 @@ class ServiceWave:
 
     @property
     def round_ms(self) -> float:
-        """Median time between two events of a session while all sessions decode."""
+        """Median milliseconds between two events of a session in the steady state; NaN without
+        any."""
         start, end = self.steady
         gaps = [gap for gap, _ in self._gaps(start, end)]
         return median(gaps) * 1000.0 if gaps else float("nan")
 
     @property
     def steady_tokens_per_s(self) -> float:
-        """Tokens of all sessions a second while all decode."""
+        """Tokens per second of all sessions in the steady state; NaN if there is none."""
         start, end = self.steady
         tokens = sum(n for s in self.streams for at, n in s.arrivals if start < at <= end)
         return tokens / (end - start) if end > start else float("nan")
 
     @property
     def mean_emitted(self) -> float:
-        """Tokens a round of a session; the one that prefill emits is in none."""
+        """Mean number of tokens per round of a session; NaN without rounds. The token that prefill
+        emits belongs to no round."""
         rounds = sum(stream.stats.rounds for stream in self.streams)
         emitted = sum(stream.stats.emitted for stream in self.streams)
         return emitted / rounds if rounds else float("nan")
@@ -88,7 +93,7 @@ class ServiceWave:
         return [(stream.arrivals[0][0] - stream.opened) * 1000.0 for stream in self.streams]
 
     def summary(self) -> dict[str, object]:
-        """Return the figures of a serving benchmark; times in milliseconds."""
+        """Return the figures of a serving benchmark. Times are in milliseconds."""
         between = [gap * 1000.0 for gap, _ in self._gaps(0.0, float("inf"))]
         each = [
             (s.arrivals[-1][0] - s.arrivals[0][0]) * 1000.0 / max(1, len(s.tokens) - 1)
@@ -114,8 +119,8 @@ class ServiceWave:
         }
 
     def _gaps(self, start: float, end: float) -> list[tuple[float, int]]:
-        """Return the seconds between consecutive events of a session within a window, and their
-        tokens."""
+        """Return the seconds between consecutive events of a session within a time window, and the
+        tokens of the later event."""
         return [
             (later - earlier, count)
             for stream in self.streams
@@ -127,14 +132,15 @@ class ServiceWave:
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of random ids (the first few, often special, left out)."""
+    """Return prompts of random ids. The first few ids are left out, because they are often
+    special."""
     generator = np.random.default_rng(seed)
     low = min(8, vocab_size - 1)
     return generator.integers(low, vocab_size, size=(count, length)).tolist()  # type: ignore[no-any-return]
 
 
 def chat_prompts(model: Path, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
-    """Prompts as the chat template of the model in a directory has them."""
+    """Return the token ids of prompts in the chat template of the model in a directory."""
     tokenizer = Tokenizer.load(model)
     return [
         list(tokenizer.encode_chat([{"role": "user", "content": prompt.text}]))
@@ -153,9 +159,10 @@ async def drive_sessions(
     tag: str = "s",
     clock: Clock = time.perf_counter,
 ) -> ServiceWave:
-    """Open one session a prompt, `concurrency` (None: all) at a time, and read them to their ends.
+    """Open one session per prompt and read all of them to their ends.
 
-    Session i samples with the seed of `sampling` plus i.
+    At most `concurrency` sessions run at a time; None: all of them. Session i samples with the seed
+    of `sampling` plus i.
     """
     setup, base = running.setup, sampling or SamplingParams()
     limit = min(concurrency or len(prompts), len(prompts))

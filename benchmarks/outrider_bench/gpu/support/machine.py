@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 DEVICE_COPY_BYTES_S: Final = 4.3e12
-"""Rate of a device copy on an H200, for the floor: bytes of weights over it."""
+"""Bytes per second of a device copy on an H200, which determine the floor of a forward pass."""
 BUSY_POLLING_CORES: Final = 3
-"""Busy-polling cores of each process that serves over gRPC: for its event loop, its working thread
-and gRPC's own thread."""
+"""Number of busy-polling cores of each process that serves over gRPC: for its event loop, its
+worker thread and gRPC's own thread."""

@@ -1,7 +1,7 @@
 """Models built in device memory: random weights in a large shape, or a widened small model.
 
 Random weights cost the same as trained ones, but their output is meaningless: acceptance with them
-is simulated or left out. Every layer has its own weights, so that no cache holds them.
+is simulated or left out. Every layer has its own weights, so that no cache holds them all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LLAMA_8B: Final = ModelConfig(
     rope_theta=500000.0,
     max_position_embeddings=131072,
 )
-"""The shape of Llama-3.1-8B: a forward reads 15.01 GB in bfloat16."""
+"""Shape of Llama-3.1-8B. A forward pass reads 15.01 GB in bfloat16."""
 
 TINY: Final = replace(
     LLAMA_8B,
@@ -62,7 +62,8 @@ SHAPES: Final = {"llama-8b": LLAMA_8B, "tiny": TINY}
 
 
 def head_shape(target: ModelConfig, draft_vocab_size: int) -> HeadConfig:
-    """Return an EAGLE-3 head of the target's own width, as such heads are trained for it."""
+    """Return the shape of an EAGLE-3 head of the target's own width, as such heads are trained for
+    it."""
     layers = target.num_layers
     return HeadConfig(
         kind="eagle3",
@@ -90,7 +91,7 @@ def build_target(
     kv_tokens: int,
     block_tokens: int = 16,
 ) -> TargetModel:
-    """Return a target over plain weights from any source of tensors."""
+    """Return a target with plain weights from any source of tensors."""
     pool = KVPool(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -112,13 +113,14 @@ def random_target(
     kv_tokens: int,
     seed: int = 0,
 ) -> TargetModel:
-    """Return a target of this shape with normal weights, made on the device."""
+    """Return a target of this shape with normally distributed weights, created on the device."""
     source = RandomSource(config, dtype=dtype, device=device, seed=seed)
     return build_target(source, config, dtype=dtype, device=device, kv_tokens=kv_tokens)
 
 
 class RandomSource:
-    """Normal weights under a checkpoint's names; a tensor is made anew whenever it is asked for."""
+    """Source of normally distributed weights under a checkpoint's names. Each request creates a
+    tensor anew."""
 
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0
@@ -127,7 +129,7 @@ class RandomSource:
         self._normal = _normal(dtype, device, seed)
 
     def has(self, name: str) -> bool:
-        """Return whether there is such a tensor: all of a Llama model without biases."""
+        """Return whether the tensor exists: all tensors of a Llama model without biases do."""
         return not name.endswith(".bias")
 
     def get(self, name: str) -> Tensor:
@@ -155,8 +157,11 @@ class RandomSource:
 def random_head(
     config: HeadConfig, embedding: Tensor, *, seed: int = 1
 ) -> tuple[Eagle3Head, FeatureProjection]:
-    """Return a head of this shape with normal weights and a sorted random draft vocabulary, where
-    the target's embedding [V, H] is and in its type; and the verifier's part of it."""
+    """Return a head of this shape, and the verifier's part of it.
+
+    Both have normally distributed weights on the device and in the dtype of `embedding`, the
+    target's embedding [V, H]. The draft vocabulary is random and sorted.
+    """
     normal = _normal(embedding.dtype, embedding.device, seed)
     hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
     query, kv = config.num_heads * dim, config.num_kv_heads * dim
@@ -195,7 +200,7 @@ def widened_target(
     kv_tokens: int,
     seed: int = 0,
 ) -> TargetModel:
-    """Return the widened model of a checkpoint, made on the device."""
+    """Return the widened model of a checkpoint, created on the device."""
     generator = torch.Generator(device).manual_seed(seed)
     source = WidenedTarget(
         open_checkpoint(model),
@@ -211,8 +216,10 @@ def widened_target(
 def write_drafter_files(
     model: Path, head: Path, out: Path, spec: WideSpec, target: TargetModel
 ) -> tuple[Path, Path]:
-    """Write the files that a drafter process needs of a widened model: a directory with
-    configuration, tokenizer and embedding, and the widened head. Return both paths."""
+    """Write the files of a widened model that a drafter process needs, and return their two paths.
+
+    They are a directory with configuration, tokenizer and embedding, and the widened head.
+    """
     wide_model, wide_head = out / "target", out / "head"
     wide_model.mkdir(parents=True, exist_ok=True)
     raw = json.dumps(hf_config(target.config))
@@ -227,7 +234,8 @@ def write_drafter_files(
 def load_in_process_drafter(
     head: Path, target: TargetModel
 ) -> tuple[Eagle3Head, FeatureProjection]:
-    """Both parts of a head's checkpoint beside its target, over plain weights."""
+    """Load both parts of a head's checkpoint onto the target's device, with plain weights. Raises
+    InvalidRequestError if it is not an EAGLE-3 head."""
     layers = target.config.num_layers
     both = load_head(
         head,

@@ -1,4 +1,4 @@
-"""Verifier services for the benchmarks; all knowledge of the engine's construction is here."""
+"""Verifier services for the benchmarks. Only this module knows how the engine is constructed."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from outrider.transport.in_process import InprocNetwork
 
 PLAIN, FUSED, COLOCATED = "plain", "fused", "colocated"
 INPROC, SEPARATE = "separate-inproc", "separate"
-"""separate-inproc: a drafter service in this process, messages handed over as objects.
-separate: a drafter process over gRPC, on a device of its own where there is one."""
+"""separate-inproc: a drafter service in this process that gets messages as objects. separate: a
+drafter process over gRPC, on a device of its own if there is one."""
 PLACEMENTS: Final = (PLAIN, FUSED, COLOCATED, INPROC, SEPARATE)
 IN_PROCESS_PLACEMENTS: Final = (FUSED, COLOCATED)
 
@@ -50,10 +50,10 @@ _MAX_TREE_NODES = 64
 
 @dataclass(slots=True, kw_only=True)
 class LoadedModels:
-    """A target and its in-process drafter, and the location of the files for a drafter process."""
+    """A target and its in-process drafter, and the paths of the files for a drafter process."""
 
     name: str
-    """Name in the results; it says whether the weights are random."""
+    """Name in the results. It states whether the weights are random."""
     target: TargetModel
     head: Eagle3Head | None = None
     projection: FeatureProjection | None = None
@@ -67,31 +67,33 @@ class ServingSetup:
 
     placement: str = PLAIN
     draft_length: int = 3
-    """Draft nodes of a round."""
+    """Number of draft nodes per round."""
     top_k: int = 1
-    """Children of a node; more than one grows a tree, which needs a separate drafter."""
+    """Maximum number of children of a node. More than one makes a tree, which needs a separate
+    drafter."""
     max_sessions: int = 64
     max_tokens: int = 1024
-    """Longest prompt + output."""
+    """Largest number of tokens of a prompt and its output."""
     cuda_graphs: bool = True
     simulated: str = ""
     """SIMULATED acceptance: see `VerifierConfig.simulated_acceptance`."""
     prefill_tokens: int = 2048
     drafter_device: str = ""
-    """Device of a separate drafter; "" takes the next one, or the target's where it is alone."""
+    """Device of a separate drafter. "" selects the next device, or the target's if there is no
+    other."""
     record: bool = False
     """Whether device spans are recorded."""
     warm_buckets: bool = False
-    """Whether the graphs of every number of sessions are captured at the start; otherwise those
-    that a run does not meet in its first wave are captured within it."""
+    """Whether the graphs of every number of sessions are captured at the start. Otherwise a run
+    captures a graph when it first needs it."""
     busy_polling_cores: int = 0
-    """Cores that verifier and drafter process each keep from going idle."""
+    """Number of busy-polling cores of each verifier and drafter process."""
     sampled: bool = False
-    """Whether sessions of the rules with randomized acceptance will be served."""
+    """Whether sessions with randomized acceptance rules will be served."""
 
     @property
     def plan(self) -> SpeculationPlan:
-        """The plan of every session."""
+        """Speculation plan of every session."""
         if self.placement == PLAIN:
             return SpeculationPlan()
         return SpeculationPlan(
@@ -103,30 +105,31 @@ class ServingSetup:
 
     @property
     def drafter_id(self) -> DrafterId | None:
-        """The drafter of every session; a head in the verifier's process needs none."""
+        """Drafter of every session; None if it is in the verifier or there is none."""
         return DRAFTER if self.placement in (INPROC, SEPARATE) else None
 
 
 @dataclass(slots=True, kw_only=True)
 class RunningService:
-    """A service that runs in this process."""
+    """Verifier service that runs in this process."""
 
     service: VerifierService
     setup: ServingSetup
     models: LoadedModels
     runner: Any = None
-    """The device engine; None where rounds run on the host's path."""
+    """Device engine; None if rounds run on the host's path."""
     recorder: Any = None
     drafter_device: str = ""
     cores: set[int] = field(default_factory=set)
-    """CPU cores for other processes."""
+    """CPU cores that other processes may use."""
     reports: list[Any] = field(default_factory=list)
-    """Every round's `RoundReport`."""
+    """`RoundReport` of every round."""
 
 
 @asynccontextmanager
 async def serve_models(models: LoadedModels, setup: ServingSetup) -> AsyncIterator[RunningService]:
-    """Serve with this placement; everything is torn down at the end."""
+    """Serve the models with this setup; stop everything at the end. Raises FailedPreconditionError
+    if the models do not support the placement."""
     config = verifier_config(models, setup)
     runner = recorder = None
     if uses_device_engine(models):
@@ -165,8 +168,8 @@ async def serve_models(models: LoadedModels, setup: ServingSetup) -> AsyncIterat
 
 @contextlib.contextmanager
 def _serving_process(busy_cores: BusyCores) -> Iterator[set[int]]:
-    """What a verifier process does to itself before it serves, undone at the end; the cores that
-    its thread ran on before."""
+    """Tune this process like a verifier process, and undo that at the end. Yield the cores that the
+    thread ran on before."""
     switch_interval = sys.getswitchinterval()
     cores = os.sched_getaffinity(0)
     tune_process()
@@ -181,12 +184,12 @@ def _serving_process(busy_cores: BusyCores) -> Iterator[set[int]]:
 
 
 def uses_device_engine(models: LoadedModels) -> bool:
-    """Return whether rounds run on the device path: it needs plain weights."""
+    """Return whether rounds run on the device path, which needs plain weights."""
     return isinstance(models.target.weights.lm_head, PlainLinear)
 
 
 def verifier_config(models: LoadedModels, setup: ServingSetup) -> VerifierConfig:
-    """Return the verifier's settings for a setup."""
+    """Return the verifier configuration of a setup."""
     own = setup.placement in IN_PROCESS_PLACEMENTS
     return VerifierConfig(
         model=models.name,
@@ -209,7 +212,7 @@ def verifier_config(models: LoadedModels, setup: ServingSetup) -> VerifierConfig
 def make_runner(
     models: LoadedModels, setup: ServingSetup, config: VerifierConfig
 ) -> tuple[Any, Any]:
-    """Return the device engine for a setup, and its recorder."""
+    """Return the device engine of a setup, and its recorder of device spans."""
     from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 
     from outrider.engine.device.device_timeline import DeviceRecorder
@@ -225,7 +228,7 @@ def make_runner(
 
 
 def release_runner(runner: Any) -> None:
-    """Give back what the device engine took from the target's pool, and its graphs' memory."""
+    """Free what the device engine took from the target's pool, and the memory of its graphs."""
     if runner is not None:
         runner.release()
     gc.collect()
@@ -234,7 +237,7 @@ def release_runner(runner: Any) -> None:
 
 
 def drafter_device(setup: ServingSetup, target: TargetModel) -> str:
-    """Return the device of a separate drafter's head."""
+    """Return the device of a separate drafter."""
     if setup.drafter_device:
         return setup.drafter_device
     if target.device.type != "cuda":
@@ -256,7 +259,7 @@ def _collect_reports(service: VerifierService, reports: list[Any]) -> None:
 
 @asynccontextmanager
 async def _inproc_drafter(running: RunningService) -> AsyncIterator[None]:
-    """A drafter service over the head that is loaded here."""
+    """Serve and attach a drafter in this process, with the head that is loaded here."""
     models, target = running.models, running.models.target
     assert models.head is not None
     running.drafter_device = str(target.device)
@@ -281,7 +284,7 @@ async def _inproc_drafter(running: RunningService) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _drafter_process(running: RunningService) -> AsyncIterator[None]:
-    """A drafter in a process of its own, attached over gRPC."""
+    """Start a drafter process and attach it over gRPC; stop it at the end."""
     from outrider.transport.grpc import GrpcDialer, GrpcServer, verifier_services
 
     models = running.models
@@ -338,7 +341,7 @@ async def _ready_address(process: asyncio.subprocess.Process) -> str:
 
 
 async def _attached(running: RunningService) -> None:
-    """Wait until the verifier knows its drafter."""
+    """Wait until the verifier has a drafter."""
     async with asyncio.timeout(_ATTACH_S):
         while not (await running.service.info()).drafters:
             await asyncio.sleep(0.01)

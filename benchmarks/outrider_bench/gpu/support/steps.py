@@ -35,18 +35,18 @@ from outrider_bench.gpu.support.services import (
 )
 
 _ROOM = 80
-"""KV slots past the longest prefix: the largest tree, and what repeats emit."""
+"""KV slots beyond the longest prefix, for the largest tree and for tokens that repeats emit."""
 _CHAIN_NODES = 8
-"""Rows of up to this many nodes verify a chain, larger ones a tree."""
+"""Maximum number of nodes of a row that verifies a chain; larger rows verify a tree."""
 _LONGEST_CHAIN = 8
-"""Draft tokens that a session is made for."""
+"""Maximum number of draft tokens of a session."""
 
 
 def timed_ms(
     fn: Callable[[], object], device: torch.device, *, repeats: int, graphs: bool = True
 ) -> list[float]:
-    """Return the milliseconds of each of `repeats` runs of `fn`, replayed from a CUDA graph where
-    there is one; off a device the wall time of plain calls."""
+    """Return the milliseconds of each of `repeats` runs of `fn`, replayed from a CUDA graph if
+    `graphs` is set. Without a CUDA device it is the wall time of plain calls."""
     cache = GraphCache(device, enabled=graphs)
 
     def body() -> tuple[()]:
@@ -73,7 +73,8 @@ def timed_ms(
 
 
 def kernel_names(fn: Callable[[], object], device: torch.device) -> list[str]:
-    """Names of the kernels that one call launches, copies left out; none off a CUDA device."""
+    """Return the names of the kernels that one call launches, without copies; none without a CUDA
+    device."""
     if device.type != "cuda":
         return []
     from torch.profiler import ProfilerActivity, profile
@@ -173,7 +174,8 @@ class VerifyBench:
 class DraftBench:
     """Times the head's catch-up, chain and tree on sessions with contexts of one length.
 
-    The sessions of the latest inputs are the only ones: what was made before must not run again.
+    Each call that creates inputs replaces the sessions, so functions returned earlier must not run
+    again.
     """
 
     def __init__(self, bench: Bench, models: LoadedModels, *, max_rows: int) -> None:
@@ -194,12 +196,12 @@ class DraftBench:
 
     @property
     def program(self) -> DraftProgram:
-        """The head as functions."""
+        """Functions of the head."""
         return self._in_process_drafter.program
 
     @property
     def weights(self) -> HeadWeights:
-        """The head's tensors."""
+        """Weights of the head."""
         return self._in_process_drafter.weights
 
     @property
@@ -210,14 +212,15 @@ class DraftBench:
     def chain(
         self, rows: int, length: int, *, new_rows: int, prune: bool = True
     ) -> Callable[[], ChainDraft]:
-        """Return a catch-up on `new_rows` rows of each of `rows` sessions, with a chain."""
+        """Return a function that runs a catch-up on `new_rows` rows of each of `rows` sessions and
+        drafts a chain."""
         inputs, state = self._inputs(rows, new_rows), self._runner._slots.sampling
         return partial(self.program.draft_chain, inputs, length=length, state=state, prune=prune)
 
     def tree(
         self, rows: int, *, new_rows: int, num_nodes: int, top_k: int, depth: int
     ) -> Callable[[], TreeDraft]:
-        """Run the same catch-up with a tree."""
+        """Return a function that runs the same catch-up and drafts a tree."""
         inputs, state = self._inputs(rows, new_rows), self._runner._slots.sampling
         return partial(
             self.program.draft_tree,
@@ -229,11 +232,12 @@ class DraftBench:
         )
 
     def catch_up(self, rows: int, *, new_rows: int, prune: bool) -> Callable[[], Tensor]:
-        """Return a catch-up alone: dead rows stop after their KV write, or do not."""
+        """Return a function that runs a catch-up alone. If `prune`, dead rows stop after their KV
+        write."""
         return partial(self.program.catch_up, self._inputs(rows, new_rows), prune=prune)
 
     def median_ms(self, fn: Callable[[], object]) -> float:
-        """Median milliseconds of one of these."""
+        """Return the median milliseconds of a function returned by this class."""
         device = self._models.target.device
         return median(timed_ms(fn, device, repeats=self._repeats, graphs=self._graphs))
 

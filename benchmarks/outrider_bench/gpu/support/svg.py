@@ -1,6 +1,6 @@
-"""SVG rendering of a timeline: one row a track, one bar a span, a scale in milliseconds.
+"""SVG rendering of a timeline: one row per track, one bar per span, a scale in milliseconds.
 
-Moments are drawn as marks.
+Spans of length 0 are drawn as marks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from outrider_bench.gpu.support.trace import TrackSpan
 
 _LEFT, _TOP, _ROW, _BAR = 172, 56, 44, 26
 _INSET, _MOST_DEPTH = 5, 2
-"""How much lower a bar lies for each that it lies in, and how often."""
+"""Pixels by which a nested bar is lowered per level, and the maximum number of levels."""
 COLOURS = (
     *("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#6cc5b0", "#9c6b4e", "#97bbf5"),
     *("#ff8ab7", "#1f7a8c", "#8c8c1f", "#7d4e57", "#5b5f97", "#c05621"),
@@ -21,13 +21,13 @@ COLOURS = (
 _IDLE = "#c8c8c8"
 """Colour of idle spans, whose names begin with "wait"."""
 _MIN_LABEL_PX = 7.0
-"""Width of a letter, about: bars that are too short for their name go without."""
+"""Approximate width of a letter in pixels. Bars that are too short for their name have none."""
 
 
 def draw(
     spans: Sequence[TrackSpan], tracks: Sequence[str], *, title: str, width: int = 1200
 ) -> str:
-    """Return the picture as SVG text. Raises ValueError without spans."""
+    """Return the timeline as SVG text. Raises ValueError without spans."""
     if not spans:
         raise ValueError("a timeline needs at least one span")
     start = min(span.start_ms for span in spans)
@@ -56,13 +56,14 @@ def draw(
 
 
 def write_svg(path: Path, spans: Sequence[TrackSpan], tracks: Sequence[str], *, title: str) -> None:
-    """Write the picture."""
+    """Write the timeline to an SVG file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(draw(spans, tracks, title=title), encoding="utf-8")
 
 
 def _nested(spans: Sequence[TrackSpan]) -> Iterator[tuple[TrackSpan, int]]:
-    """The spans of a track, outer ones first, and how many others each lies in."""
+    """Yield the spans of a track, outer ones first, each with the number of spans that contain
+    it."""
     around: list[float] = []
     for span in sorted(spans, key=lambda span: (span.start_ms, -span.end_ms)):
         while around and around[-1] < span.end_ms:
@@ -106,7 +107,7 @@ def _scale(length: float, scale: float, bottom: int) -> list[str]:
 
 
 def _round_step(rough: float) -> float:
-    """Return the next of 1, 2, 5 times a power of ten."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below `rough`."""
     power = 1.0
     while power > rough:
         power /= 10

@@ -1,7 +1,8 @@
 """Timeline of a run of rounds: host spans, device spans, and the gaps between them.
 
 Device spans come from events (`outrider.engine.device.device_timeline`), host spans from wrapped
-methods; `align` puts both on the host's clock. Off a CUDA device there are host spans only.
+methods; `offset_ms` of `device_spans` puts both on the host's clock. Without a CUDA device there
+are only host spans.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from outrider_bench.gpu.support.trace import TrackSpan
 HOST, VERIFY, DRAFT, TRANSFER = "host", "GPU verify", "GPU draft", "transfers"
 TRACKS = (HOST, VERIFY, DRAFT, TRANSFER)
 DEVICE_TRACKS = {"verify": VERIFY, "round": VERIFY, "draft": DRAFT, "transfer": TRANSFER}
-"""Track of a device span, by its name; a fused round is on the verify track."""
+"""Track of a device span, by its name. A fused round is on the verify track."""
 
 
 class HostTimeline:
-    """Times calls on the host; a wrapped object behaves as before."""
+    """Times calls on the host. A wrapped object behaves as before."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -35,7 +36,8 @@ class HostTimeline:
         return (self._clock() - self._origin) * 1000.0
 
     def wrap(self, owner: Any, method: str, name: str, track: str = HOST) -> bool:
-        """Record every call of `owner.method` as `name`; False if there is no such method."""
+        """Record every call of `owner.method` as a span `name`. Return False if there is no such
+        method."""
         original = getattr(owner, method, None)
         if original is None:
             return False
@@ -53,7 +55,8 @@ class HostTimeline:
 
 
 def device_spans(spans: Sequence[Any], offset_ms: float = 0.0) -> list[TrackSpan]:
-    """Spans of a recorder (name, start_ms, end_ms) on their tracks; unknown names are left out."""
+    """Return the spans of a recorder (name, start_ms, end_ms) on their tracks. Spans with unknown
+    names are left out."""
     return [
         TrackSpan(
             DEVICE_TRACKS[span.name], span.name, span.start_ms + offset_ms, span.end_ms + offset_ms
@@ -64,9 +67,11 @@ def device_spans(spans: Sequence[Any], offset_ms: float = 0.0) -> list[TrackSpan
 
 
 def idle_gaps_us(spans: Sequence[TrackSpan]) -> list[float]:
-    """Return the microseconds between the end of a verify forward and the start of the next one,
-    less the drafting (and nothing else) that the device did in between. A fused round drafts inside
-    its own span, so its gap is all idle."""
+    """Return the microseconds between the end of each verify forward and the start of the next one.
+
+    The time in which the device drafted in between is subtracted, and nothing else. A fused round
+    drafts within its own span, so all of its gap is idle.
+    """
     forwards = sorted((s for s in spans if s.track == VERIFY), key=lambda s: s.start_ms)
     drafts = [s for s in spans if s.track == DRAFT]
     gaps = []
@@ -78,13 +83,13 @@ def idle_gaps_us(spans: Sequence[TrackSpan]) -> list[float]:
 
 
 def round_overhead_us(spans: Sequence[TrackSpan]) -> float | None:
-    """Return the median gap; None with fewer than two forwards."""
+    """Return the median gap in microseconds; None with fewer than two forwards."""
     gaps = idle_gaps_us(spans)
     return median(gaps) if gaps else None
 
 
 def split_ms(spans: Sequence[TrackSpan]) -> dict[str, float]:
-    """Median milliseconds of the spans of each name."""
+    """Return the median milliseconds of the spans of each name."""
     by_name: dict[str, list[float]] = {}
     for span in spans:
         by_name.setdefault(f"{span.track}: {span.name}", []).append(span.ms)
@@ -92,8 +97,8 @@ def split_ms(spans: Sequence[TrackSpan]) -> dict[str, float]:
 
 
 def select_rounds(spans: Sequence[TrackSpan], rounds: int, skip: int = 0) -> list[TrackSpan]:
-    """Return the spans of `rounds` rounds after the first `skip`; a round begins with its verify
-    (off a device: with the call that submits it)."""
+    """Return the spans of `rounds` rounds after the first `skip`. A round begins with its verify
+    forward or, without a device, with the call that submits it."""
     starts = sorted(s.start_ms for s in spans if s.track == VERIFY) or sorted(
         s.start_ms for s in spans if s.name == "submit"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TrackSpan:
-    """One bar of a timeline; times in milliseconds on one clock for all tracks."""
+    """One bar of a timeline. Times are in milliseconds, on one clock for all tracks."""
 
     track: str
     name: str
@@ -25,7 +25,7 @@ class TrackSpan:
 
 
 def trace_events(spans: Iterable[TrackSpan], tracks: Sequence[str]) -> list[dict[str, Any]]:
-    """Complete events (`ph` X), microseconds, one thread a track in the given order."""
+    """Return complete events (`ph` X) in microseconds, one thread per track, in the given order."""
     numbers = {track: index for index, track in enumerate(tracks)}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "outrider"}}
@@ -52,7 +52,7 @@ def trace_events(spans: Iterable[TrackSpan], tracks: Sequence[str]) -> list[dict
 def write_trace(
     path: Path, spans: Iterable[TrackSpan], tracks: Sequence[str], **about: object
 ) -> None:
-    """Write a trace file; `about` goes into its metadata."""
+    """Write a trace file; `about` becomes its metadata."""
     content = {
         "traceEvents": trace_events(spans, tracks),
         "displayTimeUnit": "ms",

@@ -20,7 +20,7 @@ from outrider_bench.gpu.support.services import INPROC, ServingSetup, serve_mode
 from outrider_bench.prompts import is_loop
 
 CERTAIN = 0.9985
-"""A probability that rounds to 1 in bfloat16, whose steps below 1 are 1/256."""
+"""Probability that rounds to 1 in bfloat16, whose steps below 1 are 1/256."""
 DEPTH = 12
 NODES, TOP_K = 16, 4
 PROMPTS = 12
@@ -28,9 +28,13 @@ MAX_TOKENS = 64
 
 
 def torn_tree(sums: bool) -> dict[str, int]:
-    """Return a chain of certain nodes of which the better half is kept: how many scores differ, and
-    how many kept nodes can lack an ancestor. Equal scores may be taken in any order; the worst one
-    takes the deepest first. Products are kept in bfloat16, sums in float32."""
+    """Return how many scores of a chain of nearly certain nodes are distinct, and how many kept
+    nodes lack an ancestor.
+
+    Half of the nodes, those with the best scores, are kept. Nodes with equal scores may be kept in
+    any order; the worst order, deepest first, is assumed. Products are computed in bfloat16, sums
+    in float32.
+    """
     if sums:
         step = torch.log(torch.tensor(CERTAIN, dtype=torch.float32))
         scores = torch.cumsum(step.expand(DEPTH), 0)
@@ -44,13 +48,13 @@ def torn_tree(sums: bool) -> dict[str, int]:
 
 
 class ProductGrowth(BeamGrowth):
-    """Tree growth ranked by bfloat16 products of probabilities (ties go to parents, so that its
-    trees stay connected)."""
+    """Tree growth ranked by bfloat16 products of probabilities. Ties go to parents, so that its
+    trees stay connected."""
 
     def __init__(self, *, num_nodes: int, top_k: int, depth: int) -> None:
         super().__init__(num_nodes=num_nodes, top_k=top_k, depth=depth)
         self.products: list[float] = []
-        """Product of every candidate, in their order."""
+        """Product of each candidate, in the order of the candidates."""
 
     def _best(self) -> list[int]:
         for node in range(len(self.products), len(self._scores)):
@@ -70,8 +74,8 @@ def _bfloat16(value: float) -> float:
 
 
 def tree_acceptance(bench: Bench) -> dict[str, dict[str, object]]:
-    """Return the tokens per round of greedy trees of the real model, ranked either way; loops left
-    out."""
+    """Return the tokens per round of greedy trees of the real model, ranked either way. Answers
+    that loop are left out."""
     models = bench.real()
     setup = sized(bench, ServingSetup(placement=INPROC, draft_length=NODES, top_k=TOP_K))
     prompts = bench.prompts()[:PROMPTS]
@@ -99,7 +103,7 @@ def tree_acceptance(bench: Bench) -> dict[str, dict[str, object]]:
 
 @contextmanager
 def _growth(kind: type[BeamGrowth]) -> Iterator[None]:
-    """Let drafters of this process grow trees by `kind`."""
+    """Make drafters of this process grow trees by `kind`."""
     original = drafter_growth.BeamGrowth
     drafter_growth.BeamGrowth = kind  # type: ignore[misc]
     try:

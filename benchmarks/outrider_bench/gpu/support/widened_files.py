@@ -1,4 +1,4 @@
-"""Writes a widened model and head to disk, as checkpoints that load like any other."""
+"""Output of a widened model and head to disk, as checkpoints that load like any other."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def write_head(
 
 
 def copy_tokenizer(model: Path, out: Path) -> None:
-    """Copy the tokenizer's files, as far as there are any."""
+    """Copy those files of the tokenizer that exist."""
     for name in _TOKENIZER_FILES:
         if model.is_dir() and (model / name).is_file():
             shutil.copyfile(model / name, out / name)

@@ -39,7 +39,7 @@ LAYER_MATRICES: Final = {
     "mlp.up_proj": ("inner", "hidden"),
     "mlp.down_proj": ("hidden", "inner"),
 }
-"""Output and input axis of every matrix of a layer."""
+"""Output and input axes of every matrix of a layer."""
 LAYER_NORMS: Final = ("input_layernorm", "post_attention_layernorm")
 _LAYER_NAME: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 _WRITERS: Final = ("o_proj", "down_proj")
@@ -81,7 +81,7 @@ def widen_target(
 
 
 class WidenedTarget:
-    """The widened target as a `TensorSource`: tensors are made when they are asked for."""
+    """Widened target as a `TensorSource`. Tensors are created when they are requested."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class WidenedTarget:
         """Configuration of the widened model; its output projection is never tied."""
 
     def names(self) -> list[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         names = ["model.embed_tokens.weight"]
         for layer in range(self.config.num_layers):
             parts = (*LAYER_NORMS[:1], *LAYER_MATRICES, *LAYER_NORMS[1:])
@@ -114,7 +114,7 @@ class WidenedTarget:
         return name in self.names()
 
     def get(self, name: str) -> Tensor:
-        """Return the widened tensor. Raises InvalidRequestError for a name that there is not."""
+        """Return the widened tensor. Raises InvalidRequestError for an unknown name."""
         canvas = self._canvas
         if name == "model.norm.weight":
             return canvas.norm(self._source.get(name))
@@ -143,9 +143,9 @@ def widen_head(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the `config.json` and the tensors of the head of a widened target.
 
-    `tensors` are those of the head's checkpoint, `config` its configuration, `target` that of the
-    target before widening. An embedding of its own is dropped: the head reads the widened
-    target's. Raises InvalidRequestError for a head that cannot be widened.
+    `tensors` are those of the head's checkpoint, `config` is its configuration, and `target` is the
+    target's configuration before widening. An embedding of the head's own is dropped, because the
+    head reads the widened target's. Raises InvalidRequestError for a head that cannot be widened.
     """
     if config.kind != "eagle3" or config.fc_norm or config.norm_before_fc:
         raise InvalidRequestError("only EAGLE-3 heads without norms before fc can be widened")
@@ -180,7 +180,7 @@ def _head_tensor(canvas: _Canvas, name: str, tensor: Tensor) -> Tensor:
 
 
 def _layer_tensor(canvas: _Canvas, part: str, old: Tensor | None) -> Tensor:
-    """Return a tensor of a target's layer; `old` None is an added layer."""
+    """Return a tensor of a target's layer. In an added layer `old` is None."""
     if part in LAYER_NORMS:
         return canvas.norm(old)
     if part not in LAYER_MATRICES:
@@ -190,7 +190,7 @@ def _layer_tensor(canvas: _Canvas, part: str, old: Tensor | None) -> Tensor:
 
 
 class _Canvas:
-    """Where the live part of a tensor lies in the widened one, and what fills the rest."""
+    """Layout of the original values in a widened tensor, and the values that fill the rest."""
 
     def __init__(
         self,
@@ -223,7 +223,8 @@ class _Canvas:
         }
 
     def norm(self, old: Tensor | None) -> Tensor:
-        """Return a norm's weight: live ones scaled, the others near one (their input is zero)."""
+        """Return the weight of a norm: original values scaled, added ones near one (their input is
+        zero)."""
         live, size = self._axes["hidden"]
         dtype = self._dtype or (torch.float32 if old is None else old.dtype)
         result = 1.0 + self._noise((size,), torch.float32)
@@ -232,7 +233,7 @@ class _Canvas:
         return result.to(dtype)
 
     def matrix(self, old: Tensor | None, rows: str, cols: str, base: Base) -> Tensor:
-        """[out, in] with `old` at the live rows and columns."""
+        """Return a matrix [out, in] with `old` at the original rows and columns."""
         live_cols, width = self._axes[cols]
         if rows == "rows":
             assert old is not None
@@ -269,7 +270,8 @@ class _Canvas:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Return the bytes of weights that one forward reads: all layers and the output projection."""
+    """Return the bytes of weights that one forward pass reads: all layers and the output
+    projection."""
     hidden, dim = config.hidden_size, config.head_dim
     attention = (2 * config.num_heads + 2 * config.num_kv_heads) * dim * hidden
     layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden
