@@ -13,6 +13,8 @@ draft_sampling.py          Draft token selection: the children of every draft ro
                            rule.
 gguf.py                    GGUF reader: configuration, tensors under Hugging Face names, tokenizer
                            metadata.
+invariant_segments.py      Batch-invariant attention of ragged segments on CPUs: a row's bits
+                           depend only on its path.
 kv_cache.py                KV cache: one pool of fixed-size blocks that holds the keys and values
                            of many sequences.
 layers.py                  Decoder layer of Llama-style models: fused weights, rotary embedding and

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.attention import SegmentPlan, attend_segment
+from outrider.engine.attention import SegmentPlan
 from outrider.engine.heads.layers import rms_norm
+from outrider.engine.invariant_segments import InvariantSegmentPlan
 from outrider.engine.linear import Linear
 
 
@@ -74,7 +75,7 @@ class LayerContext:
     norm_eps: float
     rotations: Tensor
     """Rotary factors, complex64 [R, Q + 2G, d/2]. They are 1 for the value heads."""
-    segments: Sequence[SegmentPlan]
+    segments: Sequence[SegmentPlan | InvariantSegmentPlan]
     attention_RQd: Tensor
     """Attention output [R, Q * d], reused by every layer. Rows outside all segments stay zero."""
 
@@ -87,7 +88,7 @@ def run_layer(weights: LayerWeights, index: int, x_RH: Tensor, shared: LayerCont
         qkv = norm_heads(qkv, weights.qk_norms, shared.norm_eps)
     qkv = rotate(qkv, shared.rotations)
     for plan in shared.segments:
-        context = attend_segment(plan, index, qkv[plan.rows], shared.num_heads)
+        context = plan.attend(index, qkv[plan.rows], shared.num_heads)
         shared.attention_RQd[plan.rows].view(context.shape).copy_(context)
     x_RH = weights.o_proj.add(shared.attention_RQd, x_RH)
     normed = rms_norm(x_RH, weights.post_norm, shared.norm_eps)

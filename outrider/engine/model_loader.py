@@ -31,7 +31,7 @@ from outrider.engine.linear import Linear, can_pack, make_linear
 from outrider.engine.matmul_tuning import has_memory_for_copies
 from outrider.engine.target import ModelWeights, TargetModel
 from outrider.engine.weight_copies import WeightCopies
-from outrider.errors import InvalidRequestError
+from outrider.errors import FailedPreconditionError, InvalidRequestError
 
 
 def load_target(
@@ -43,6 +43,7 @@ def load_target(
     block_tokens: int = 16,
     packed: bool = True,
     copies: WeightCopies | None = None,
+    batch_invariant: bool = False,
 ) -> TargetModel:
     """Load a model from a safetensors directory or a `.gguf` file.
 
@@ -50,12 +51,24 @@ def load_target(
     configuration and is called after the weights are allocated. The size is rounded up to blocks of
     `block_tokens`. `packed=False` keeps plain weights. With `copies`, background threads fill the
     weights, which are undefined until `copies.wait` returns; with None, the weights are filled
-    before this function returns. Raises NotFoundError and InvalidRequestError; with `copies`, the
-    threads report a tensor that is missing, damaged or of a wrong shape.
+    before this function returns. `batch_invariant`: forwards on this CPU give a row the same bits
+    whatever the batch holds beside its path; this needs packed weights.
+
+    Raises NotFoundError, InvalidRequestError, and FailedPreconditionError if `batch_invariant` is
+    set and the weights cannot be packed. With `copies`, the threads report a tensor that is
+    missing, damaged or of a wrong shape.
     """
+    if batch_invariant and not (packed and can_pack(dtype, torch.device(device))):
+        raise FailedPreconditionError(
+            f"batch_invariant on a CPU needs packed weights, which {dtype} on {device} does not "
+            "have here; use another dtype or a GPU",
+            reason="BATCH_INVARIANT",
+        )
     source = open_checkpoint(path)
     config = load_model_config(path)
-    weights = WeightLoader(source, config, dtype, torch.device(device), packed, copies).load()
+    weights = WeightLoader(
+        source, config, dtype, torch.device(device), packed, copies, batch_invariant
+    ).load()
     tokens = kv_tokens(config) if callable(kv_tokens) else kv_tokens
     pool = KVPool(
         num_layers=config.num_layers,
@@ -66,7 +79,7 @@ def load_target(
         dtype=dtype,
         device=device,
     )
-    target = TargetModel(config, weights, pool)
+    target = TargetModel(config, weights, pool, batch_invariant=batch_invariant)
     if copies is not None:
         # Start the copies last, because the size of the pool may depend on the free memory.
         copies.start()
@@ -138,6 +151,7 @@ class WeightLoader:
         device: torch.device,
         packed: bool,
         copies: WeightCopies | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """With `copies`, background threads make all copies; only for weights that are not packed.
         Raises ValueError if the weights would be packed."""
@@ -149,7 +163,12 @@ class WeightLoader:
         self._device = device
         self._copies = copies
         size = _weight_bytes(config, dtype) if packed else 0
-        self._make = partial(make_linear, packed=packed, keep_plain=has_memory_for_copies(size))
+        self._make = partial(
+            make_linear,
+            packed=packed,
+            keep_plain=has_memory_for_copies(size),
+            batch_invariant=batch_invariant,
+        )
 
     def load(self) -> ModelWeights:
         """Load all weights, layer by layer. Raises InvalidRequestError if a shape does not match

@@ -17,6 +17,7 @@ from outrider.checkpoints.head_config import FINAL_NORM
 from outrider.checkpoints.model_config import ModelConfig
 from outrider.engine.attention import SegmentPlan, plan_segment
 from outrider.engine.heads.layers import rms_norm, scaled_inverse_frequencies
+from outrider.engine.invariant_segments import InvariantSegmentPlan, plan_invariant_segment
 from outrider.engine.kv_cache import KVPool, KVSequence
 from outrider.engine.layers import LayerContext, LayerWeights, rotations, run_layer
 from outrider.engine.linear import Linear, PlainLinear, min_rows
@@ -88,8 +89,18 @@ class ModelWeights:
 class TargetModel:
     """Runs forwards; owns the weights and the KV pool."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, pool: KVPool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        pool: KVPool,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
+        """`batch_invariant`: on a CPU, `forward` gives a row the same bits whatever the batch holds
+        beside its path. This needs weights whose products pad single rows (see `load_target`)."""
         self.config = config
+        self._batch_invariant = batch_invariant
         self.pool = pool
         self.weights = weights
         self._min_rows = min_rows(
@@ -163,20 +174,11 @@ class TargetModel:
         return ForwardOutput(logits=logits, taps=taps)
 
     def _prepare(self, batch: ForwardBatch, num_rows: int) -> LayerContext:
-        config, plans = self.config, list[SegmentPlan]()
+        config, plans = self.config, list[SegmentPlan | InvariantSegmentPlan]()
         start = 0
         for segment in batch.segments:
             segment.sequence.begin(segment.positions)
-            plan = plan_segment(
-                segment.sequence,
-                self.pool,
-                slice(start, start + segment.num_rows),
-                mask=segment.mask,
-                window=config.sliding_window,
-                num_heads=config.num_heads,
-                dtype=self.dtype,
-            )
-            plans.append(plan)
+            plans.append(self._plan(segment, slice(start, start + segment.num_rows)))
             start += segment.num_rows
         positions = torch.cat([segment.positions for segment in batch.segments])
         # Padding rows belong to no segment: they attend to nothing and are dropped.
@@ -197,6 +199,26 @@ class TargetModel:
             ),
             segments=plans,
             attention_RQd=self.embedding.new_zeros((num_rows + padding, width)),
+        )
+
+    def _plan(self, segment: Segment, rows: slice) -> SegmentPlan | InvariantSegmentPlan:
+        if self._batch_invariant:
+            return plan_invariant_segment(
+                segment.sequence,
+                self.pool,
+                rows,
+                mask=segment.mask,
+                window=self.config.sliding_window,
+                dtype=self.dtype,
+            )
+        return plan_segment(
+            segment.sequence,
+            self.pool,
+            rows,
+            mask=segment.mask,
+            window=self.config.sliding_window,
+            num_heads=self.config.num_heads,
+            dtype=self.dtype,
         )
 
     def _final_norm(self, x: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch-invariant",
         action=argparse.BooleanOptionalAction,
-        help="Compute the same bits for a token whatever runs beside it. GPUs only.",
+        help="Compute the same bits for a token whatever runs beside it.",
     )
     parser.add_argument(
         "--simulated-acceptance",

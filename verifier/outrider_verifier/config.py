@@ -98,9 +98,9 @@ class VerifierConfig:
     cuda_graphs: bool = True
     """Whether rounds are replayed from CUDA graphs; otherwise kernels are launched one by one."""
     batch_invariant: bool = False
-    """Whether a token's KV and logits on a GPU have the same bits whatever runs beside it: any
-    draft, batch, prompt chunk or prefix hit. Greedy and coupled output in bfloat16 is then the same
-    with and without speculation. It needs a CUDA device and dense weights."""
+    """Whether a token's KV and logits have the same bits whatever runs beside it: any draft, batch,
+    prompt chunk or prefix hit. Greedy and coupled output is then the same with and without
+    speculation. It needs dense weights, and a CPU needs a drafter in another process."""
     dtype: Annotated[str, OneOf(DTYPES)] = "float32"
     """Compute dtype of the target, float32 or bfloat16; features are sent in the same dtype."""
     device: str = "cpu"
@@ -398,9 +398,11 @@ class VerifierConfig:
                 "draft_length must not be greater than max_tree_nodes",
             )
         parse_rates(self.simulated_acceptance, self.draft_length)
+        drafts_here = self.has_in_process_drafter or self.exchanges_on_device
         _require(
-            not self.batch_invariant or self.is_on_cuda,
-            f"batch_invariant needs a CUDA device, device is {self.device}",
+            not self.batch_invariant or self.is_on_cuda or not drafts_here,
+            f"batch_invariant on device {self.device} needs placement {SEPARATE} without "
+            "device_exchange",
         )
 
 

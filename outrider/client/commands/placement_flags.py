@@ -73,7 +73,7 @@ def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-invariant",
         action="store_true",
         help="Compute the same bits for a token whatever runs beside it. Greedy and coupled output "
-        "in bfloat16 then does not depend on speculation or load. GPUs only.",
+        "then does not depend on speculation or load.",
     )
     add(
         "--busy-polling-cores",

@@ -94,7 +94,7 @@ class LocalFleetConfig:
     cuda_graphs: bool = True
     """Whether GPUs replay rounds from CUDA graphs."""
     batch_invariant: bool = False
-    """Whether verifiers on GPUs compute the same bits for a token whatever runs beside it."""
+    """Whether verifiers compute the same bits for a token whatever runs beside it."""
     simulated_acceptance: str = ""
     """Benchmark only: accept drafts at random, as the verifier's key of this name describes."""
     listen: str = "127.0.0.1:0"

@@ -58,6 +58,25 @@ def test_a_packed_row_does_not_depend_on_how_many_rows_there_are(dtype: torch.dt
 
 
 @needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(960, 576), (576, 1536)])
+def test_batch_invariant_layers_keep_the_bits_of_every_row(
+    dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    if not can_pack(dtype, CPU):
+        return
+    layer = make_linear(weight(*shape).to(dtype), batch_invariant=True)
+    x, residual = inputs(200, shape[1]).to(dtype), inputs(200, shape[0]).to(dtype)
+    with torch.inference_mode():
+        results = layer(x), layer.add(x, residual)
+        for rows in (1, 2, 15, 16, 17, 32, 33, 40, 64, 96, 130):
+            assert torch.equal(layer(x[:rows]), results[0][:rows]), f"{rows} rows"
+            assert torch.equal(layer.add(x[:rows], residual[:rows]), results[1][:rows])
+            single = layer(x[rows : rows + 1])
+            assert torch.equal(single, results[0][rows : rows + 1]), f"row {rows} alone"
+
+
+@needs_packing
 def test_the_packed_layer_is_chosen_and_does_not_share_the_weight() -> None:
     plain = weight()
     layer = make_linear(plain)

@@ -50,11 +50,22 @@ def test_flags_of_the_verifier_fill_its_configuration(tmp_path: Path) -> None:
         {"simulated_acceptance": "0.5,0.5"},
         {"simulated_acceptance": "0.5,0.5,1.5"},
         {"simulated_acceptance": "nan"},
+        {"batch_invariant": True, "placement": "fused", "feature_head": "h"},
+        {"batch_invariant": True, "device_exchange": "on", "feature_head": "h"},
     ],
 )
 def test_a_verifier_configuration_out_of_range_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError):
         load_config(VerifierConfig, None, changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"device": "cuda", "placement": "fused", "feature_head": "h"}]
+)
+def test_batch_invariance_is_for_gpus_and_for_cpus_without_a_head(
+    changes: dict[str, object],
+) -> None:
+    assert load_config(VerifierConfig, None, {"batch_invariant": True, **changes}).batch_invariant
 
 
 @pytest.mark.parametrize(

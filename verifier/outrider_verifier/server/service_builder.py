@@ -178,6 +178,7 @@ def _load_target(config: VerifierConfig, path: Path, copies: WeightCopies | None
         # Kernels read weights as they are; a CPU's packed ones have a layout of their own.
         packed=not uses_gpu_runner(config),
         copies=copies,
+        batch_invariant=config.batch_invariant and not config.is_on_cuda,
     )
 
 

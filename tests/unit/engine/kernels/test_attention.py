@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.attention import attend_segment, plan_segment
+from outrider.engine.attention import plan_segment
 from outrider.engine.kernels.attention.config import (
     AttentionConfig,
 )
@@ -350,7 +350,7 @@ def test_twin_is_the_attention_of_the_engine() -> None:
         num_heads=heads,
         dtype=torch.float32,
     )
-    expected = attend_segment(plan, 0, qkv, heads)
+    expected = plan.attend(0, qkv, heads)
     got = tree_attention_torch(
         qkv[:, :heads],
         pool.storage[0, 0],

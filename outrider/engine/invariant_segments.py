@@ -1,0 +1,155 @@
+"""Batch-invariant attention of ragged segments on CPUs: a row's bits depend only on its path.
+
+Shapes are those of `attention`. Each row reads the keys of its own path in the order of their
+positions: the committed slots, then the nodes from the root of a draft tree to the row. The rows of
+one path are computed together, with the number of queries padded to a multiple of QUERY_ROWS and
+the number of keys to a multiple of `key_block`. With these sizes PyTorch's attention on x86 gives a
+row the same bits among any other rows and beside any number of hidden keys. This was found by
+comparison and is not documented by PyTorch, so tests compare it (torch 2.13: 16-bit dtypes keep
+their bits with blocks of 64 keys, float32 with the 512 keys that PyTorch multiplies at once).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outrider.engine.kv_cache import KVPool, KVSequence
+
+QUERY_ROWS: Final = 8
+"""The number of queries of a path is padded to a multiple of this."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SegmentPath:
+    """Rows of one segment that lie on the same path."""
+
+    rows: Tensor
+    """Rows of the segment, int64 [n], in the order of their positions."""
+    read_slots: Tensor
+    """Pool slots of the path in the order of positions, int64 [C], padded."""
+    mask: Tensor
+    """Additive mask [n padded, C] in the model's dtype."""
+
+
+@dataclass(slots=True, kw_only=True)
+class InvariantSegmentPlan:
+    """Read and write positions of one segment in the pool, shared by all layers of a forward."""
+
+    rows: slice
+    write_slots: Tensor
+    """Pool slots of the segment's rows, int64 [N]."""
+    storage: tuple[Tensor, ...]
+    """Keys and values of the whole pool per layer [2, G, S, d]."""
+    paths: tuple[SegmentPath, ...]
+
+    def attend(self, layer: int, qkv_NDd: Tensor, num_heads: int) -> Tensor:
+        """Write this segment's keys and values to the pool, then attend. Return [N, G, g, d].
+
+        qkv [N, Q + 2G, d] holds the query heads, then the key heads, then the value heads.
+        """
+        count, _, dim = qkv_NDd.shape
+        stored = self.storage[layer]
+        new_2GNd = qkv_NDd[:, num_heads:].view(count, 2, -1, dim).permute(1, 2, 0, 3)
+        stored.index_copy_(2, self.write_slots, new_2GNd)
+        group = num_heads // stored.shape[1]
+        queries = qkv_NDd[:, :num_heads].view(count, stored.shape[1], group, dim)
+        result = torch.empty_like(queries)
+        for path in self.paths:
+            used, padded = path.rows.shape[0], path.mask.shape[0]
+            q_GgNd = F.pad(queries[path.rows].permute(1, 2, 0, 3), (0, 0, 0, padded - used))
+            gathered = stored.index_select(2, path.read_slots)
+            keys, values = gathered[:, :, None].expand(-1, -1, group, -1, -1).unbind()
+            context = F.scaled_dot_product_attention(q_GgNd, keys, values, attn_mask=path.mask)
+            result[path.rows] = context[:, :, :used].permute(2, 0, 1, 3)
+        return result
+
+
+def plan_invariant_segment(
+    sequence: KVSequence,
+    pool: KVPool,
+    rows: slice,
+    *,
+    mask: Tensor | None,
+    window: int | None,
+    dtype: torch.dtype,
+) -> InvariantSegmentPlan:
+    """Return the plan of the rows that `sequence.begin` has reserved.
+
+    mask: see `target.Segment`; the rows that a row sees must be its path.
+    """
+    start, count = sequence.len, rows.stop - rows.start
+    slots = sequence.slots(0, start + count)
+    positions = sequence.positions(0, start + count)
+    paths = []
+    for members, entries in _paths(start, count, mask):
+        own = entries.shape[0] - members.shape[0] + torch.arange(members.shape[0])
+        paths.append(
+            SegmentPath(
+                rows=members,
+                read_slots=_pad_slots(slots[entries], dtype),
+                mask=_path_mask(positions[entries], own, window, dtype),
+            )
+        )
+    return InvariantSegmentPlan(
+        rows=rows,
+        write_slots=slots[start:],
+        storage=pool.storage.unbind(1),
+        paths=tuple(paths),
+    )
+
+
+def key_block(dtype: torch.dtype) -> int:
+    """Return the number of keys to a multiple of which those of a path are padded."""
+    return 512 if dtype.itemsize > 2 else 64
+
+
+def _paths(start: int, count: int, mask: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    """Return the rows and the slots of each path of a segment with `start` committed slots.
+
+    The last rows of a path are those of the pair's first element; every row is in one pair.
+    """
+    if mask is None:
+        return [(torch.arange(count), torch.arange(start + count))]
+    span = mask.shape[1]
+    older = torch.arange(start + count - span)
+    found = []
+    missing = torch.ones(count, dtype=torch.bool)
+    # Children come after their parents, so that a path is found from its end.
+    for leaf in range(count - 1, -1, -1):
+        if not missing[leaf]:
+            continue
+        seen = mask[leaf].nonzero().flatten()
+        members = seen[seen >= span - count] - (span - count)
+        # Rows before the first missing one were computed with another leaf.
+        members = members[int(missing[members].nonzero()[0]) :]
+        missing[members] = False
+        found.append((members, torch.cat((older, seen + len(older)))))
+    return found
+
+
+def _pad_slots(slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Repeat the first slot, which is hidden there, up to a multiple of the key block."""
+    padding = -len(slots) % key_block(dtype)
+    return torch.cat((slots, slots[:1].expand(padding)))
+
+
+def _path_mask(positions: Tensor, own: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask of rows that are the entries `own` of a path.
+
+    positions: of the path's entries, int64 [c].
+    """
+    entry = torch.arange(len(positions))
+    visible = entry <= own[:, None]
+    if window is not None:
+        visible &= positions > positions[own][:, None] - window
+    # Padding rows see the first entry: a row that sees nothing would be NaN.
+    shape = (len(own) + -len(own) % QUERY_ROWS, len(entry) + -len(entry) % key_block(dtype))
+    additive = torch.full(shape, float("-inf"), dtype=dtype)
+    additive[:, 0] = 0
+    additive[: len(own), : len(entry)] = torch.where(visible, 0.0, float("-inf")).to(dtype)
+    return additive
