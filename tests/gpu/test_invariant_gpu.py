@@ -238,6 +238,15 @@ async def test_texts_do_not_depend_on_drafts(
         return [tokens for tokens, _ in found]
 
     expected = await texts(SpeculationPlan(), None)
+    # The same prompts at once: each session computes them, and their KV is compared.
+    twice = prompts[4:] * 2
+    async with serving(
+        tiny_target, batch_invariant=True, check_prefix_kv=True, **BFLOAT16
+    ) as service:
+        await run_all(service, SpeculationPlan(), SAMPLINGS[sampling], prompts=twice)
+        counters = service.core.counters
+        assert counters["prefix_kv_comparisons"] > 0
+        assert counters["prefix_kv_differences"] == 0
     for placement in ("colocated", "fused"):
         for top_k, nodes in ((1, 3), (3, 8)):
             plan = SpeculationPlan(method=OWN.method, draft_tokens=nodes)

@@ -121,6 +121,9 @@ class VerifierConfig:
     """Whether sessions reuse the KV blocks of earlier sessions with the same prompt prefix. Blocks
     are kept until their memory is needed. Disable it to close a cross-tenant timing side
     channel."""
+    check_prefix_kv: bool = False
+    """For debugging of batch_invariant: when the KV of a cached prefix was computed again, compare
+    the bits of both, and log and count a difference. Each comparison waits for the device."""
     max_sessions: int = 64
     """Maximum number of sessions that run at once, with KV; others wait."""
     max_waiting: int = 64

@@ -11,13 +11,18 @@ features that a drafter process needs.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from outrider.engine.kv_cache import KVPool
 from outrider_verifier.exchange.feature_store import FeatureStore
 from outrider_verifier.state.session import Session
+
+logger = logging.getLogger(__name__)
 
 _Key = tuple[int, bytes]
 """Number of the previous block, and the key tokens. For a first block, a value made from the first
@@ -49,12 +54,15 @@ class PrefixCache:
         drafted: Callable[[Session], bool],
         feature_bytes: int,
         counters: Counter[str],
+        compares_kv: bool = False,
     ) -> None:
-        """`store` holds the features of sessions in chunks; a block is a whole number of chunks.
-        `drafted` returns whether the in-process drafter has the KV of the session's whole prefix.
-        `feature_bytes` is the maximum host memory of the features of cached blocks."""
+        """Create an empty cache. `store` holds the features of sessions in chunks; a block is a
+        whole number of chunks. `drafted` returns whether the in-process drafter has the KV of the
+        session's whole prefix. `feature_bytes` is the maximum host memory of the features of cached
+        blocks. `compares_kv`: if a session leaves a block whose prefix is cached already, compare
+        the KV of both."""
         self._pool, self._store, self._drafted = pool, store, drafted
-        self._counters = counters
+        self._counters, self._compares_kv = counters, compares_kv
         self._kept: dict[_Key, _CachedBlock] = {}
         self._of_block: dict[int, _CachedBlock] = {}
         self._numbers = itertools.count(1)
@@ -166,7 +174,10 @@ class PrefixCache:
         if kept is None:
             kept = self._kept[key] = _CachedBlock(next(self._numbers), key, block, drafted)
             self._hold(kept)
-        elif drafted and not kept.has_draft_kv:
+            return kept
+        if self._compares_kv and kept.block != block:
+            self._compare_kv(kept.block, block)
+        if drafted and not kept.has_draft_kv:
             # A block that also holds draft KV serves more sessions.
             if kept.block != block:
                 del self._of_block[kept.block]
@@ -175,6 +186,20 @@ class PrefixCache:
                 self._hold(kept)
             kept.has_draft_kv = True
         return kept
+
+    def _compare_kv(self, cached: int, computed: int) -> None:
+        """Compare the bits of two blocks with the KV of the same prefix; log a difference."""
+        size = self._pool.block_tokens
+        first, second = (
+            self._pool.storage.narrow(3, block * size, size) for block in (cached, computed)
+        )
+        self._counters["prefix_kv_comparisons"] += 1
+        if not torch.equal(first, second):
+            self._counters["prefix_kv_differences"] += 1
+            logger.error(
+                "the KV of a prefix has other bits than before",
+                extra={"cached_block": cached, "computed_block": computed},
+            )
 
     def _hold(self, kept: _CachedBlock) -> None:
         other = self._of_block.get(kept.block)

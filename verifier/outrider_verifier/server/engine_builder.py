@@ -144,6 +144,7 @@ def _prefixes(
         drafted=runner.has_draft_kv,
         feature_bytes=config.feature_budget_mb << 20,
         counters=counters,
+        compares_kv=config.check_prefix_kv,
     )
 
 

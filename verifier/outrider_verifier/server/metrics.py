@@ -57,6 +57,8 @@ _COUNTERS = {
     "prefill_tokens": "Tokens prefilled, including recomputation after preemption",
     "prefix_cache_query_tokens": "Tokens looked up in the prefix cache, for sessions without KV",
     "prefix_cache_hit_tokens": "Tokens whose KV was found in the prefix cache",
+    "prefix_kv_comparisons": "Blocks compared with the cached KV of the same prefix, for debugging",
+    "prefix_kv_differences": "Compared blocks whose KV had other bits",
     "proposed_tokens": "Draft nodes verified",
     "accepted_tokens": "Draft nodes accepted",
     "fallback_rounds": "Session rounds that wanted a proposal and had none",
@@ -133,7 +135,7 @@ class RoundMedians:
 
     @property
     def overhead_ms(self) -> float:
-        """Median time of a round, its wait included, in which no model ran, in milliseconds."""
+        """Median time, in milliseconds, in which no model ran during a round and the wait before it."""
         return _median_ms(self._overhead)
 
     @property

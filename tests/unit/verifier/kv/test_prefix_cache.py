@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from outrider_verifier.kv.prefix_cache import PrefixCache
 from outrider_verifier.server import engine_builder
 
@@ -237,6 +238,24 @@ async def test_a_preempted_session_finds_what_it_had_written() -> None:
         assert (await run).tokens == rig.reference(spec)
         assert rig.service.core.counters["preemptions_recompute"] == 1
         assert found(rig) >= 28
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+async def test_kv_of_a_prefix_that_is_computed_again_is_compared(
+    is_damaged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with verifier(check_prefix_kv=True) as rig:
+        counters, storage = rig.service.core.counters, rig.target.pool.storage
+        await rig.attach(good_chain(rig.target))
+        # A session without a drafter leaves no features, so that the next one computes its prompt.
+        await check(rig, make_spec("a", prompt=PROMPT, **PLAIN))
+        if is_damaged:
+            storage.add_(torch.arange(storage.shape[3])[:, None])
+        await check(rig, make_spec("b", prompt=PROMPT))
+        compared = counters["prefix_kv_comparisons"]
+        assert compared >= 5
+        assert counters["prefix_kv_differences"] == (compared if is_damaged else 0)
+        assert ("the KV of a prefix has other bits" in caplog.text) == is_damaged
 
 
 async def test_switched_off_nothing_is_kept() -> None:
