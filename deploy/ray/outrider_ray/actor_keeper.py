@@ -36,7 +36,8 @@ class ActorKeeper:
     """Keeps the actor with one name alive."""
 
     def __init__(self, name: str, serve: Callable[[], Awaitable[RayEndpoint]]) -> None:
-        """`serve` starts the actor, or finds a running one, and waits until it is ready."""
+        """Create a keeper of the actor `name`. `serve` starts the actor, or finds a running one,
+        and waits until it is ready."""
         self.name = name
         self._serve = serve
         self._endpoint: RayEndpoint | None = None
@@ -57,7 +58,7 @@ class ActorKeeper:
         logger.info("actor started", extra=facts)
 
     def keep(self) -> None:
-        """Start to replace the actor whenever it dies."""
+        """Begin to replace the actor whenever it dies."""
         self._task = asyncio.create_task(self._keep())
 
     async def stop(self, drain_timeout_s: float = 0.0) -> None:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 ServiceT = TypeVar("ServiceT", "VerifierService", "DrafterService")
 
 LOST_GRACE_S = 1.0
-"""Seconds between the loss of a device and the end of its actor, in which sessions receive the
-error."""
+"""Seconds between the loss of a device and the end of its actor. During this time sessions receive
+the error."""
 
 
 @asynccontextmanager

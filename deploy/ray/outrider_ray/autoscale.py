@@ -105,8 +105,8 @@ Action = Create | Drain
 
 @dataclass(slots=True)
 class Memory:
-    """Times since which a pool is hot or cold, and time of its last change, in seconds of one
-    clock."""
+    """Start times of a pool's hot and cold states (None if it is not in that state), and time of
+    its last change (None if it never changed). All times are in seconds of one clock."""
 
     hot_since: float | None = None
     cold_since: float | None = None
@@ -124,20 +124,22 @@ class Memories:
     def note(
         self, pools: Mapping[MemberRole, PoolState], config: AutoscaleConfig, now: float
     ) -> None:
-        """Update since when each pool is hot or cold, at time `now`."""
+        """Update the start times of the hot and cold states of all pools. `now`: present time in
+        seconds."""
         for role, pool in pools.items():
             memory = self.of[role]
             memory.hot_since = _since(memory.hot_since, is_hot(pool, config), now)
             memory.cold_since = _since(memory.cold_since, is_cold(pool, config), now)
 
     def changed(self, role: MemberRole, now: float) -> None:
-        """Record a change of this pool, which invalidates earlier measurements."""
+        """Record that this pool changed at time `now`, and forget the start times of its hot and
+        cold states."""
         self.of[role] = Memory(changed_at=now)
 
 
 def plan_scaling(state: PoolState, config: AutoscaleConfig, now: float) -> Action | None:
-    """Return the change that a pool needs now, or None. `now` is in seconds of the clock of
-    `state`."""
+    """Return the change that a pool needs now, or None. `now`: present time in seconds, on the
+    clock of the times in `state`."""
     steady = all(each.ready and not each.leaving for each in state.members)
     cooling = state.changed_at is not None and now - state.changed_at < config.cool_down_s
     if not steady or cooling:

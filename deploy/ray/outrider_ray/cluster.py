@@ -20,10 +20,10 @@ from outrider_ray.config import RayFleetConfig
 logger = logging.getLogger(__name__)
 
 NICENESS = "RAY_worker_niceness"
-"""Environment variable with the niceness of Ray's workers. With Ray's default of 15, an actor gets
-only a thirtieth of a core that another process wants, too."""
+"""Environment variable that sets the niceness of Ray's workers. With Ray's default of 15, an actor
+gets only a thirtieth of a core that it shares with another busy process."""
 STOP_RAY_S = 10.0
-"""Seconds that Ray has to stop itself before its local processes are killed."""
+"""Seconds that Ray gets to stop by itself before its local processes are killed."""
 _OBJECT_STORE_BYTES = 256 << 20
 """Bytes of shared memory of a local Ray, which only holds large frames in flight."""
 _PROC = Path("/proc")

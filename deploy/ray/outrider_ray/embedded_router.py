@@ -25,7 +25,8 @@ from outrider_ray.config import RayFleetConfig, router_config
 logger = logging.getLogger(__name__)
 
 READY_WAIT_S = 15.0
-"""Maximum wait of the ready line, in seconds, for healthy verifiers with drafters attached."""
+"""Maximum time in seconds for which the ready line is delayed until all verifiers are healthy and
+all drafters serve."""
 _LOOK_S = 0.05
 
 

@@ -23,7 +23,8 @@ from outrider_ray.cluster import NICENESS
 logger = logging.getLogger(__name__)
 
 STOP_S = 40.0
-"""Seconds that a node has to end before it is killed: more than the 30 s of Ray's own draining."""
+"""Seconds that a node gets to end before it is killed. This is longer than Ray's own draining,
+which takes up to 30 s."""
 _START = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block")
 
 

@@ -24,9 +24,9 @@ is negligible."""
 
 
 def gpu_share(strategy: str, actors: int, gpus: Sequence[float]) -> float:
-    """Return the number of GPUs for each of `actors`, given the GPUs of every node: one, or an
-    equal share if there are fewer GPUs than actors. Raises UnavailableError (NO_GPU) if there are
-    none."""
+    """Return the number of GPUs for each of `actors` actors: one, or an equal share of the GPUs if
+    there are fewer GPUs than actors. `gpus` is the number of GPUs of each node. Raises
+    UnavailableError (NO_GPU) if there are none."""
     most = max(gpus, default=0.0) if strategy == STRICT_PACK else sum(gpus)
     if most <= 0.0:
         raise UnavailableError(
@@ -65,10 +65,12 @@ def actor_bundle(config: RayFleetConfig, role: MemberRole) -> dict[str, float]:
 
 
 class ActorPlacement:
-    """Placement groups of one fleet. They end with the launcher unless the fleet is detached."""
+    """Placement groups of one fleet. They are removed when the launcher ends, unless the fleet is
+    detached."""
 
     def __init__(self, config: RayFleetConfig) -> None:
-        """`config` must have `gpus_per_actor` set (`with_gpu_share`)."""
+        """Create an object without placement groups. `config` must have `gpus_per_actor` set, see
+        `with_gpu_share`."""
         self._config = config
         self._groups: dict[MemberGroup, Any] = {}
         self._cells: dict[FleetMember, MemberGroup] = {}

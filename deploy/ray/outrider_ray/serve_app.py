@@ -1,9 +1,9 @@
 """Outrider as a Ray Serve application: `serve run outrider_ray.serve_app:app model=NAME`.
 
 One replica replaces the launcher: it creates verifiers and drafters as actors, keeps them alive,
-and its router serves OpenAI's HTTP API behind Serve's proxies. Its actors always end with it, and
-Serve starts the next replica. More replicas would be more fleets: scale with `max_verifiers` and
-`max_drafters` instead.
+and its router serves OpenAI's HTTP API behind Serve's proxies. When the replica ends, its actors
+always end too, and Serve starts the next replica. Each replica is a separate fleet, so scale with
+`max_verifiers` and `max_drafters` instead of more replicas.
 """
 
 from __future__ import annotations

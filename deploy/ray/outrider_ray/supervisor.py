@@ -35,7 +35,7 @@ SUPERVISOR = "supervisor"
 """Name of the supervisor's actor in the namespace of its fleet."""
 STARTING, SERVING, FAILED, STOPPED = STATES = ("starting", "serving", "failed", "stopped")
 STOP_S = 60.0
-"""Seconds that a fleet has to end, in addition to the time that running requests get."""
+"""Seconds that a fleet gets to end, in addition to the time that running requests get to finish."""
 _ASK_S = 30.0
 _LOOK_S = 0.2
 _CONCURRENCY = 8
@@ -72,7 +72,7 @@ class FleetStatus:
     restarted: bool = False
     """Whether Ray has restarted the supervisor."""
     problem: ErrorStatus | None = None
-    """Error with which the fleet did not start; None without one."""
+    """Error that prevented the fleet from starting; None if there was none."""
     members: tuple[MemberStatus, ...] = field(default=())
 
 

@@ -1,7 +1,7 @@
 """Static input buffers of a draft launch: stages the rows of a batch and uploads them.
 
 A bucket is a batch size for which a CUDA graph is captured. Letters in shapes: B rows of a bucket,
-one a session; R new rows of a session; F uploaded feature rows; H feature width.
+one for each session; R new rows of a session; F uploaded feature rows; H feature width.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ with more rows are reordered by the host first."""
 
 
 class LaunchSessions(NamedTuple):
-    """Sessions of one launch, with values that do not change from draft to draft; columns [B]."""
+    """Sessions of one launch, with values that are the same for all of their drafts. Columns are
+    [B]."""
 
     table: SessionTable
     sessions: Sequence[FollowedSession]
@@ -59,9 +60,10 @@ class LaunchSessions(NamedTuple):
     needs_general_graph: NDArray[np.bool_]
     """Whether each session's drafts need the graph with logits processing."""
     keys: NDArray[np.uint64]
-    """Keys of the sessions' DRAFT noise; 0 under rules other than rejection."""
+    """Keys of the random numbers (DRAFT noise) that each session's drafts are drawn with; 0 unless
+    the acceptance rule is rejection."""
     uses_prefix_noise: NDArray[np.bool_]
-    """Whether each prefix of the session draws from noise of its own."""
+    """Whether each session draws its drafts with a different noise key for every prefix."""
 
     @classmethod
     def of_sessions(
@@ -115,8 +117,8 @@ class LaunchSessions(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyRows:
-    """New rows of sessions, the live row (from which the draft begins) last in each; int64 columns
-    [B]."""
+    """New rows of each session. The last of them is the session's live row, from which the draft
+    begins. Columns are int64 [B]."""
 
     members: LaunchSessions
     starts: NDArray[np.int64]
@@ -165,9 +167,9 @@ class StagedRows(NamedTuple):
 class DraftBatch:
     """Static inputs of a launch, filled from the host.
 
-    Words are uploaded at the beginning of the launch, features by a copy before it. Features in the
-    ring of a shared-memory channel are copied from there in the order in which they were received;
-    other features are put in order by the host first.
+    Tokens, slots, counts and keys are uploaded at the beginning of the launch; features are copied
+    before it. Features in the ring of a shared-memory channel are copied from there in the order in
+    which they were received; the host puts other features in order first.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Converts packed int32 draft output of the GPU into chains, trees and their draft distributions.
 
-B sessions (rows of a bucket), K chain length, n tree nodes, L maximum entries of a distribution,
-Vd draft vocabulary.
+Letters in shapes: B sessions (rows of a bucket); K chain length; n tree nodes; L maximum entries of
+a distribution; Vd draft vocabulary.
 """
 
 from __future__ import annotations

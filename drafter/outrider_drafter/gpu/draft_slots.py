@@ -27,10 +27,10 @@ HAS_LOGITS_PROCESSING: Final = 2
 HAS_GRAMMAR: Final = 4
 """Flag of a session with a grammar or token limits."""
 NEEDS_GENERAL_GRAPH: Final = 8
-"""Flag of a session that only the graphs with logits processing can draft for: it processes logits,
-has a constraint, grows trees with the target's noise, or sends its distributions."""
+"""Flag of a session that needs the graphs with logits processing: it processes logits, has a
+constraint, grows trees with the target's noise, or sends its distributions."""
 USES_PREFIX_NOISE: Final = 16
-"""Flag of a session of which each prefix draws from noise of its own."""
+"""Flag of a session that draws its drafts with a different noise key for every prefix."""
 
 
 class DraftSlotTable:
@@ -50,7 +50,8 @@ class DraftSlotTable:
         self.traits = np.empty(0, dtype=np.int64)
         """[X]: flags of the session, such as HAS_PENALTIES, combined by bitwise or."""
         self.keys = np.empty(0, dtype=np.uint64)
-        """[X]: key of the session's DRAFT noise; 0 under rules other than rejection."""
+        """[X]: key of the random numbers (DRAFT noise) for the session's drafts; 0 unless the
+        acceptance rule is rejection."""
         self.shapes: list[tuple[SpeculationPlan, DraftTreeShape] | None] = []
         """[X]: a plan and the shape drafted for it, valid while the session has this plan and
         enough levels left for the shape; None if unknown."""

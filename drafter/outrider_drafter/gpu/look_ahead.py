@@ -1,8 +1,8 @@
 """Look-ahead on the GPU: scores pending proposals, then drafts for their outcomes.
 
-Scores stay valid until the next scoring. Drafts for outcomes need the KV of their sessions' real
-rows, which look-ahead never writes, and the features of the scored places, which are kept on the
-device.
+Scores stay valid until the next scoring. Drafts for outcomes need the KV of their sessions'
+committed rows, which look-ahead never writes, and the features of the scored places (roots and
+nodes), which are kept on the device.
 """
 
 from __future__ import annotations

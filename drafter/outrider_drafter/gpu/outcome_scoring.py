@@ -37,7 +37,7 @@ from outrider_drafter.proposers.interface import (
 from outrider_drafter.state.outcomes import NodeIndex
 
 NUM_CANDIDATES: Final = MAX_TOPK
-"""Number of candidates at each place."""
+"""Number of candidate tokens at each place."""
 NUM_SWEEPS: Final = 4
 """Number of times that the nodes of a proposal are run (`DraftForward.run_proposal`). A fifth sweep
 adds almost nothing; without the fourth, fewer outcomes of trees are predicted (decision 22)."""
@@ -168,8 +168,8 @@ class ProposalScores:
     def store_scores(
         self, live: int, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]
     ) -> None:
-        """Store the scores of one proposal that a host proposer has scored; any number of columns.
-        Its features are not held."""
+        """Store the scores of one proposal that a host proposer has scored; the number of columns
+        may differ from NUM_CANDIDATES. The features of the proposal's places are not held."""
         width = min(tokens.shape[1], NUM_CANDIDATES)
         self._tokens[live][:, :width] = tokens[:, :width]
         self._logprobs[live][:, :width] = logprobs[:, :width]
@@ -185,13 +185,13 @@ class ProposalScores:
         )
 
     def held_rows(self) -> ScoredRows:
-        """Return the held rows of all places. This takes time, so call it while the device
-        works."""
+        """Return the index (`ScoredRows`) of the rows at which the features of all places are held.
+        This takes time, so call it while the device works."""
         places, _ = self._index
         return ScoredRows(places, np.concatenate(self._rows))
 
     @cached_property
     def _index(self) -> tuple[NodeIndex, NDArray[np.uint64]]:
-        """`places` and `digests` of `OutcomeScores`, computed from the proposals' trees."""
+        """Fields `places` and `digests` of `OutcomeScores`, computed from the proposals' trees."""
         places = NodeIndex.of_trees([live.tree for live in self._lives])
         return places, node_digests(places, self._lives)

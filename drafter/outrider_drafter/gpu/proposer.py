@@ -159,8 +159,8 @@ class GpuProposer(GpuProposerBase):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture all graphs, so that no session waits for a capture. Shapes without a graph run
-        kernel by kernel from then on."""
+        """Capture all graphs, so that no session waits for a capture. From then on, shapes without
+        a graph are launched kernel by kernel."""
         began = time.monotonic()
         self._run_family()
         self.graphs.sealed = True

@@ -60,15 +60,17 @@ class OutcomePaths(NamedTuple):
     tokens: NDArray[np.int32]
     """[O, D + 1]: tokens of the path, then the outcome's token, then -1."""
     rows: Indices
-    """[O, D + 1]: held row of the parent place of each token; after the outcome's token any place
-    of the path."""
+    """[O, D + 1]: row of the held features for the place that precedes each token; after the
+    outcome's token, the row of any place of the path."""
 
 
 class ScoredRows:
-    """Rows of all places of the proposals that were scored together, in the held features."""
+    """Finds the rows of the held features that belong to the places of all proposals that were
+    scored together."""
 
     def __init__(self, places: NodeIndex, rows: Indices) -> None:
-        """Index the rows. `rows` [P]: held row of each place, NO_ROW for places without one."""
+        """Index the rows. `rows` [P]: row of each place in the held features, NO_ROW for places
+        without one."""
         self._roots, self._depths = places.roots, places.depths
         self._known = rows != NO_ROW
         lineage = [np.arange(len(rows))]
@@ -82,8 +84,9 @@ class ScoredRows:
         self._tokens[:, :-1] = np.where(back[:, :-1] > 0, places.node_tokens[line[:, 1:]], -1)
 
     def find_paths(self, lives: Indices, nodes: Indices, tokens: Indices) -> OutcomePaths:
-        """Return the paths to outcomes, given for each [O] the index of its proposal, its last
-        accepted node (ROOT if none) and the token after that node."""
+        """Return the paths to O outcomes. The arguments are [O]: `lives`, the index of each
+        outcome's proposal; `nodes`, its last accepted node (ROOT if none); `tokens`, the token
+        after that node."""
         at = self._roots[lives] + 1 + nodes
         depths, path = self._depths[at], self._tokens[at]
         path[np.arange(len(at)), depths] = tokens

@@ -1,7 +1,7 @@
 """Assigns device slots and KV blocks to followed sessions and brings them up to date.
 
-Drafting itself is in `proposer`. B sessions of one launch. A *device slot* is a session's slot on
-the device.
+Drafting itself is in `proposer`. A *device slot* is a session's slot on the device. Letters in
+shapes: B sessions of one launch.
 """
 
 from __future__ import annotations

@@ -45,11 +45,11 @@ class DraftTreeShape(NamedTuple):
 
 
 CHAIN_LENGTHS: Final = (3, 4, 5, 7)
-"""Captured chain lengths. A chain is drafted in the next larger length and cut; longer chains get
-the longest length."""
+"""Captured chain lengths. A chain is drafted with the next larger captured length and then cut.
+Chains longer than the largest captured length are shortened to it."""
 MODEL_CHAIN_LENGTHS: Final = (1, 2, *CHAIN_LENGTHS)
-"""Captured chain lengths of small models. Each level is a forward pass of a model, so levels that
-are cut off are too expensive."""
+"""Captured chain lengths of small models. They have finer steps, because each level that is cut off
+costs a forward pass of the model."""
 TREES: Final = {7: 4, 16: 4, 32: 8, 64: 8}
 """Captured trees: number of nodes and number of children of an expanded node. A plan gets the
 largest tree with at most its number of nodes, and a chain if there is none. With its root a tree
@@ -96,9 +96,8 @@ MODEL_BUCKETS: Final = Buckets(
     path_rows=PATH_ROW_BUCKETS[1:],
 )
 EXCHANGE_BUCKETS: Final = Buckets(rows=(8,), score_rows=(8,), sessions=COARSE_BATCH_SIZES)
-"""Sizes for a head whose verifiers exchange directly between devices, so that it drafts few
-sessions by messages. Few graphs let a restarted drafter join soon, because it captures them
-first."""
+"""Sizes for a head whose verifiers exchange data directly between devices, so that few of its
+sessions are drafted by messages. With few graphs to capture, a restarted drafter is ready soon."""
 
 
 class ProposalShape(NamedTuple):

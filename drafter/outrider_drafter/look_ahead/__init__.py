@@ -6,6 +6,6 @@ calibration.py             Calibrates the probabilities of a proposal's outcomes
 scheduler.py               LookAheadScheduler: drafts for likely outcomes of pending proposals
                            before their verdicts.
 session_state.py           Per-session look-ahead state, and the outcomes selected for drafting.
-time_budget.py             LookAheadBudget: decides by measured times, and by the expected value of
-                           launches, how much look-ahead fits before the next verdict.
+time_budget.py             LookAheadBudget: decides by measured times how much look-ahead fits
+                           before the next verdict.
 """

@@ -2,8 +2,8 @@
 
 For each session with look-ahead, the scheduler tracks the live proposal (the one whose verdict is
 awaited) and the drafts sent for its outcomes. A verdict that ends in one of these outcomes is a
-hit: the draft for that outcome becomes the live proposal, and no other draft is made for its
-prefix.
+hit: the draft for that outcome becomes the live proposal, and no other draft is made for the
+session's new prefix.
 """
 
 from __future__ import annotations

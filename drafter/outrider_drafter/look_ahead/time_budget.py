@@ -152,8 +152,8 @@ class VerdictArrivals:
         return _early(waits.seen) if waits is not None else math.inf
 
     def exchange_latency_s(self, connection: int) -> float:
-        """Return the time in seconds that a draft made before its verdict saves in addition to the
-        drafting time."""
+        """Return the time in seconds that the exchange of messages takes. A draft made before its
+        verdict saves this time in addition to the drafting time."""
         sent = self._waits.get(VerdictWait(connection, follows_hit=False))
         hit = self._waits.get(VerdictWait(connection, follows_hit=True))
         return max(_early(sent.seen) - _early(hit.seen), 0.0) if sent and hit else 0.0
@@ -395,7 +395,7 @@ class LaunchValue(NamedTuple):
 
 
 class PassPlan(NamedTuple):
-    """Start of a look-ahead pass."""
+    """Decision of how a look-ahead pass starts."""
 
     num_proposals: int
     """Number of proposals to score, from the first on; 0 if no pass is run."""

@@ -3,8 +3,8 @@ may import `state`.
 
 eagle.py                   EagleProposer: EAGLE head run from the host, batched over sessions, with
                            KV per session.
-eagle_forest.py            EagleForest: rows of an EAGLE head for several sessions at once, and
-                           their KV: catch-up rows, then one tree level after another.
+eagle_forest.py            EagleForest: rows of an EAGLE head, run from the host for several
+                           sessions at once.
 forest.py                  DraftForest: draft rows of many trees, run through a model on the host
                            level by level.
 interface.py               Proposer protocols (`Proposer`, `LookAheadProposer`) and the draft
@@ -18,5 +18,5 @@ outcome_drafting.py        Scores pending proposals and drafts for their outcome
 small_model.py             SmallModelProposer: drafts by a separate small language model with the
                            target's tokenizer.
 tree_growth.py             Grows draft trees: chain, beam and static trees as state machines, and
-                           the batched passes that feed them.
+                           the passes that feed them.
 """

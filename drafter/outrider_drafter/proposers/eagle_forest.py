@@ -237,7 +237,8 @@ class EagleForest(DraftForest):
         return self._root_logits
 
     def rows_left(self, owner: int) -> int:
-        """Return the number of rows left in the maximum, which is far more than a launch needs."""
+        """Return the number of draft rows that can still be added below a root. The maximum is far
+        more than a launch needs."""
         return _MAX_ROWS - self._drafts[owner].rows
 
     def levels_left(self, owner: int) -> int:

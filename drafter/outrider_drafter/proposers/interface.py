@@ -34,8 +34,8 @@ class ProposedDraft:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftTrees:
-    """Draft trees that are ready together. `node_counts` is [B], one entry a draft; the other
-    arrays contain the nodes of all drafts, one draft after another."""
+    """Draft trees that are ready together. `node_counts` is [B], one entry for each draft; the
+    other arrays contain the nodes of all drafts, one draft after another."""
 
     node_counts: NDArray[np.int64]
     tokens: NDArray[np.int32]

@@ -113,7 +113,7 @@ def make_growth(plan: SpeculationPlan, *, room: int, has_distribution: bool) -> 
 
 
 class ChainGrowth:
-    """Growth of a chain, with one candidate a level."""
+    """Growth of a chain, with one candidate for each level."""
 
     def __init__(self, length: int) -> None:
         self.top_k = 1
@@ -360,7 +360,7 @@ class TreeDraftModel(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GrowthJob:
-    """A session's tree while it grows."""
+    """Draft tree of one session while it grows."""
 
     slot: int
     growth: TreeGrowth

@@ -32,8 +32,8 @@ Deliver = Callable[[OutgoingProposals], None]
 the drafting thread; must not block."""
 
 READY_WAIT_S = 0.00003
-"""Seconds. A wait that ends sooner than this counts as having found messages that were already
-there."""
+"""Maximum time in seconds of a wait for messages that counts as no wait, because the messages were
+already there."""
 YIELD_INTERVAL_S = 0.0001
 """Maximum seconds that the drafting thread sleeps after handing proposals to the sending thread,
 which needs the interpreter lock. A message ends the sleep."""

@@ -220,9 +220,9 @@ class DrafterService:
     async def attach(self, verifier_address: str) -> None:
         """Connect to a verifier and reconnect until it is detached; idempotent.
 
-        Waits up to `attach_wait_s` for the result of the first attempt. Raises
-        FailedPreconditionError if the verifier is incompatible; such a verifier is not tried again,
-        while an unreachable verifier is. Raises InvalidRequestError for an empty address.
+        Waits up to `attach_wait_s` for the result of the first attempt. An unreachable verifier is
+        tried again. Raises FailedPreconditionError if the verifier is incompatible; it is then not
+        tried again. Raises InvalidRequestError for an empty address.
         """
         if not verifier_address:
             raise InvalidRequestError("verifier_address must not be empty")
@@ -289,7 +289,8 @@ class DrafterService:
             self._watchdog.start()
 
     async def _follow(self, link: _VerifierLink) -> None:
-        """Keep connecting to a verifier until it is detached, or refuses the first attempt."""
+        """Connect to a verifier again and again until it is detached or refuses the first
+        attempt."""
         reconnect = self._config.reconnect
         pause = reconnect.min_backoff_s
         while True:
@@ -324,7 +325,7 @@ class DrafterService:
         )
 
     async def _serve(self, link: _VerifierLink) -> None:
-        """Serve one connection, from the handshake to its end, which is always an exception."""
+        """Serve one connection from the handshake to its end. Always ends with an exception."""
         connection = await self._dialer.exchange(link.address)
         number = next(self._numbers)
         sender: asyncio.Task[None] | None = None

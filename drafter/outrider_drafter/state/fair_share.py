@@ -1,6 +1,6 @@
 """Shares a drafter fairly between its verifiers: message intake and drafting take turns.
 
-The limits and orders below matter when the drafter is overloaded.
+The limits and the order of service in this module matter only when the drafter is overloaded.
 """
 
 from __future__ import annotations

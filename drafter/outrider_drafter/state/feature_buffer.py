@@ -71,7 +71,7 @@ class _FeatureMessage:
         )
 
     def first_rows(self, slots: Indices, starts: Indices, counts: Indices) -> Indices | None:
-        """[B]: index of the first row of the session in slots[i], for all i.
+        """Return the index of the first row of the session in slots[i], for all i, [B].
 
         Returns None unless this message has an entry for every session and the entry covers exactly
         the counts[i] positions from starts[i] on. Entries of other sessions do not matter. All

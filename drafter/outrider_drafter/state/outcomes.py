@@ -170,7 +170,7 @@ def num_worthwhile(gains: Floats) -> int:
 
 
 class VerdictPath(NamedTuple):
-    """Path of a verdict through a proposal. Place i is followed by the verdict's token i."""
+    """Path of a verdict through a proposal. The verdict's token i follows place i."""
 
     places: Indices
     """[m]: places that the path reached, the root first."""

@@ -112,9 +112,9 @@ class FollowedSession:
 
     @property
     def uses_prefix_noise(self) -> bool:
-        """Whether each prefix draws from DRAFT noise of its own (`spec.noise.prefix_keys`). Under
-        the rejection rule, drafts that are never used must not share noise with drafts that are.
-        With look-ahead, it is not known at drafting time which drafts will be used."""
+        """Whether each prefix of the session has its own DRAFT noise (`spec.noise.prefix_keys`).
+        Under the rejection rule, drafts that are never used must not share noise with drafts that
+        are. With look-ahead, it is not known at drafting time which drafts will be used."""
         return self.plan.look_ahead > 0 and self.ships_distributions
 
     @property

@@ -30,7 +30,8 @@ class ConnectionSessions:
     count: int = 0
 
     def find_slots(self, handles: Indices) -> Indices:
-        """Return the slots of these handles, any numbers >= 0; -1 for handles without a session."""
+        """Return the slot of each handle, or -1 if no session has this handle. Handles may be any
+        numbers >= 0."""
         known = handles < len(self.slots)
         return np.where(known, self.slots[np.where(known, handles, 0)], -1)
 
@@ -234,9 +235,9 @@ class SessionTable:
         )
 
     def take_in_whole(self, verdicts: Verdicts, slots: Indices) -> bool:
-        """Apply a message in one step if every entry is valid and repeats nothing, as in nearly all
-        messages. Otherwise change nothing and return False; the entries are then checked one by
-        one."""
+        """Apply a message in one step if every entry is valid and repeats no earlier verdict, as in
+        nearly all messages. Return whether the message was applied; if not, nothing has changed,
+        and the caller checks the entries one by one."""
         starts, counts, tokens = verdicts.starts, verdicts.token_counts, verdicts.tokens
         if int(slots.min()) < 0 or not bool(self.followed[slots].all()):
             return False

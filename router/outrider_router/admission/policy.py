@@ -48,9 +48,8 @@ class AdmissionRequest:
     deadline: float | None = None
     """Clock time in seconds after which the request must not wait any longer, or None."""
     waits_until: float | None = None
-    """Clock time in seconds until which the request waits for a verifier that could serve it to
-    appear; None refuses it at once if there is no such verifier.
-    """
+    """Clock time in seconds until which the request waits if no verifier exists that could serve
+    it. None means that the request is then refused at once."""
     tenant: TenantId = SHARED_TENANT
     arrived_at: float = 0.0
     """Clock time of the arrival, in seconds."""
@@ -142,9 +141,8 @@ NO_VERIFIER = "NO_VERIFIER"
 """Reason of the error that is raised while no verifier is healthy."""
 MIN_PRIORITY = -MAX_PRIORITY
 MAX_EXCESS_SESSIONS = 32
-"""Largest number of sessions beyond `max_sessions` that a verifier is given because it can preempt
-others. By default a verifier lets 64 sessions wait.
-"""
+"""Largest number of sessions that a verifier is given beyond its `max_sessions`, because it can
+preempt others. By default a verifier lets 64 sessions wait."""
 FULL_BACKOFF_S = 0.1
 """Time in seconds for which a verifier gets no sessions after it refused one that was expected to
 fit.

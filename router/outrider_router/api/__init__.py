@@ -11,8 +11,8 @@ metrics_export.py          Registers the fleet's metrics, and their vLLM names, 
                            Prometheus registry.
 pool_grpc.py               PoolService over gRPC: adds drafters to a running router and removes
                            them.
-server_status.py           Server info and model list, built from the router's state of itself and
-                           its fleet.
+server_status.py           Server info and model list, built from the state of the router and its
+                           fleet.
 vllm_metrics.py            Exports the router's metrics under vLLM's names (`--metrics-compat
                            vllm`).
 """

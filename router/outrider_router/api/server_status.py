@@ -1,4 +1,4 @@
-"""Server info and model list, built from the router's state of itself and its fleet."""
+"""Server info and model list, built from the state of the router and its fleet."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Parts that everything else uses: tenants, API keys, metrics, readiness, DNS names.
 
-api_keys.py                API keys: the keys file, and the caller that a credential identifies.
+api_keys.py                API keys: the key file, and the caller that a credential identifies.
 dns_names.py               DNS names among the peer addresses, and the addresses that they have
                            resolved to.
 metrics.py                 Prometheus metrics of the router.
@@ -8,8 +8,8 @@ readiness.py               Readiness of a router: whether it can serve requests,
                            of changes.
 reasons.py                 Reasons of failovers, session moves and drafter quarantines: label values
                            of metrics.
-retry_hints.py             Retry-after hints for refused clients, each for a queue position of its
-                           own.
+retry_hints.py             Retry-after hints for refused clients, each for a separate queue
+                           position.
 slow_readers.py            Write timeout of response streams: disconnects clients that stop reading.
 tenants.py                 Tenants: token-bucket limits, and fair queueing between tenants of one
                            priority.

@@ -12,11 +12,11 @@ request.py                 Request validation: tokenizes a client's request, app
 request_accounting.py      Accounting of a finished request: metrics, log line and span.
 request_output.py          Output of a request: its tokens, their text up to a stop string, and its
                            speculation counters.
-request_run.py             Request run: serves one request to its end, on one verifier session or
-                           several.
+request_run.py             Request run: serves one request to its end, on one or several verifier
+                           sessions.
 request_spans.py           OpenTelemetry spans of a request: the request, its queue waits and its
                            sessions.
-resumption/                Resumable requests: their answers, which a client can take up again, and
+resumption/                Resumable requests: their output, which a client can resume reading, and
                            the durable log by which they survive a restart of the router.
 running_requests.py        Running requests: their lifecycle, sessions and emitted tokens, from
                            which a failover resumes.

@@ -23,7 +23,8 @@ from outrider_router.base.tenants import ANONYMOUS, Caller
 from outrider_router.requests.request_output import RequestOutput
 
 Interrupt = Callable[[OutriderError], None]
-"""Function that ends a wait of the request at once, because the request fails with this error."""
+"""Function that ends the present wait of a request at once, because the request fails with the
+given error."""
 
 
 class RequestPhase(Enum):

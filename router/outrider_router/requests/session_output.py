@@ -41,7 +41,7 @@ from outrider_router.requests.running_requests import DrafterAttachment, Request
 logger = logging.getLogger(__name__)
 
 MAX_SLOW_SHARE = 8
-"""One in this many readers may be slow without delaying the next round."""
+"""Inverse of the share of readers that may be slow without delaying the next round."""
 MAX_DELAY_S = 0.02
 """Longest time in seconds that a round waits for the messages of the previous round."""
 MIN_DELAY_S = 0.0005
@@ -80,7 +80,8 @@ class WakeupPacer:
         self._timer: asyncio.TimerHandle | None = None
 
     def wake_readers(self, readers: Iterable[WakeableReader]) -> None:
-        """Wake these readers, now or when the readers that were woken before wait again."""
+        """Wake these readers: now, or once most of the readers that were woken before wait again
+        and a short pause has passed."""
         self._waiting.update(dict.fromkeys(readers))
         self._pass_on()
 

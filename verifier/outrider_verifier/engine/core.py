@@ -93,9 +93,12 @@ class EngineCore:
         outbox: Outbox,
         remote_draft_length: Callable[[SessionSpec], int] = lambda _: 0,
     ) -> None:
-        """`max_sessions` bounds the running and waiting sessions together. `counters` are the
-        metrics counts of this verifier. `remote_draft_length` returns the draft length, in tokens,
-        that a session would get from a drafter by device exchange, or 0 (see `DeviceExchange`)."""
+        """Create a core without sessions.
+
+        `max_sessions` bounds the running and waiting sessions together. `counters` are the metrics
+        counts of this verifier. `remote_draft_length` returns the draft length, in tokens, that a
+        session would get from a drafter by device exchange, or 0 (see `DeviceExchange`).
+        """
         self._pool = pool
         self.runner = runner
         self.inbox = inbox
@@ -324,22 +327,23 @@ class EngineCore:
         self.policy.update_session(session)
 
     def drop_features(self, session: Session) -> None:
-        """Drop the session's stored features, which only drafters by messages need. The session
-        must not be announced to a drafter."""
+        """Drop the session's stored features, which are needed only by drafters that exchange
+        messages. The session must not be announced to a drafter."""
         session.has_dropped_features, session.keeps_features = True, False
         if self.store is not None:
             self.store.close(session.handle)
 
     def open_remote_drafts(self) -> None:
-        """Note that a drafter by device exchange was attached: its draft KV is empty, and all
+        """Record that a drafter with device exchange was attached. Its draft KV is empty, so all
         sessions are queued for draft recovery."""
         self.block_manager.forget_draft_kv()
         for session in self.sessions.values():
             self.draft_recovery.add_session(session)
 
     def forget_remote_drafts(self) -> None:
-        """Forget the drafter on another device. Its sessions decode plainly until another one is
-        attached: their features exist on the GPU alone, so they cannot be sent by messages."""
+        """Record that the drafter with device exchange is gone. Its sessions decode plainly until
+        another one is attached. They cannot be drafted for by messages, because their features
+        exist on the GPU only."""
         self.touched += 1
         self.draft_recovery.clear()
         for session in self.sessions.values():
@@ -463,7 +467,8 @@ class EngineCore:
             self.fail_session(session, error)
 
     def drop_all_sessions(self) -> None:
-        """Forget all sessions after failing them was impossible; their resources are lost."""
+        """Forget all sessions without freeing their resources, after it has proved impossible to
+        fail them."""
         for session in self.sessions.values():
             if session.phase is not ENDED:
                 session.mark_ended()

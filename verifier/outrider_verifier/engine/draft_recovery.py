@@ -35,9 +35,9 @@ class DraftRecovery:
         begin_drafts: Callable[[Session], None],
         counters: Counter[str],
     ) -> None:
-        """`has_remote_drafts` returns whether a drafter can draft for the session by device
-        exchange now. `begin_drafts` makes the drafter draft for a session, unless the planner
-        decides against it."""
+        """Create an object without queued sessions. `has_remote_drafts` returns whether a drafter
+        can draft for the session by device exchange now. `begin_drafts` makes the drafter draft for
+        a session, unless the planner decides against it."""
         self._runner, self._block_manager = runner, block_manager
         self._has_remote_drafts, self._begin_drafts = has_remote_drafts, begin_drafts
         self._counters = counters
@@ -47,8 +47,7 @@ class DraftRecovery:
         """Sessions without drafts although their drafter should have their draft KV."""
 
     def add_session(self, session: Session) -> None:
-        """Queue a session for the check before the next round; the session may turn out to lack
-        nothing."""
+        """Queue a session for the check before the next round, even if it may not need recovery."""
         self.undrafted[session.session_id] = session
 
     def record_undrafted_round(self, session: Session) -> None:

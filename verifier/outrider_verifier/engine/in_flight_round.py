@@ -1,4 +1,4 @@
-"""InFlightRound, a round that was submitted and is not finished, and helpers that build rows. No
+"""InFlightRound: a round that was submitted and is not finished; and functions that build rows. No
 effects."""
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ class EngineLoop:
         on_lost: Callable[[], None],
         exchange: DeviceExchange | None = None,
     ) -> None:
-        """`exchange` is the device exchange, if it is enabled. `on_lost` is called on the engine
-        thread, at most once, when the device is lost and all effects were handed over. The thread
-        takes no more commands then."""
+        """Create a loop whose thread is not started. `exchange` is the device exchange, if it is
+        enabled. `on_lost` is called on the engine thread, at most once, when the device is lost and
+        all effects were handed over. The thread takes no more commands then."""
         self._core = core
         self._rounds = rounds
         self._outbox = core.outbox
@@ -73,7 +73,7 @@ class EngineLoop:
         self._exchange = exchange
         self._failing = rounds.failing
         self.progress = Progress()
-        """Steps of the thread: rounds, layers of a forward, waits for proposals."""
+        """Counter of the thread's steps: rounds, layers of a forward pass, waits for proposals."""
         self._idle_steps = 0
         """Number of steps of `progress` that were waits without a session."""
         self._patient_until = 0.0

@@ -20,8 +20,8 @@ class Outbox:
     def __init__(
         self, shm_channels: DrafterShmChannels, send: Callable[[list[Effect]], None]
     ) -> None:
-        """`send` passes effects to the asyncio thread. It raises RuntimeError if the event loop of
-        that thread is closed."""
+        """Create an empty outbox. `send` passes effects to the asyncio thread. It raises
+        RuntimeError if the event loop of that thread is closed."""
         self._shm_channels, self._send = shm_channels, send
         self.effects: list[Effect] = []
         """Effects in the order in which they were posted."""

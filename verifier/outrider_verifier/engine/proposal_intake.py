@@ -40,7 +40,8 @@ class ProposalIntake:
         counters: Counter[str],
         post: Post,
     ) -> None:
-        """`of_handle` returns the session that is being served under a handle."""
+        """Create the intake. `of_handle` returns the session that is being served under a
+        handle."""
         self._inbox = inbox
         self._verdict_builder = verdict_builder
         self._drafters = drafters
@@ -105,8 +106,8 @@ class ProposalIntake:
             self._post(DisconnectDrafter(command.link_id))
 
     def reannounce_sessions(self, command: SessionsLostByDrafter, now: float) -> None:
-        """Announce the sessions that a drafter lost to this drafter again, a limited number of
-        times each."""
+        """Announce to a drafter again the sessions that it lost, each at most a limited number of
+        times."""
         drafter_health = self._drafters.health_of_link(command.link_id)
         if drafter_health is None or drafter_health.is_flooding:
             return

@@ -38,9 +38,9 @@ from outrider_verifier.state.session_phase import ENDED
 logger = logging.getLogger(__name__)
 
 YIELD_INTERVAL_S = 0.0001
-"""Time, in seconds, that the engine thread sleeps after verdicts were sent while no session can go
-on without a draft. The sending thread needs the interpreter lock, and drafting takes longer than
-this."""
+"""Time, in seconds, for which the engine thread sleeps after it has sent verdicts, if no session
+can continue without a draft. The sending thread needs the interpreter lock, and drafting takes
+longer than this."""
 POLL_INTERVAL_S = 0.00005
 """Interval, in seconds, at which a round in flight is polled while commands may arrive before its
 end."""
@@ -48,8 +48,8 @@ BUSY_WAIT_S = 0.0003
 """Time before the expected end of a round, in seconds, from which the thread polls without
 sleeping, since a sleep would take as long."""
 MASK_LOOK_S = 0.002
-"""Interval, in seconds, at which slow grammar masks are checked while no other session can go
-on."""
+"""Interval, in seconds, at which slow grammar masks are checked while no other session can
+continue."""
 LONG_ROUND_S = 0.01
 """Minimum duration, in seconds, of a round with prompts whose successor is submitted late. Prompts
 that arrive during the round can then join its successor instead of waiting for one more round."""

@@ -54,7 +54,7 @@ def _fill(rows: list[RowState], budget: int, piece: int) -> tuple[PrefillChunk, 
 
 _UNKNOWN = RoundEstimates()
 _row_of = lru_cache(maxsize=4096)(DecodeRow)
-"""Cached, since the scheduler asks for the same row every round."""
+"""Cached rows, because the scheduler asks for the same row every round."""
 
 
 class _Ready(NamedTuple):
@@ -124,8 +124,8 @@ def plan_round(
     after its first row became ready or after the last round ended (`idle_since`), whichever is
     later. So proposals of one draft batch share a round, and sessions that become ready during each
     other's rounds are merged into one round. If fewer rows are awaited than are ready, the waiting
-    time is multiplied by awaited / ready. A row whose proposal arrived early, by look-ahead, waits
-    only as long as `worthwhile_wait_s` returns.
+    time is multiplied by awaited / ready. If the proposal of any ready row arrived early, by
+    look-ahead, the round waits no longer than `worthwhile_wait_s` returns.
 
     `max_rows` is the maximum number of rows of a half-batch if sessions alternate
     (`two_batch_overlap`); the plan then waits for no more than half of this number. Rows of a lower
@@ -184,13 +184,13 @@ def _window_s(
 
 
 def worthwhile_wait_s(ready: int, awaited: int, times: RoundEstimates) -> float:
-    """Return how long, in seconds from the last round's end, `ready` rows wait for `awaited` ones
-    whose drafts had not arrived.
+    """Return for how many seconds after the last round's end `ready` rows should wait for `awaited`
+    other rows, whose drafts had not arrived by then.
 
-    Starting at once costs the awaited rows the rest of the round, since they join the next one.
-    Waiting for their drafts costs the ready rows that time. So waiting pays up to awaited / (ready
-    + awaited) of a round, and not at all if the drafts are known to take longer or nothing is known
-    of them.
+    If the round starts at once, the awaited rows lose the rest of the round, because they join the
+    next one. If it waits for their drafts, the ready rows lose the waiting time. So waiting is
+    worthwhile for at most awaited / (ready + awaited) of a round. The result is 0 if the drafts are
+    expected later than that, or if no time is known for them.
     """
     max_s = times.round_s * awaited / (ready + awaited)
     return max_s if 0.0 < times.answer_s <= max_s else 0.0

@@ -1,8 +1,8 @@
-"""Everything that faces drafters: proposals received, verdicts and features sent, drafter health.
+"""Communication with drafters: received proposals, sent verdicts and features, and drafter health.
 It may import `state`.
 
-device_exchange.py         Exchange with a drafter between devices, as the verifier's host manages
-                           it; engine thread only.
+device_exchange.py         Manages the exchange of drafts and features with a drafter on another
+                           device of this host. Engine thread only.
 drafter_health.py          Health of each drafter: response times, invalid messages, timeouts, rate
                            limits.
 feature_store.py           Projected features of live sessions in host memory, for drafters that

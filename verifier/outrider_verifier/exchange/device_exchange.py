@@ -137,8 +137,8 @@ class DeviceExchange:
         on_drafts: Callable[[DrafterId, int], None],
         on_rounds: Callable[[Sequence[ExchangedRound]], None],
     ) -> None:
-        """`num_blocks` and `block_tokens` describe the KV pool; `table_blocks` is the number of
-        blocks in a session's block table.
+        """Create an exchange that is not open. `num_blocks` and `block_tokens` describe the KV
+        pool; `table_blocks` is the number of blocks in a session's block table.
 
         `on_open` is called when the exchange has opened, and `on_lost` when an open exchange was
         lost. `on_drafts` gets a drafter's id and the number of rounds that found drafts of this

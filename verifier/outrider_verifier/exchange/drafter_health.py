@@ -1,7 +1,7 @@
 """Health of each drafter: response times, invalid messages, timeouts, rate limits. Pure.
 
-Read by sessions that wait for a drafter, by routers for placement (`AttachedDrafter`), and to
-disconnect drafters that send too much. Times are seconds of one clock.
+Sessions that wait for a drafter read its health, routers read it for placement (`AttachedDrafter`),
+and drafters that send too much are disconnected because of it. Times are seconds of one clock.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Final
 from outrider.ids import DrafterId
 
 BURST_ENTRIES: Final = 8192.0
-"""Initial credit of a drafter for entries and messages of no use, and the limit up to which the
-credit regrows. Requests for drafts can raise the credit above it."""
+"""Initial credit of a drafter, in entries, which is spent on useless entries and messages. The
+credit also regrows up to this limit. Requests for drafts can raise it above the limit."""
 REFILL_ENTRIES_PER_S: Final = 512.0
 """Credit that a drafter regains per second, in entries."""
 ENTRIES_PER_REQUEST: Final = 128.0
@@ -22,7 +22,8 @@ prefixes, most of which do not occur."""
 NODES_PER_ENTRY: Final = 64.0
 """Number of draft nodes that cost as much credit as one entry."""
 ENTRIES_PER_RELEASE: Final = 256
-"""Number of drafts in transit that are excused when a session is taken from its drafter."""
+"""Number of drafts that are not held against a drafter after a session was taken from it, because
+they may have been in transit."""
 MAX_DRAFTERS: Final = 256
 """Maximum number of drafters whose health is kept."""
 
@@ -30,7 +31,7 @@ MAX_DRAFTERS: Final = 256
 class DrafterHealth:
     """Health of one drafter over all its connections.
 
-    Engine thread only; counts are read anywhere.
+    Engine thread only, except that any thread may read the counts.
     """
 
     def __init__(self) -> None:
@@ -110,8 +111,8 @@ class DrafterHealth:
         self._pay(now, 1.0 + sessions)
 
     def record_timeout(self, since: float) -> bool:
-        """Record a timed-out wait that began at `since`, and return whether the drafter became
-        silent by it."""
+        """Record a timed-out wait that began at `since`, and return whether this made the drafter
+        silent."""
         self.missed += 1
         if self.is_silent or self._heard_at >= since:
             return False

@@ -42,7 +42,8 @@ class FeatureStore:
         chunk: int = FEATURE_BLOCK_TOKENS,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
-        """`max_sessions` is the number of handles. `chunk` is the number of positions per chunk."""
+        """Create a store without sessions. `max_sessions` is the number of handles. `chunk` is the
+        number of positions per chunk."""
         self.chunk = chunk
         self._width = width
         self._dtype = np.dtype(dtype)

@@ -148,9 +148,10 @@ class OfferResult(StrEnum):
     """A proposal for the same prefix that is at least as promising is stored or came in the same
     message."""
     STALE = "stale"
-    """The proposal's prefix is not the session's, and cannot become it with the next round."""
+    """The proposal's prefix is not the session's current prefix, and cannot become it with the next
+    round."""
     FULL = "full"
-    """The message contains more proposals for the session than may be stored of one message."""
+    """The message contains more proposals for the session than may be stored from one message."""
 
 
 class HeldProposal(NamedTuple):
@@ -225,10 +226,10 @@ class ProposalInbox:
     def __init__(
         self, *, max_sessions: int, per_session: int, reach: int, budget_bytes: int
     ) -> None:
-        """`per_session` is the maximum number of proposals for later prefixes of a session. `reach`
-        is the maximum number of tokens that one round commits for a session. `budget_bytes` is the
-        maximum memory of the stored messages; the newest message is stored even if it exceeds this
-        alone."""
+        """Create an empty inbox. `per_session` is the maximum number of proposals for later
+        prefixes of a session. `reach` is the maximum number of tokens that one round commits for a
+        session. `budget_bytes` is the maximum memory of the stored messages; the newest message is
+        stored even if it alone exceeds this."""
         self._per_session = per_session
         self._reach = reach
         self._device_slots = [_SessionEntries(per_session) for _ in range(max_sessions)]

@@ -43,13 +43,13 @@ class SessionAnnouncer:
         sessions: Callable[[], Iterable[Session]],
         counters: Counter[str],
     ) -> None:
-        """`sessions` returns the sessions being served."""
+        """Create an object without drafters. `sessions` returns the sessions being served."""
         self._verdict_builder = verdict_builder
         self._post = post
         self._sessions = sessions
         self._counters = counters
         self._begun: list[Session] = []
-        """Sessions whose reused prefixes must still be sent: no round covers them."""
+        """Sessions whose reused prefixes must still be sent, because no round covers them."""
         self._links: dict[DrafterId, ExchangeLink] = {}
         self._health_registry = DrafterHealthRegistry()
         self._on_link: dict[int, DrafterHealth] = {}

@@ -19,7 +19,7 @@ from outrider_verifier.state.commands import Command, ExchangeLink, MalformedMes
 class DrafterShmChannels(ShmChannelSet):
     """Shared-memory channels of attached drafters by link.
 
-    Engine thread only, except `counters`, which is read anywhere.
+    Engine thread only, except that any thread may read `counters`.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class DrafterShmChannels(ShmChannelSet):
         on_lost: Callable[[int], None],
         pin: Callable[[NDArray[np.uint8]], bool],
     ) -> None:
-        """A drafter with more than `queue_bytes` unsent bytes is disconnected. `pin` is
-        `ModelRunner.pin_memory`."""
+        """Create an object without channels. A drafter with more than `queue_bytes` unsent bytes is
+        disconnected. `pin` is `ModelRunner.pin_memory`."""
         super().__init__(on_lost)
         self._pin = pin
         self._checks = checks

@@ -167,7 +167,8 @@ class VerdictBuilder:
         chunk_tokens: int,
         max_sessions: int,
     ) -> None:
-        """`inbox` gets every prefix for which a proposal may arrive."""
+        """Create a builder without sessions. `inbox` gets every prefix for which a proposal may
+        arrive."""
         self._inbox = inbox
         self._store = store
         self._dtype = dtype
@@ -377,10 +378,11 @@ class VerdictBuilder:
 
 
 def may_need_features(spec: SessionSpec, in_process_draft: int) -> bool:
-    """Return whether a drafter may ever need the session's features. This is the session's drafter,
-    or one that is assigned later if the session should have a drafter and none was available. A
-    plan without drafts counts, because it may change. `in_process_draft` is the length of drafts
-    that are made in this process or exchanged between devices; 0 if drafts come by messages."""
+    """Return whether any drafter may ever need the session's features: its present drafter, or one
+    that is assigned later if the session should have a drafter and none was available. With a
+    present drafter, a plan without drafts counts too, because it may change. `in_process_draft` is
+    the length of drafts that are made in this process or exchanged between devices; 0 if drafts
+    come by messages."""
     if in_process_draft:
         return False
     if spec.drafter_id is not None:

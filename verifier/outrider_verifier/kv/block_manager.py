@@ -46,8 +46,8 @@ GROWTH_TOKENS: Final = 64
 """Tokens for which a session reserves blocks in advance while KV is plentiful, since reserving
 several blocks costs as much as reserving one."""
 AMPLE_FREE_BLOCKS_FACTOR: Final = 4
-"""KV is plentiful while the free blocks are more than this many times the advance blocks
-(`GROWTH_TOKENS`) of all running sessions."""
+"""KV is plentiful while the number of free blocks exceeds this factor times the number of blocks
+that all running sessions reserve in advance (`GROWTH_TOKENS`)."""
 CHECK_INTERVAL_S: Final = 0.02
 """Interval, in seconds, at which the policy is asked while sessions wait and nothing else
 happens."""
@@ -80,9 +80,10 @@ class BlockManager:
         prefixes: PrefixCache | None,
         counters: Counter[str],
     ) -> None:
-        """`swap` is the swap space for preempted sessions, if any. `way` is how preempted sessions
-        get their KV back; None chooses the cheaper mode by measured costs. `prefixes` is the prefix
-        cache; None disables it. Blocks that the runner has taken before are not counted."""
+        """Create a manager without sessions. `swap` is the swap space for preempted sessions, if
+        any. `way` is how preempted sessions get their KV back; None chooses the cheaper mode by
+        measured costs. `prefixes` is the prefix cache; None disables it. Blocks that the runner has
+        taken before are not counted."""
         self._pool, self._runner, self._swap = pool, runner, swap
         self._bounds, self._way = bounds, way
         self._prefixes = prefixes

@@ -7,8 +7,8 @@ cpu_runner.py              CpuModelRunner: runs target forward, acceptance and f
                            the host's loop.
 grammar_preparation.py     Compiles structured-output grammars and starts the token constraints of
                            sessions.
-interface.py               ModelRunner protocol: submits rounds to whatever computes them; with its
-                           output classes.
+interface.py               ModelRunner protocol: submits rounds to the CPU or GPU that computes
+                           them; with its output classes.
 kv_headroom.py             Number of KV slots that rounds may write past a session's committed
                            ones.
 results.py                 Commits the results of a round to its sessions; row results for

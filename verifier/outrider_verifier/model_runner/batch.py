@@ -145,9 +145,9 @@ class VerifyRow:
         draft: VerifyDraft | None = None,
         in_process_depth: int = 0,
     ) -> None:
-        """`draft` is the draft to verify if it is only a part of the proposal `held`.
-        `in_process_depth` is the maximum depth of the in-process draft that may be accepted; 0
-        verifies no in-process draft."""
+        """Create the row. `draft` is the draft to verify if it is only a part of the proposal
+        `held`. `in_process_depth` is the maximum depth of the in-process draft that may be
+        accepted; 0 verifies no in-process draft."""
         self.session, self.held, self.in_process_depth = session, held, in_process_depth
         self._draft = draft
         self.cut = draft is not None
@@ -156,7 +156,8 @@ class VerifyRow:
         """Whether the row has a draft that does not come from the in-process drafter; it may have
         no nodes."""
         self.nodes = 0
-        """Number of nodes of this draft."""
+        """Number of nodes of the draft that does not come from the in-process drafter; 0 if there
+        is none."""
         if draft is not None:
             self.nodes = len(draft.tree.tokens)
         elif held is not None:

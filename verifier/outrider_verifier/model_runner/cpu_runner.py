@@ -2,7 +2,7 @@
 
 The host takes part in every step, which suits a CPU.
 
-R rows of the batch, L rows with logits, V vocabulary, H feature width.
+Letters in shapes: R rows of the batch; L rows with logits; V vocabulary; H feature width.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FeatureProjector(Protocol):
     hidden_size: int
 
     def __call__(self, raw: torch.Tensor) -> torch.Tensor:
-        """[M, n_taps * Ht] tapped states -> [M, H] features."""
+        """Project tapped hidden states [M, n_taps * Ht] to features [M, H]."""
         ...
 
 
@@ -76,7 +76,7 @@ class _FinishedRound:
 class CpuModelRunner:
     """A `ModelRunner` that runs each round within `submit_round`.
 
-    Of sessions it holds only swapped-out KV.
+    The only session state that it holds is swapped-out KV.
     """
 
     can_run_ahead = False
@@ -95,8 +95,8 @@ class CpuModelRunner:
         device: torch.device | str = "cpu",
         throttle: RoundThrottle | None = None,
     ) -> None:
-        """`max_nodes` is the maximum number of nodes of a draft. `throttle` makes rounds last
-        longer, for tests; None does not."""
+        """Create a runner. `max_nodes` is the maximum number of nodes of a draft. `throttle` makes
+        rounds last longer, for tests; None adds no delay."""
         self.slot_headroom = KVHeadroom(max_nodes)
         self._suspended = SwappedSessions()
         self._target = target
@@ -140,12 +140,12 @@ class CpuModelRunner:
 
     @staticmethod
     def plain_round_s(rows: int, *, own: bool, chunks: int = 0) -> float | None:
-        """Not measured."""
+        """Return None, because the times of rounds are not measured."""
         return None
 
     @staticmethod
     def verify_round_s(rows: int, nodes: int) -> float | None:
-        """Not measured."""
+        """Return None, because the times of rounds are not measured."""
         return None
 
     @staticmethod
@@ -331,7 +331,8 @@ class CpuModelRunner:
 
 
 def to_wire_array(features: torch.Tensor, dtype: TensorDtype) -> NDArray[np.generic]:
-    """Features in the wire's element type on the host; a view where they are that already."""
+    """Return features on the host in the element type of the wire format; a view if they already
+    are there in this type."""
     if dtype is TensorDtype.BFLOAT16:
         bits = features.to(torch.bfloat16).contiguous().cpu().view(torch.uint16)
         return np.asarray(bits.numpy())

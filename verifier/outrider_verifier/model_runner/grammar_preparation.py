@@ -26,7 +26,8 @@ class GrammarPreparation:
     """
 
     def __init__(self, grammars: GrammarCache | None) -> None:
-        """`grammars` is None if this process has no tokenizer or no grammar library."""
+        """Create an object without compilations. `grammars` is None if this process has no
+        tokenizer or no grammar library."""
         self._grammars = grammars
         self._queue: CompileQueue[CompiledGrammar] | None = None
         if grammars is not None:

@@ -196,8 +196,8 @@ class ModelRunner(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Return whether the device still works. It is called only after a failure. False is final:
-        this process can run no more rounds. Must not raise."""
+        """Whether the device still works; read only after a failure. False is final: this process
+        can run no more rounds. Must not raise."""
         ...
 
     def enter_thread(self) -> None:
@@ -246,7 +246,8 @@ class ModelRunner(Protocol):
 
     def prefetch_session(self, session: Session) -> bool:
         """Start to copy a suspended session's KV back while rounds run. Return whether
-        `resume_session` would not delay any round. If False, call it again or not at all."""
+        `resume_session` could now run without delaying a round. If False, the caller may call this
+        again later, but need not."""
         ...
 
     def resume_session(self, session: Session) -> bool:

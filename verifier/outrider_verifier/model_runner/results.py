@@ -1,7 +1,7 @@
 """Commits the results of a round to its sessions; row results for accounting and verdicts.
 
-`VerdictInputs` holds the session state from which a round's verdicts are computed in columns, n
-decode rows.
+`VerdictInputs` holds the session state from which a round's verdicts are computed, in columns.
+Letters in shapes: n decode rows.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RowResult:
 
     @property
     def is_hit(self) -> bool:
-        """Whether that draft was made by look-ahead, before its prefix was committed."""
+        """Whether the verified draft was made by look-ahead, before its prefix was committed."""
         verified = self.verify_row
         return verified is not None and verified.held is not None and verified.held.is_hit
 

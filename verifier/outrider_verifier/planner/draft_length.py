@@ -28,7 +28,8 @@ class AcceptanceByDepth:
     """Moving estimate of P(the draft token of depth d is accepted, given that its parent was)."""
 
     def __init__(self, depth: int) -> None:
-        """`depth`: the longest draft, at least 1."""
+        """Create an estimate without observations. `depth` is the length of the longest draft, at
+        least 1."""
         self._accepted, self._tried = [0.0] * depth, [0.0] * depth
         self._rows = 0
 

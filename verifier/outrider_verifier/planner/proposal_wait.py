@@ -22,8 +22,8 @@ MIN_WAIT_ROUNDS: Final = 2.0
 """Minimum time that a row waits for its proposal, in rounds."""
 STALLED_ROUNDS: Final = 16
 MAX_STALLED_ROUNDS: Final = 256
-"""Rounds without waiting after which a session waits for a stalled drafter again: the first number,
-doubled after each further timeout up to the second."""
+"""`STALLED_ROUNDS` is the number of rounds without waiting after which a session waits for a
+stalled drafter again. The number doubles after each further timeout, up to `MAX_STALLED_ROUNDS`."""
 
 
 class ArrivalEstimate:
@@ -67,9 +67,9 @@ def proposal_timeout_s(
 ) -> float:
     """Return how long a row waits for its proposal, in seconds.
 
-    That is the time within which nearly every proposal arrives plus one round, at least two rounds,
-    at most max(`ceiling_s`, two rounds), and at most `bound_s`, the plan's. A shorter wait loses
-    drafts; a longer wait loses time when the drafter has stopped.
+    This is the time within which nearly every proposal arrives plus one round, but at least two
+    rounds, at most max(`ceiling_s`, two rounds), and at most `bound_s`, the plan's proposal
+    timeout. A shorter wait loses drafts; a longer wait loses time when the drafter has stopped.
     """
     min_wait_s = MIN_WAIT_ROUNDS * round_s
     wanted_s = max(arrival.latest_s + round_s, min_wait_s)
@@ -78,7 +78,8 @@ def proposal_timeout_s(
 
 @dataclass(slots=True, eq=False)
 class ProposalWait:
-    """How one session waits for proposals, depending on how punctual its drafter was."""
+    """State that decides how one session waits for proposals, based on how punctual its drafter has
+    been."""
 
     is_catching_up: bool = True
     """Whether the wait has its maximum length, because the drafter has to read the prompt or the

@@ -190,7 +190,8 @@ class SpeculationController:
     """Chooses the draft shape of one workload class at each load."""
 
     def __init__(self, *, can_resume: bool = True) -> None:
-        """`can_resume` is whether sessions can get drafts again after they decoded plainly."""
+        """Create a controller without measurements. `can_resume` is whether sessions can get drafts
+        again after they decoded plainly."""
         self._can_resume = can_resume
         self._tokens: dict[CandidateShape, TokenCounts] = {}
         self._loads: dict[int, _LoadState] = {}

@@ -74,12 +74,13 @@ class SpeculationPolicy:
         chunk_tokens: int = 1,
         shares_cores: bool = False,
     ) -> None:
-        """`automatic` is whether the policy decides; False uses the plans unchanged. `ceiling_s` is
-        described at `proposal_timeout_s`. `times` returns the device's times of rounds.
-        `draft_shapes` returns the shapes of in-process drafts that are available for a number of
-        sessions. `chunk_tokens` is the number of prompt tokens of a prefill chunk as `times` counts
-        chunks. `shares_cores` is whether the target computes on CPU cores that a drafter of this
-        host needs, so that look-ahead probably costs more time than it saves."""
+        """Create a policy without sessions. `automatic` is whether the policy decides; False uses
+        the plans unchanged. `ceiling_s` is described at `proposal_timeout_s`. `times` returns the
+        device's times of rounds. `draft_shapes` returns the shapes of in-process drafts that are
+        available for a number of sessions. `chunk_tokens` is the number of prompt tokens of a
+        prefill chunk as `times` counts chunks. `shares_cores` is whether the target computes on CPU
+        cores that a drafter of this host needs, so that look-ahead probably costs more time than it
+        saves."""
         self._automatic, self._ceiling_s = automatic, ceiling_s
         self._times, self._chunk_tokens = times, chunk_tokens
         self._begins_ahead = not shares_cores

@@ -19,8 +19,8 @@ MAX_VALUES: Final = 256
 """Maximum number of stored values; more than the window, because rounds with few of the sessions
 count less."""
 OUTLIER_FACTOR: Final = 3.0
-"""Maximum value that a round counts as, relative to the longest usual round. Usual rounds are all
-but the longest eighth of the window. So a host that is delayed for a moment does not change the
+"""Maximum that the time of one round counts as, relative to the longest usual round. Usual rounds
+are all but the longest eighth of the window. So a short stall of the host does not change the
 mean."""
 TIME_NOISE: Final = 0.15
 """Assumed standard deviation of one round's time, as a share of it."""

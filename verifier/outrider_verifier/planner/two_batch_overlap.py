@@ -21,8 +21,8 @@ class TwoBatchOverlap:
     """Chooses between one round and two half-batches before each round, with hysteresis."""
 
     def __init__(self, verify_s: Callable[[int, int], float | None]) -> None:
-        """`verify_s` returns the seconds of a forward pass by its number of rows and nodes per row;
-        None if that was not measured."""
+        """Create a chooser. `verify_s` returns the seconds of a forward pass by its number of rows
+        and nodes per row; None if that was not measured."""
         self._verify_s = verify_s
         self.in_force = False
 

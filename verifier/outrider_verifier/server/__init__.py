@@ -6,7 +6,7 @@ engine_builder.py          Builds the objects owned by the engine thread.
 metrics.py                 Prometheus metrics of a verifier, and the rolling medians that
                            `VerifierInfo` reports.
 router_streams.py          Session streams of routers: sessions opened and closed, and one message
-                           of events a round.
+                           of events per round.
 service.py                 VerifierService: the verifier as an endpoint of any transport; asyncio
                            thread only.
 service_builder.py         Builds the service from a configuration and loads the model; imports

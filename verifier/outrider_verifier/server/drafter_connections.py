@@ -1,6 +1,6 @@
 """Exchange connections of drafters: handshakes, incoming proposals, bounded outgoing queues.
 
-Heartbeats are the transport's: a silent drafter ends `receive` with ConnectionLostError.
+The transport sends the heartbeats: if a drafter is silent, `receive` raises ConnectionLostError.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class DrafterConnections:
         queue_bytes: int,
         backlog: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`backlog` returns the number of commands that wait for the engine thread."""
+        """Create an object without connections. `backlog` returns the number of commands that wait
+        for the engine thread."""
         self._identity = identity
         self._checks = DrafterMessageChecker(identity)
         self._post = post
@@ -100,7 +101,7 @@ class DrafterConnections:
         return [peer.link for peer in self._peers.values()]
 
     def send_messages(self, link_id: int, *messages: VerifierMessage) -> None:
-        """Send messages together, or queue them; dropped if the connection is gone."""
+        """Send messages together, or queue them. They are dropped if the connection is gone."""
         peer = self._peers.get(link_id)
         if peer is None or peer.lost.is_set():
             return

@@ -135,7 +135,8 @@ class RoundMedians:
 
     @property
     def overhead_ms(self) -> float:
-        """Median time, in milliseconds, in which no model ran during a round and the wait before it."""
+        """Median time, in milliseconds, in which no model ran during a round and the wait before
+        it."""
         return _median_ms(self._overhead)
 
     @property

@@ -1,6 +1,6 @@
-"""Session streams of routers: sessions opened and closed, and one message of events a round.
+"""Session streams of routers: sessions opened and closed, and one message of events per round.
 
-Heartbeats are the transport's: a silent router ends `receive` with ConnectionLostError.
+The transport sends the heartbeats: if a router is silent, `receive` raises ConnectionLostError.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class SessionRegistry:
 def split_by_router(
     batch: EventBatch, routers: NDArray[np.int64], handles: NDArray[np.uint32]
 ) -> Iterator[tuple[int, SessionEvents]]:
-    """Return the events of each router, in order. `routers` [n] is the router of each event,
-    negative for none; `handles` [n] are the handles of the sessions."""
+    """Yield pairs of a router and its events, which keep their order. `routers` [n] is the router
+    of each event, negative for none; `handles` [n] are the handles of the sessions."""
     order = np.argsort(routers, kind="stable")
     owners = routers[order]
     edges = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
@@ -224,8 +224,9 @@ class RouterStreams:
         on_change: Callable[[int], None],
         grammars: GrammarPreparation,
     ) -> None:
-        """`admit` raises if no session may be opened. `on_change` is called with the number of
-        sessions. `grammars` compiles the grammars of structured outputs."""
+        """Create an object without connections. `admit` raises if no session may be opened.
+        `on_change` is called with the number of sessions. `grammars` compiles the grammars of
+        structured outputs."""
         self._grammars = grammars
         self._compiling: dict[int, asyncio.Task[None]] = {}
         """Compilations of the grammars of sessions that are not opened in the engine yet, by
@@ -250,12 +251,12 @@ class RouterStreams:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that are served or being opened."""
+        """Number of sessions that are served or being opened."""
         return len(self._served)
 
     @property
     def num_moves(self) -> int:
-        """Sessions whose move to another drafter has not been confirmed by the engine."""
+        """Number of sessions whose move to another drafter has not been confirmed by the engine."""
         return len(self._moving)
 
     async def serve_router(self, connection: ServingConnection) -> None:

@@ -103,11 +103,12 @@ class VerifierService(SessionIteratorMixin):
         grammars: GrammarCache | None = None,
         busy_cores: BusyCores | None = None,
     ) -> None:
-        """`pool` holds the KV of `target`; `max_context_len` is the model's own limit.
+        """Create a service whose engine thread is not started. `pool` holds the KV of `target`;
+        `max_context_len` is the model's own limit.
 
         Without `grammars` sessions with structured output are refused. Without a `runner`, rounds
-        are run by a `CpuModelRunner` of target and projection. `awake` is kept while there are
-        sessions.
+        are run by a `CpuModelRunner` of target and projection. `busy_cores`: CPU cores that poll
+        while there are sessions.
         """
         self._config = config
         self._pool = pool
@@ -383,12 +384,13 @@ class VerifierService(SessionIteratorMixin):
             command.shm_channel.close()
 
     def _send_effects(self, effects: list[Effect]) -> None:
-        """Called on the engine thread."""
+        """Pass effects to the asyncio thread. Called on the engine thread."""
         assert self._running_on is not None
         self._running_on.call_soon_threadsafe(self.perform_effects, effects)
 
     def _on_engine_ended(self) -> None:
-        """Called on the engine thread, which ends because the device is lost."""
+        """Inform the asyncio thread that the device is lost. Called on the engine thread as it
+        ends."""
         assert self._running_on is not None
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._running_on.call_soon_threadsafe(self._on_lost)
@@ -413,7 +415,8 @@ class VerifierService(SessionIteratorMixin):
         self.lost.set()
 
     def _on_shm_channel_lost(self, link_id: int) -> None:
-        """Called on the engine thread."""
+        """End the connection of a link whose shared-memory channel is lost. Called on the engine
+        thread."""
         assert self._running_on is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the connection
             self._running_on.call_soon_threadsafe(self.drafter_connections.drop_link, link_id)

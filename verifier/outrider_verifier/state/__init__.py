@@ -9,10 +9,10 @@ preemption_mode.py         PreemptionMode: recompute or swap, the ways in which 
                            get their KV back.
 round_plan.py              Inputs of the scheduler (limits, estimates, row states) and its output,
                            `RoundPlan`.
-session.py                 Session: tokens, KV, plan and phase of one served request, and its
-                           handle; owned by the engine thread.
-session_phase.py           SessionPhase: where a session is in its life on the verifier, and what
-                           may follow.
+session.py                 Session: tokens, KV, plan and phase of one served request. Engine thread
+                           only.
+session_phase.py           SessionPhase: the phases of a session on the verifier, and the allowed
+                           transitions.
 session_records.py         Parts of a session: its prefill progress, its preemptions, and its
                            drafter's failures.
 simulated_acceptance.py    Parses the draft acceptance rates of --simulated-acceptance, for

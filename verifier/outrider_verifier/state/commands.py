@@ -20,7 +20,7 @@ class ExchangeLink:
     """One exchange connection whose drafter passed the hello checks."""
 
     link_id: int
-    """Unique per connection; a drafter that reconnects gets a new one."""
+    """Id of the link, unique per connection; a drafter that reconnects gets a new one."""
     drafter_id: DrafterId
     incarnation: str
     methods: tuple[DraftMethod, ...]

@@ -79,13 +79,13 @@ class EventBatch:
 
     @property
     def tickets(self) -> NDArray[np.int64]:
-        """[n] tickets of the events' sessions."""
+        """Tickets of the events' sessions, [n]."""
         tickets: NDArray[np.int64] = self.columns()[0]
         return tickets
 
     @property
     def reasons(self) -> NDArray[np.int64]:
-        """[n] codes of `REASON_CODES`, 0 for a session that continues."""
+        """Codes of the finish reasons as in `REASON_CODES`, [n]; 0 for a session that continues."""
         reasons: NDArray[np.int64] = self.columns()[3]
         return reasons
 
@@ -161,7 +161,8 @@ class RoundReport:
     waited_s: float
     """Idle time before the round in which a session waited for its proposal."""
     drafted_s: float
-    """Part of `waited_s` that the drafters report as their own work on the proposals used."""
+    """Part of `waited_s` that the drafters report as time spent on the proposals that the round
+    used."""
     rows: int
     """Token rows of the target's forward."""
     verify_rows: int
@@ -181,8 +182,8 @@ class RoundReport:
 
     @property
     def overhead_s(self) -> float:
-        """Time of the round and of the wait before it that no model used: neither the target, nor
-        the feature projection, nor a drafter."""
+        """Time of the round and of the wait before it in which no model ran: neither the target,
+        nor the feature projection, nor a drafter."""
         models_s = self.forward_s + self.project_s + self.draft_s + self.drafted_s
         return max(0.0, self.total_s + self.waited_s - models_s)
 

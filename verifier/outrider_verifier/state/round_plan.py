@@ -27,9 +27,9 @@ class RoundLimits:
     batch_wait_s: float
     """Seconds that the first ready row waits for rows whose proposals may still arrive."""
     batch_wait_rounds: float = 0.0
-    """The same in rounds, as a minimum, if the drafter usually answers within them. Where the
-    drafter computes on the target's cores, a round that starts at once makes both slower, and the
-    rows that wait miss it all the same."""
+    """Waiting time in rounds, used instead of `batch_wait_s` if it is longer and proposals usually
+    arrive within it. If the drafter computes on the target's CPU cores, a round that starts at once
+    slows both down, and the awaited rows miss it anyway."""
     yield_s: float = 0.05
     """Seconds that a ready row stays out of rounds with prompts of a higher priority, to keep those
     rounds short."""

@@ -39,4 +39,4 @@ ALLOWED_TRANSITIONS: Final[Mapping[SessionPhase, frozenset[SessionPhase]]] = {
     DECODING: frozenset((WAITING, SWAPPED, ENDED)),
     ENDED: frozenset(),
 }
-"""The phases that may follow each phase."""
+"""Phases that may follow each phase."""

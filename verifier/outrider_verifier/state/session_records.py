@@ -41,23 +41,24 @@ class PreemptionRecord:
         self.total_wait_s += now - self.waiting_since
 
     def record_resume(self, now: float, length: int) -> None:
-        """Record that the session resumes now, and its length."""
+        """Record that the session resumes at time `now` with a length of `length` tokens."""
         self.resumed_at, self.resumed_len = now, length
 
 
 @dataclass(slots=True)
 class DrafterRecord:
-    """How often the drafter of a session could not follow it or had no draft for it, and whether
-    its in-process drafts were dropped."""
+    """Failures of a session's drafter: how often it lost the session or had no draft for it, and
+    whether the session's in-process drafts were dropped."""
 
     losses: int = 0
-    """How often the drafter lost the session."""
+    """Number of times that the drafter lost the session."""
     undrafted_rounds: int = 0
     """Rounds in a row, up to `last_undrafted_round`, for which the drafter on another device had no
     draft."""
     last_undrafted_round: int = -1
     has_dropped_drafts: bool = False
-    """Whether its in-process drafts were dropped, for good: the head's KV has ended."""
+    """Whether the session's in-process drafts were dropped. They never resume, because the
+    session's draft KV is no longer extended."""
 
     def record_loss(self) -> int:
         """Count a loss, and return the number of losses so far."""
@@ -80,5 +81,5 @@ class DrafterRecord:
         self.has_dropped_drafts = True
 
     def reset_undrafted_rounds(self) -> None:
-        """Begin to count rounds without a draft anew."""
+        """Set the number of consecutive rounds without a draft to 0."""
         self.undrafted_rounds = 0

@@ -29,7 +29,7 @@ request_translation.py     Translates HTTP request bodies into router requests, 
 response_models.py         Pydantic models of HTTP responses, for the published OpenAPI schema only.
 response_writers.py        Writers of completions and chat responses, whole and in stream chunks.
 server.py                  HTTP server of the router: uvicorn in the router's own event loop.
-structured_outputs.py      Structured-output fields of HTTP requests, in the forms of OpenAI and
+structured_outputs.py      Structured-output fields of HTTP requests, in the formats of OpenAI and
                            vLLM.
 unsupported_fields.py      Refuses OpenAI and vLLM request fields that would change an answer but
                            are not supported.

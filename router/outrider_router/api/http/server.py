@@ -27,7 +27,8 @@ from outrider_router.requests.service import RouterService
 
 BACKLOG = 2048
 STOP_GRACE_S = 2
-"""Time in seconds that connections get to end when the server stops. Requests have ended before."""
+"""Time in seconds that connections get to close when the server stops. All requests have already
+ended by then."""
 CERTIFICATE_CHECK_S = 10.0
 """Time in seconds between two checks of whether the certificate has changed."""
 _LOOK_S = 0.005

@@ -12,7 +12,7 @@ from typing import Final
 from outrider.errors import InvalidRequestError
 
 UnsupportedFields = Mapping[str, tuple[object, ...]]
-"""Values other than null that have no effect, by field name."""
+"""Unsupported fields by name, each with the values other than null that have no effect."""
 
 _BOTH: Final[dict[str, tuple[object, ...]]] = {
     # OpenAI's fields.

@@ -7,6 +7,6 @@ durable_log.py             Durable log of resumable requests: the file from whic
 log_records.py             Record format of the durable log of resumable requests.
 resumable_answers.py       Resumable answers: output that a client can resume reading after a broken
                            connection.
-resumable_requests.py      Resumable requests of one router: tasks of their own, their answers, and
-                           the durable log.
+resumable_requests.py      Resumable requests of one router: their tasks, their answers, and the
+                           durable log.
 """

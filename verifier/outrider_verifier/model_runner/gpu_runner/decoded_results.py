@@ -1,8 +1,8 @@
 """Decodes the result words of a GPU launch into accepted tokens, features and log-probabilities.
 
-n rows, N nodes of a row's bucket, H feature width. A row has 2 + 2N words: the number of accepted
-rows of its bucket (the root's included), flags, these rows, and the tokens that follow each of
-them.
+Letters in shapes: n rows; N nodes of a row's bucket; H feature width. A row has 2 + 2N words: the
+number of accepted rows of its bucket (including the root's), flags, the indices of these rows, and
+the tokens that follow each of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outrider_verifier.model_runner.interface import DecodeOutput, RowOutput
 
 
 class LaunchResults(NamedTuple):
-    """Results of a launch group's rows; to be read before their memory is used again."""
+    """Results of a launch group's rows. They must be read before their memory is reused."""
 
     group: LaunchGroup
     words: NDArray[np.int32]

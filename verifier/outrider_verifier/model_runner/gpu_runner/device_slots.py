@@ -74,7 +74,8 @@ class DeviceSlotTable:
         in_process_drafter: InProcessDrafter | None,
         remote_drafter: RemoteDrafter | None = None,
     ) -> None:
-        """At most one of `in_process_drafter` and `remote_drafter` is not None."""
+        """Create a table without sessions. At most one of `in_process_drafter` and `remote_drafter`
+        is not None."""
         self._slots, self._in_process_drafter = slots, in_process_drafter
         self._remote_drafter = remote_drafter
         self._warps = (

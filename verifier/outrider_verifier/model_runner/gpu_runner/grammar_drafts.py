@@ -1,7 +1,7 @@
 """In-process drafts of sessions with a grammar: chains level by level, and trees.
 
-Drafting begins under allowed-token masks as soon as the accepted tokens are known. n in-process
-drafts of a row, W words of a mask.
+Drafting begins under allowed-token masks as soon as the accepted tokens are known. Letters in
+shapes: n in-process drafts of a row; W words of a mask.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class GrammarChain:
         return tokens
 
     def close(self) -> None:
-        """Return the session's constraint to the accepted tokens."""
+        """Rewind the session's constraint to the accepted tokens."""
         self.constraint.pop_tokens(self._entered)
         self._entered = 0
 
@@ -144,8 +144,8 @@ class GrammarTreeWalk:
         *,
         blank: bool,
     ) -> None:
-        """`tokens` and `parents` of the draft, int32 [n] each; a row that is `blank` has a tree
-        without nodes."""
+        """Prepare the walk. `tokens` and `parents` describe the draft, int32 [n] each; a row that
+        is `blank` has a tree without nodes."""
         self.constraint = advance_grammar(session)
         self.masks = np.full(
             (1 + len(tokens), self.constraint.num_mask_words), ALL_TOKENS, dtype=np.uint32

@@ -55,11 +55,12 @@ class LaunchGroup:
     undrafted_rows: frozenset[int] = frozenset()
     """Rows of a launch with in-process drafts that have no draft yet."""
     draft_limits: dict[int, int] = field(default_factory=dict)
-    """Number of in-process draft nodes to verify, by row; only rows that do not verify all."""
+    """Number of in-process draft nodes to verify, by row. Rows that verify all nodes are not
+    included."""
 
     @property
     def all_chunks(self) -> list[PrefillChunkInput]:
-        """Return all prefill chunks, prompt by prompt."""
+        """All prefill chunks, prompt by prompt."""
         return [piece for chunk in self.prompts for piece in chunk.chunks]
 
     @property
@@ -71,8 +72,8 @@ class LaunchGroup:
 
     @property
     def link_id(self) -> int | None:
-        """Return the link of the only drafter that receives features of the launch; None if there
-        are several or none."""
+        """Link of the only drafter that receives features of the launch; None if there are several
+        or none."""
         links = {row.session.link_id for row in self.rows}
         links |= {chunk.row.session.link_id for chunk in self.prompts}
         return links.pop() if len(links) == 1 else None
@@ -127,9 +128,9 @@ def requested_logprobs(group: LaunchGroup, draft_levels: int) -> LogprobRequest 
 def group_rows(
     verify: Sequence[VerifyRow], device_slots: Sequence[DeviceSlot], max_rows: Callable[[int], int]
 ) -> list[LaunchGroup]:
-    """Group rows, each with its device slot, by the way of acceptance and by the source of their
-    drafts; every row is in one group. `max_rows` returns the maximum number of rows of a launch for
-    the largest number of nodes of any of its rows."""
+    """Group rows, each with its device slot, by their method of acceptance and by the source of
+    their drafts; every row is in one group. `max_rows` returns the maximum number of rows of a
+    launch for the largest number of nodes of any of its rows."""
     if _all_plain(verify) and len(verify) <= max_rows(1):
         slots = RoundRows.without_drafts([slot.slot for slot in device_slots])
         places = list(range(len(verify)))

@@ -2,7 +2,8 @@
 
 The host decides only which sessions a round has. Rows with the same source of drafts share a
 launch: those with drafts of the in-process drafter, and those with drafts from outside (or none).
-Prefill chunks join one of them. N nodes of a row's bucket, P rows of a chunk, H feature width.
+Prefill chunks join one of these launches. Letters in shapes: N nodes of a row's bucket; P rows of a
+chunk; H feature width.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class GpuModelRunner:
         feature_dtype: TensorDtype,
         throttle: RoundThrottle | None = None,
     ) -> None:
-        """`throttle` makes rounds last longer, for tests; None does not."""
+        """Create a runner. `throttle` makes rounds last longer, for tests; None adds no delay."""
         self._slots = slots
         self.rounds = rounds
         self.in_process_drafter = in_process_drafter
@@ -242,7 +243,7 @@ class GpuModelRunner:
         self.round_times.set_measurements(seconds)
 
     def release(self) -> None:
-        """Return the blocks of the target's pool that the runner itself holds."""
+        """Free the blocks of the target's pool that the runner itself holds."""
         self._slots.release_padding()
 
     @property
@@ -331,7 +332,7 @@ class GpuModelRunner:
 
     @property
     def is_usable(self) -> bool:
-        """Return whether the device still works. Waits for all launches."""
+        """Whether the device still works. Waits for all launches."""
         return is_device_usable(self._device)
 
     def enter_thread(self) -> None:
