@@ -55,7 +55,16 @@ async def serving(
 ) -> AsyncIterator[VerifierService]:
     """A service over the tiny target: on the device engine, or (None) on the host's."""
     place = device or "cpu"
-    target = load_target(target_dir, kv_tokens=kv_tokens, packed=False, device=place, dtype=weights)
+    # The host's engine keeps the bits of rows with packed weights alone.
+    invariant_host = device is None and bool(settings.get("batch_invariant"))
+    target = load_target(
+        target_dir,
+        kv_tokens=kv_tokens,
+        packed=invariant_host,
+        device=place,
+        dtype=weights,
+        batch_invariant=invariant_host,
+    )
     projection = head = None
     if head_dir is not None:
         projection = load_feature_projection(
