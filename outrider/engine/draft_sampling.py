@@ -1,15 +1,15 @@
 """Draft token selection: the children of every draft row, by acceptance rule.
 
-greedy, target-only   the top_k most probable ids. With top_k = 1 that is an argmax of the logits:
-                      no softmax, and no log-prob is claimed.
+greedy, target-only   the top_k most probable ids. With top_k = 1 that is an argmax of the logits
+                      without a softmax, and the log-prob is 0.
 coupled               the top_k of log q + G with the TARGET noise of the position and target id:
                       the drafter guesses the target's sample, not its mode.
 rejection             the distribution q is truncated and quantised to integer counts first;
-                      children are then drawn from exactly that, without replacement, with
+                      children are then drawn from exactly these counts, without replacement, with
                       DRAFT noise.
 
-Rows are processed by the logits processor with the session's own parameters first (penalties, bans,
-T, top-k, top-p, min-p). Shape suffixes: N rows, D draft vocabulary columns, k children a row.
+Rows are first processed by the logits processor with the session's own parameters (penalties, bans,
+T, top-k, top-p, min-p). Shape suffixes: N rows, D draft vocabulary columns, k children per row.
 """
 
 from __future__ import annotations

@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SAMPLE_BYTES: Final = 32 << 20
-"""Size of the weight that threads are timed with: more than a core's own caches hold."""
+"""Size of the weight with which numbers of threads are timed, larger than the caches of a core."""
 MIN_CHOICE_BYTES: Final = 1 << 20
 """Size of the smallest weight whose single rows may take another product than the padded one."""
 MIN_REPEATS: Final = 7
 """Number of times that each number of threads is timed."""
 STRICT_TIME_SHARE: Final = 0.8
-"""Largest share of the time of all threads that a smaller number of threads may take to be chosen.
-"""
+"""A smaller number of threads is chosen only if it takes at most this share of the time of all
+threads."""
 MAX_COPIES_SHARE: Final = 0.125
 """Largest share of the machine's memory that the plain copies of one model's weights may take."""
 

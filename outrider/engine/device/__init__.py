@@ -10,8 +10,8 @@ round_launcher.py          Launches rounds on the device: verify, accept, commit
                            process.
 round_program.py           Computation of one round as functions of static tensors, recorded into a
                            CUDA graph.
-target_kernels.py          Kernels of the target's forward pass: the fastest ones, or those whose
-                           rows keep their bits.
+target_kernels.py          Kernels of the target's forward pass: the fastest ones, or
+                           batch-invariant ones.
 target_program.py          Forward of the target over static buffers, recorded into a CUDA graph.
 trial_capture.py           Trial captures: they record which kernels a graph needs, execute nothing,
                            and are discarded.

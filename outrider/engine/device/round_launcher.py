@@ -100,10 +100,10 @@ class RoundLauncher:
         recorder: DeviceRecorder | None = None,
         after_launch: Callable[[RoundShape], None] | None = None,
     ) -> None:
-        """`batch_invariant`: the target's rows keep their bits whatever runs beside them.
-        `simulated_rates`: SIMULATED acceptance, the chance of each draft position.
-        `after_launch`: called behind each launch of a round while CUDA graphs are on (a hook of the
-        process); None: nothing is."""
+        """`batch_invariant`: whether the target's forward gives a row the same bits whatever other
+        rows run beside it. `simulated_rates`: for simulated acceptance, the acceptance probability
+        of each draft position; None to accept by the sessions' rules. `after_launch`: called after
+        each launch of a round if CUDA graphs are enabled; None to call nothing."""
         self._device = target.device
         self._slots = slots
         self.drafter = in_process_drafter

@@ -87,7 +87,8 @@ class RoundProgram:
         max_token_rows: int,
         kernels: TargetKernels,
     ) -> None:
-        """`max_token_rows`: M at most. `kernels`: of the target's forward."""
+        """`max_token_rows`: maximum number M of token rows. `kernels`: kernels of the target's
+        forward. `simulated_rates`: see `RoundLauncher`."""
         self._slots = slots
         self._pool = target.pool
         self._kernels = kernels

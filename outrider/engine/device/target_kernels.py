@@ -1,6 +1,6 @@
-"""Kernels of the target's forward pass: the fastest ones, or those whose rows keep their bits.
+"""Kernels of the target's forward pass: the fastest ones, or batch-invariant ones.
 
-M token rows, B sessions of a row group, N rows a session, Q query and G key/value heads, d head
+M token rows, B sessions of a row group, N rows per session, Q query and G key/value heads, d head
 dimension, H hidden size, S pool slots, X session slots, T blocks of a table.
 """
 
@@ -27,19 +27,20 @@ from outrider.engine.linear import PlainLinear
 
 
 class HeadWrites(NamedTuple):
-    """Rotation of new heads, and the KV cache of a layer."""
+    """Inputs of one layer for the rotation of new heads and the write of their KV to the cache."""
 
     table: Tensor
-    """float32 [M, 2, d/2]: cos and sin (see `rotary.rotary_table`)."""
+    """float32 [M, 2, d/2]: cosines and sines (see `rotary.rotary_table`)."""
     write_slots: Tensor
-    """int64 [M]: pool slots of the rows; -1 for none."""
+    """int64 [M]: pool slot of each row's KV; -1 to write none."""
     keys: Tensor
-    """[G, S, d]."""
+    """[G, S, d]: keys of the layer in the cache; `values` has the same shape."""
     values: Tensor
     num_heads: int
-    """Q."""
+    """Number Q of query heads."""
     qk_norms: Tensor | None
-    """[Q + G, d]: weights of the norms of query and key heads."""
+    """[Q + G, d]: weights of the norms of query and key heads; None if the model has no such
+    norms."""
     eps: float
 
 
@@ -47,28 +48,28 @@ class RowGroup(NamedTuple):
     """B * N consecutive token rows of a forward."""
 
     slots: Tensor
-    """int32 [B]: session slots. A session may stand here several times, in order of its context:
-    the keys and values of all rows of a layer are written before any of them attends."""
+    """int32 [B]: session slots. A session may occur several times, in order of its context, because
+    each layer writes the keys and values of all rows before any row attends to them."""
     context: Tensor
-    """int32 [B]: KV slots before the first of the N rows."""
+    """int32 [B]: number of KV slots before the first of the session's N rows."""
     round_layout: RoundLayout
     num_nodes: int
-    """N."""
+    """Number N of rows per session."""
 
 
 class AttentionLimits(NamedTuple):
-    """Facts about the cache that all layers share."""
+    """Properties of the KV cache that all layers share."""
 
     tables: Tensor
-    """int32 [X, T]: pool blocks of the sessions."""
+    """int32 [X, T]: pool blocks of each session."""
     block_tokens: int
     max_len: int
-    """Longest context of a row, its own nodes included."""
+    """Maximum context length of a row, including its own nodes."""
     window: int | None
 
 
 class TargetKernels(Protocol):
-    """Protocol of the kernels of one forward pass."""
+    """Kernels of one forward pass."""
 
     @property
     def reads_paths(self) -> bool:
@@ -84,11 +85,13 @@ class TargetKernels(Protocol):
         *,
         out: Tensor | None,
     ) -> tuple[Tensor, Normed]:
-        """Return embedding rows [M, H] of token ids int32 [M], and their norm."""
+        """Return the embedding rows [M, H] of token ids int32 [M], and their RMSNorm. `out`: memory
+        that may be used for the rows."""
         ...
 
     def project_heads(self, x: Normed, linear: PlainLinear, writes: HeadWrites) -> Tensor:
-        """Return rotated queries [M, Q, d]; write rotated keys and values to the cache."""
+        """Return the rotated queries [M, Q, d] of rows `x`, and write their rotated keys and their
+        values to the cache. `linear`: fused projection of queries, keys and values."""
         ...
 
     def attend(
@@ -101,7 +104,8 @@ class TargetKernels(Protocol):
         *,
         out: Tensor | None,
     ) -> Tensor:
-        """Return attention [B * N, Q * d] of queries [B * N, Q, d] to their paths."""
+        """Return the attention output [B * N, Q * d] of queries [B * N, Q, d]. Each row attends to
+        its session's context and to its ancestors."""
         ...
 
     def add(
@@ -114,18 +118,19 @@ class TargetKernels(Protocol):
         *,
         out: Tensor | None,
     ) -> tuple[Tensor, Normed]:
-        """Return residual + linear(x), which may take the residual's memory, and its norm."""
+        """Return residual + linear(x), and its RMSNorm by `norm_weight`. The memory of `residual`
+        may be overwritten by the result. `out`: memory that may be used for the result."""
         ...
 
     def multiply(
         self, x: Normed, linear: PlainLinear, *, gated: bool, out_dtype: torch.dtype | None
     ) -> Tensor:
-        """Return linear(x); with `gated` silu of its first half times its second half."""
+        """Return linear(x). With `gated`, return silu(first half) * second half of it."""
         ...
 
 
 class FastKernels:
-    """Kernels that take the fastest order of sums for the shape of a round."""
+    """Kernels that sum in the order that is fastest for the shape of a round."""
 
     reads_paths = False
 
@@ -214,7 +219,7 @@ class FastKernels:
 
 
 class InvariantKernels:
-    """Kernels that give a row the same bits whatever runs beside it (batch invariance)."""
+    """Batch-invariant kernels: a row has the same bits whatever other rows run beside it."""
 
     reads_paths = True
 

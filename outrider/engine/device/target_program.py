@@ -53,9 +53,10 @@ class TargetProgram:
         storage: Tensor | None = None,
         kernels: TargetKernels | None = None,
     ) -> None:
-        """`hidden`: where the last layer's output [M, H] goes, for `logits`; [most M, H].
-        `storage` [2, L, G, S, d]: other keys and values than the model's pool, in blocks of as many
-        slots. `kernels`: None for the fastest."""
+        """`hidden`: memory [maximum M, H] to which the last layer's output is written, as `logits`
+        needs it; None to keep no output. `storage`: [2, L, G, S, d] (L layers), keys and values to
+        use instead of the model's pool, with the same number of slots per block; None to use the
+        pool. `kernels`: kernels of the forward; None for the fastest ones."""
         self._model = model
         self._kernels = kernels or FastKernels()
         self._hidden = hidden
@@ -179,8 +180,8 @@ class TargetProgram:
         place: _LayerContext,
         out: Tensor | None,
     ) -> tuple[Tensor, Normed]:
-        """Return the residual stream after a layer, and its norm by `next_norm`; `out`: its
-        memory."""
+        """Return the residual stream after a layer, and its norm by `next_norm`. `out`: memory for
+        the residual stream."""
         kernels, weights, eps = self._kernels, layer.weights, self._config.rms_norm_eps
         writes = HeadWrites(
             place.table,

@@ -1,4 +1,4 @@
-"""Draft heads (EAGLE-3, EAGLE-1/2), split so that dead rows cost only their KV.
+"""Draft heads (EAGLE-3, EAGLE-1/2). Rows whose prediction is not needed only compute their KV.
 
 A draft step over rows N with features g, next tokens e and draft positions:
 
@@ -10,7 +10,7 @@ A draft step over rows N with features g, next tokens e and draft positions:
     x = head.finish(live_residual, o)          # the feature of the next draft step
     ids = head.to_target_ids(head.logits(x).argmax(-1))
 
-`FeatureProjection` is the part that runs on the verifier's side; both carry one `fingerprint`.
+`FeatureProjection` is the part that runs in the verifier; both have the same `fingerprint`.
 
 eagle.py                   EAGLE-1/2 draft head.
 eagle3.py                  EAGLE-3 draft head.

@@ -21,7 +21,7 @@ runtime.py                 Helpers shared by all kernels: interpreter detection,
                            arithmetic.
 sampling.py                Token sampling from logits on the device: argmax or Gumbel-perturbed
                            argmax, by session.
-session_tensors.py         Per-session tensors that the device keeps between rounds, one row a
+session_tensors.py         Per-session tensors that the device keeps between rounds, one row per
                            session slot.
 token_rows.py              Builds the verify input of a round: token ids of each session's root and
                            drafts.

@@ -18,44 +18,45 @@ from triton.runtime import driver
 logger = logging.getLogger(__name__)
 
 MAX_THREADS: Final = 16
-"""Threads that compile. Triton compiles outside the interpreter lock but for about a sixth of the
-time, so that more would wait for the lock."""
+"""Maximum number of compiling threads. Triton holds the interpreter lock for about a sixth of the
+time that it compiles, so more threads would wait for the lock."""
 
 
 CompileKernel = Callable[[Any, dict[str, Any]], None]
-"""Compiles a JIT function for a launch, as Triton's `jit_cache_hook` describes it."""
+"""Function that compiles a JIT function for a launch, as described to Triton's `jit_cache_hook`."""
 
 
 class KernelCompiler:
-    """Context in which launches of kernels that are not compiled yet only queue their compilation.
+    """Context in which a launch of a kernel that is not compiled yet only queues its compilation.
 
-    Threads compile each of them into Triton's cache on disk, with its launcher. The first launch
-    after the context reads it from there. A launch within the context has no effect: use it where
-    launches are not executed, as in the capture of a graph that is thrown away. It holds for the
-    launches of all threads.
+    Background threads compile each queued kernel, with its launcher, into Triton's cache on disk,
+    from which the first launch after the context reads it. Launches within the context have no
+    effect, so use it only where launches are not executed, such as the capture of a graph that is
+    discarded. The context applies to the launches of all threads.
     """
 
     def __init__(self, compile_kernel: CompileKernel | None = None) -> None:
-        """`compile_kernel`: compiles a kernel; None: into Triton's cache on disk."""
+        """`compile_kernel`: function that compiles a kernel; None to compile into Triton's cache on
+        disk."""
         self._compile = compile_kernel or _compile_to_cache
         self._threads = ThreadPoolExecutor(
             min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="compile"
         )
         self._kernels: dict[tuple[str, str], Future[None]] = {}
         self._compiled: list[str] = []
-        """Kernels that were not in the cache; threads append."""
+        """Names of the kernels that were not in the cache, added by the compiling threads."""
         self._num_known = 0
         self._hook_before: Any = None
         self._listener_before: Any = None
 
     @property
     def num_kernels(self) -> int:
-        """Kernels that were queued so far."""
+        """Number of kernels queued so far."""
         return len(self._kernels)
 
     def wait_cached(self) -> bool:
-        """Wait for the kernels that were queued so far; whether the cache on disk had all those
-        that were queued since the last call."""
+        """Wait for all kernels queued so far. Return whether all kernels that were queued since the
+        last call were already in the cache on disk."""
         before = self._num_known
         wait(list(self._kernels.values()))
         self._num_known = len(self._compiled)
@@ -74,8 +75,8 @@ class KernelCompiler:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Wait for all compilations. One that failed is left to the first launch, which compiles
-        it again and raises its error."""
+        """Wait for all compilations. A kernel whose compilation failed is compiled again by its
+        first launch, which raises the error."""
         knobs.runtime.jit_cache_hook = self._hook_before
         self._threads.shutdown(cancel_futures=kind is not None)
         knobs.compilation.listener = self._listener_before
@@ -86,12 +87,13 @@ class KernelCompiler:
                 )
 
     def _record(self, *, src: Any, cache_hit: bool, **_: Any) -> None:
-        """Triton's `listener`, in the thread that compiles."""
+        """Record a compiled kernel. Triton calls this as its `listener` in the compiling thread."""
         if not cache_hit:
             self._compiled.append(src.name)
 
     def _queue(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        """Triton's `jit_cache_hook`; true: neither compile nor launch."""
+        """Queue a kernel. Triton calls this as its `jit_cache_hook`; True means neither to compile
+        nor to launch."""
         function = fn.jit_function
         kernel = (f"{function.__module__}.{fn.name}", key)
         if kernel not in self._kernels:
@@ -102,7 +104,7 @@ class KernelCompiler:
 
 
 def _compile_to_cache(function: Any, request: dict[str, Any]) -> None:
-    """Compile what a launch asked for, as the launch itself would, and its launcher."""
+    """Compile the kernel of a launch, with its launcher, as the launch itself would."""
     options = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in json.loads(request["specialization_data"])["options"].items()

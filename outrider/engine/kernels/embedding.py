@@ -29,10 +29,11 @@ def embed(
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Normed]:
-    """Return the rows [M, H] of embedding [V, H] for tokens int32 [M], and their RMSNorm for a
-    product.
+    """Return the rows [M, H] of embedding [V, H] for tokens int32 [M], and their RMSNorm as the
+    input of a matrix product.
 
-    Ids below 0 (no node) read row 0. norm_weight [H]. `out`: memory that the rows may take.
+    Negative ids (absent nodes) read row 0. norm_weight: [H]. out: memory that may be used for the
+    rows.
     """
     if splits_norms(tokens.shape[0], embedding):
         return embed_triton(tokens, embedding, norm_weight, eps)
@@ -41,7 +42,7 @@ def embed(
 
 
 def embed_torch(tokens: Tensor, embedding: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return the rows by torch's lookup."""
+    """Return the rows [M, H] by torch's lookup, without their norm."""
     rows = tokens.clamp(min=0)
     if out is None:
         return F.embedding(rows, embedding)
@@ -51,8 +52,8 @@ def embed_torch(tokens: Tensor, embedding: Tensor, *, out: Tensor | None = None)
 def embed_triton(
     tokens: Tensor, embedding: Tensor, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, HalfNormed]:
-    """Triton launch of `embed`, one program per part of a row; the norm is half done (see
-    `linear.HalfNormed`)."""
+    """Launch the Triton kernel of `embed`, one program per part of a row. The norm is only partly
+    computed (see `linear.HalfNormed`)."""
     rows, hidden = tokens.shape[0], embedding.shape[1]
     parts = cdiv(hidden, _BLOCK)
     out = torch.empty((rows, hidden), dtype=embedding.dtype, device=embedding.device)

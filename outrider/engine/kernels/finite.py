@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 1024
-"""Number of columns that are looked at together. The first tile nearly always decides."""
+"""Number of columns that are checked at once. The first tile nearly always decides."""
 
 
 def find_finite_rows(logits: Tensor) -> Tensor:
-    """Return for each row whether it has a finite logit: int32 [R], 1 or 0.
+    """Return whether each row has a finite logit, int32 [R]: 1 or 0.
 
     logits: float32 or bfloat16 [R, V], columns contiguous, rows of any stride.
     """
@@ -34,7 +34,8 @@ def find_finite_rows_torch(logits: Tensor) -> Tensor:
 
 
 def find_finite_rows_triton(logits: Tensor, *, tile: int = TILE) -> Tensor:
-    """Triton launch of `find_finite_rows`. tile: columns a step, a power of two."""
+    """Launch the Triton kernel of `find_finite_rows`. tile: number of columns per step, a power of
+    two."""
     rows, columns = logits.shape
     found = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
@@ -44,7 +45,7 @@ def find_finite_rows_triton(logits: Tensor, *, tile: int = TILE) -> Tensor:
 
 @triton.jit
 def _find_finite(logits_ptr, logits_stride, num_columns, found_ptr, TILE: tl.constexpr):
-    """Look through one row until a tile has a finite logit."""
+    """Search one row, tile by tile, until a tile has a finite logit."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     start = tl.full((), 0, tl.int32)

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 GROUP: Final = 16
-"""Features that the unit adds in one step."""
+"""Number of features that the unit adds in one step."""
 FRACTION_BITS: Final = 25
-"""Bits that a summand keeps below the largest exponent."""
+"""Number of bits that a summand keeps below the largest exponent."""
 _ZERO_EXPONENT: Final = -4000
-"""Exponent of a zero: below all others."""
+"""Exponent assigned to zero, below all others."""
 
 Float32s = NDArray[np.float32]
 
@@ -45,7 +45,7 @@ def multiply_16_bit(a: Float32s, b: Float32s, acc: Float32s) -> Float32s:
 
 
 def multiply_32_bit(a: Float32s, b: Float32s, acc: Float32s) -> Float32s:
-    """Return acc + a @ b of float32 operands: float32 [M, N], a fused multiply-add for each k."""
+    """Return acc + a @ b of float32 operands, float32 [M, N], by one fused multiply-add per k."""
     acc = acc.astype(np.float32)
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
     for k in range(a.shape[1]):
@@ -54,13 +54,13 @@ def multiply_32_bit(a: Float32s, b: Float32s, acc: Float32s) -> Float32s:
 
 
 def _exponents(values: Float32s) -> NDArray[np.int64]:
-    """Binary exponents of normal numbers; subnormal ones count as zero, like zero itself."""
+    """Return the binary exponents of normal numbers; subnormal numbers count as zero."""
     raw = (values.astype(np.float32).view(np.int32).astype(np.int64) >> 23) & 0xFF
     return np.where(raw > 0, raw - 127, _ZERO_EXPONENT)
 
 
 def _cut_to_float32(values: NDArray[np.float64]) -> Float32s:
-    """Round towards zero."""
+    """Return the values as float32, rounded towards zero."""
     rounded = values.astype(np.float32)
     too_large = np.abs(rounded.astype(np.float64)) > np.abs(values)
     return np.where(too_large, np.nextafter(rounded, np.float32(0)), rounded)

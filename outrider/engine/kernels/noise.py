@@ -27,16 +27,17 @@ _SCALE = tl.constexpr(2.0**-52)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 
 _ESTIMATE_ERROR = tl.constexpr(1e-3)
-"""Bound on |gumbel_estimate - gumbel|, thirty times what a logarithm good to 2^-22 gives."""
+"""Upper bound of |gumbel_estimate - gumbel|, thirty times the error that follows from a logarithm
+with relative error 2^-22."""
 _SCORE_ERROR = tl.constexpr(2.0**-20)
-"""Bound on the relative error of a float32 sum of score and noise."""
+"""Upper bound of the relative error of a float32 sum of score and noise."""
 _NOISE_RANGE = tl.constexpr(64.0)
-"""Above every |Gumbel variate|."""
+"""Upper bound of the absolute value of all Gumbel variates."""
 
 
 def row_keys(stream_keys: Tensor, positions: Tensor) -> Tensor:
-    """Compute `spec.noise.noise_keys` on the tensors' device: int64 words, by broadcasting int64
-    words.
+    """Compute `spec.noise.noise_keys` on the tensors' device. Both arguments are int64 and are
+    broadcast; the result holds 64-bit words as int64.
 
     positions: absolute, >= 0.
     """
@@ -45,7 +46,7 @@ def row_keys(stream_keys: Tensor, positions: Tensor) -> Tensor:
 
 @triton.jit
 def mix64(x):
-    """Finalise uint64 words."""
+    """Return the finalised hash of uint64 words; see `outrider.spec.mix64`."""
     x = (x ^ (x >> 30)) * _MULTIPLIER_A
     x = (x ^ (x >> 27)) * _MULTIPLIER_B
     return x ^ (x >> 31)
@@ -53,7 +54,8 @@ def mix64(x):
 
 @triton.jit
 def noise_key(stream_keys_ptr, slot, stream, position):
-    """Key as a uint64 word; stream_keys int64 [X, NUM_STREAMS], stream an integer >= 1."""
+    """Return the noise key of a slot's stream at a position, as a uint64 word. stream_keys: int64
+    [X, NUM_STREAMS]. stream: an integer >= 1."""
     stream_key = tl.load(stream_keys_ptr + slot * _NUM_STREAMS + stream - 1)
     return mix64(stream_key.to(tl.uint64) + position.to(tl.uint64))
 
@@ -66,7 +68,7 @@ def noise_bits(key, ids):
 
 @triton.jit
 def uniform(bits):
-    """Uniform variates in (0, 1), float64."""
+    """Return uniform variates in (0, 1), float64."""
     return ((bits >> 12).to(tl.float64) + 0.5) * _SCALE
 
 
@@ -94,19 +96,21 @@ def gumbel_estimate(bits):
 
 @triton.jit
 def best_of(scores, columns, valid):
-    """Return (largest score, its lowest column) of a tile; -inf and the first valid column if all
-    are."""
+    """Return the largest score of a tile and the lowest column that has it; if all scores are -inf,
+    return -inf and the first valid column."""
     top = tl.max(scores, 0)
     return top, tl.min(tl.where((scores == top) & valid, columns, _NO_COLUMN), 0)
 
 
 @triton.jit
 def best_perturbed(scores, columns, valid, key, ids_ptr, HAS_IDS: tl.constexpr):
-    """Return (largest `score + gumbel(key, id)` as float64, its lowest column) of a tile.
+    """Return the largest `score + gumbel(key, id)` of a tile, float64, and the lowest column that
+    has it.
 
-    scores: float32, no NaN or +inf, -inf where a column cannot win; (-inf, first valid column)
-    if none can. Exact although float64 noise is made for a few columns only: the winner's float32
-    estimate is within twice the error bound of the best estimate, and all such columns are tried.
+    scores: float32, without NaN or +inf, -inf for columns that cannot be chosen. If no column can
+    be chosen, return -inf and the first valid column. The result is exact although float64 noise is
+    computed for a few columns only: the float32 estimate of the best column is within twice the
+    error bound of the best estimate, and all such columns are tried.
     """
     best = tl.full((), float("-inf"), tl.float64)
     best_column = tl.min(tl.where(valid, columns, _NO_COLUMN), 0)

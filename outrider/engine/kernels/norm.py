@@ -18,17 +18,16 @@ from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.errors import InvalidRequestError
 
 _SILU_BLOCK = 1024
-"""Output columns of one program of the activation."""
+"""Number of output columns per program of the activation."""
 
 
 def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
-    """Compute x / sqrt(mean(x^2) + eps) * weight of every row (Zhang and Sennrich 2019): like x.
+    """Return x / sqrt(mean(x^2) + eps) * weight for every row (Zhang and Sennrich 2019), in x's
+    shape and dtype.
 
-    The mean and the quotient are formed in float32 (float64 stays); the quotient is rounded to
-    x's dtype before it is scaled, as the checkpoints' reference code does.
-
-    Raises:
-        InvalidRequestError: x is not [M, K] or weight is not [K].
+    Mean and quotient are computed in float32 (float64 for float64 inputs). The quotient is rounded
+    to x's dtype before it is scaled, as in the checkpoints' reference code. Raises
+    InvalidRequestError if x is not [M, K] or weight is not [K].
     """
     _check_norm(x_MK, weight_K)
     if x_MK.is_cuda and x_MK.dtype != torch.float64:
@@ -44,7 +43,7 @@ def rms_norm_torch(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_triton(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
-    """Compute `rms_norm` by one program a row."""
+    """Compute `rms_norm` in one kernel, one program per row."""
     num_rows, num_features = x_MK.shape
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
@@ -66,12 +65,10 @@ def rms_norm_triton(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up of rows [M, 2I] that hold gate, then up: [M, I] in the same dtype.
+    """Return silu(gate) * up, [M, I] in the same dtype, of rows [M, 2I] that hold gate, then up.
 
-    Computed in float32 (float64 stays) and rounded once.
-
-    Raises:
-        InvalidRequestError: the input is not [M, 2I].
+    It is computed in float32 (float64 for float64 inputs) and rounded once. Raises
+    InvalidRequestError if the input is not [M, 2I].
     """
     if gate_up.ndim != 2 or gate_up.shape[1] % 2:
         raise InvalidRequestError(f"silu_mul takes [M, 2I], got {list(gate_up.shape)}")
@@ -88,7 +85,7 @@ def silu_mul_torch(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
-    """Compute `silu_mul` by one program a row and block of columns."""
+    """Compute `silu_mul` in one kernel, one program per row and block of columns."""
     num_rows, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
     if gate_up.stride(1) != 1:
         gate_up = gate_up.contiguous()

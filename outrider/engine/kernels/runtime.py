@@ -12,15 +12,16 @@ import triton.language as tl
 from outrider.engine.kernels.matrix_unit import multiply_16_bit, multiply_32_bit
 
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels run in Triton's interpreter, on the CPU: read when the kernels are imported."""
+"""Whether kernels run in Triton's interpreter, on the CPU. Determined when this module is
+imported."""
 
 if INTERPRETED:
 
     def dot(a: Any, b: Any, acc: Any) -> Any:
-        """acc + a @ b with the bits of the GPU's matrix unit (see `matrix_unit`).
+        """Return acc + a @ b with the same bits as the GPU's matrix unit (see `matrix_unit`).
 
-        The interpreter's own dot takes numpy's product, whose order of summation follows the
-        shapes; its bfloat16 dot is wrong (Triton 3.6 to 3.9).
+        The interpreter's own dot uses numpy's product, whose order of summation depends on the
+        shapes. Its bfloat16 dot is wrong (Triton 3.6 to 3.9).
         """
         multiply = multiply_32_bit if a.dtype == tl.float32 else multiply_16_bit
         left, right = (x.to(tl.float32).handle.data for x in (a, b))
@@ -31,9 +32,9 @@ else:
 
     @triton.jit
     def dot(a, b, acc):
-        """acc + a @ b with float32 accumulation.
+        """Return acc + a @ b with float32 accumulation.
 
-        float32 operands are multiplied as such (ieee), never as tf32.
+        float32 operands are multiplied in float32 (ieee), never in tf32.
         """
         return tl.dot(a, b, acc, input_precision="ieee")
 
@@ -44,5 +45,5 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """Smallest power of two that is at least n; 1 for n <= 1."""
+    """Return the smallest power of two that is at least n; 1 for n <= 1."""
     return 1 << max(n - 1, 0).bit_length()

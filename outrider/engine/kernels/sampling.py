@@ -3,9 +3,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Token sampling from logits on the device: argmax or Gumbel-perturbed argmax, by session.
 
-The choices are those of `outrider.engine.noise` and `outrider.engine.logits_processor.plain_argmax`
-bit for bit: score = logit / T rounded to float32, plus the float64 Gumbel noise of the session's
-stream.
+The chosen tokens are those of `outrider.engine.noise` and
+`outrider.engine.logits_processor.plain_argmax`, bit for bit: score = logit / T rounded to float32,
+plus the float64 Gumbel noise of the session's stream.
 
 Shape suffixes: R rows, V columns, B sessions of the bucket, X session slots, P tiles of a row.
 """
@@ -50,7 +50,7 @@ _STREAMS: Final[dict[str, dict[int, int]]] = {
         RULE_REJECTION: NoiseStream.DRAFT,
     },
 }
-"""Noise stream by side and rule; 0 is none, a plain argmax."""
+"""Noise stream by side and rule; 0 for none, which means a plain argmax."""
 
 _MAX_LOGIT = tl.constexpr(MAX_LOGIT)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
@@ -70,18 +70,21 @@ def choose_tokens(
 ) -> Tensor:
     """Return the column that each row of logits chooses, int32 [R].
 
-    logits: float32 or bfloat16 [R, V], columns contiguous, rows of any stride; row r belongs to the
-    session of slot slots[r // rows_per_slot], slots int32 [B]. NaN never wins and a row of nothing
-    else gives column 0; +inf is allowed; the lowest of equal columns wins. positions: int32 [R],
-    the absolute position of the token that is being chosen. side: "target" draws coupled sessions
-    with TARGET noise and those of the rules with randomized acceptance with RECOVER noise (their
-    bonus token); "draft" draws coupled sessions with TARGET, rejection sessions with DRAFT noise
-    and takes the mode for target-only ones. Greedy sessions (or T = 0) take the mode on both sides,
-    and then no noise is computed. ids: integer [V], the target id of each column, which keys its
-    noise; None: the column itself. num_columns: columns that count, the rest being padding; None:
-    all. finite: int32 [R], `find_finite_rows` of the logits as the model gave them; a row without a
-    finite logit chooses nothing, which is -1. None: such rows are not looked for. Raises
-    InvalidRequestError if R is not rows_per_slot * B.
+    logits: float32 or bfloat16 [R, V], columns contiguous, rows of any stride. Row r belongs to the
+    session in slot slots[r // rows_per_slot]; slots: int32 [B]. NaN is never chosen, a row of NaN
+    only gives column 0, +inf is allowed, and of equal columns the lowest is chosen. positions:
+    int32 [R], the absolute position of the token that is being chosen.
+
+    side: "target" draws tokens of coupled sessions with TARGET noise, and those of target-only and
+    rejection sessions (their bonus tokens) with RECOVER noise. "draft" uses TARGET noise for
+    coupled sessions, DRAFT noise for rejection sessions, and the argmax for target-only sessions.
+    Greedy sessions (or T = 0) use the argmax on both sides, and no noise is computed for them.
+
+    ids: integer [V], the target id of each column, which keys its noise; None if columns are target
+    ids. num_columns: number of columns that can be chosen, the others being padding; None for all.
+    finite: int32 [R], `find_finite_rows` of the model's unprocessed logits; a row without a finite
+    logit gives -1. None to skip this check. Raises InvalidRequestError if R is not rows_per_slot *
+    B.
     """
     if logits.shape[0] != rows_per_slot * slots.shape[0]:
         raise InvalidRequestError(
@@ -137,8 +140,8 @@ def choose_tokens_torch(
 
 
 def scaled_scores(logits_RV: Tensor, temperatures_R: Tensor) -> Tensor:
-    """Return logits / T in float32, without NaN (-inf) and above MAX_LOGIT / T, as the logits
-    processor does it."""
+    """Return logits / T in float32 as the logits processor computes them: NaN becomes -inf, and
+    logits are clamped to MAX_LOGIT."""
     tamed = logits_RV.to(torch.float32)
     tamed = tamed.nan_to_num(nan=-math.inf, posinf=MAX_LOGIT, neginf=-math.inf)
     return tamed.clamp_(max=MAX_LOGIT) / temperatures_R.clamp(min=MIN_TEMPERATURE)[:, None]
@@ -157,7 +160,8 @@ def choose_tokens_triton(
     finite: Tensor | None = None,
     tile: int | None = None,
 ) -> Tensor:
-    """See `choose_tokens`. tile: columns a program, a power of two; None picks it."""
+    """See `choose_tokens`. tile: number of columns per program, a power of two; None to choose
+    it."""
     rows = logits.shape[0]
     columns = logits.shape[1] if num_columns is None else num_columns
     tile = tile or tile_columns(rows, columns)
@@ -206,7 +210,8 @@ def choose_tokens_triton(
 
 
 def tile_columns(rows: int, columns: int) -> int:
-    """Columns a program: few enough that a few rows fill the device, at most 4096."""
+    """Return the number of columns per program: at most 4096, and small enough that a few rows fill
+    the device."""
     tile = 1024
     while tile < 4096 and rows * cdiv(columns, 2 * tile) >= 256:
         tile *= 2
@@ -221,7 +226,7 @@ def num_warps_for(tile: int) -> int:
 
 @triton.jit
 def scaled_tile(logits_ptr, columns, valid, temperature):
-    """Compute `scaled_scores` of a tile of one row; -inf where a column is not valid."""
+    """Compute `scaled_scores` of a tile of one row, with -inf for invalid columns."""
     values = tl.load(logits_ptr + columns, mask=valid, other=float("-inf")).to(tl.float32)
     values = tl.where(values == values, values, float("-inf"))
     values = tl.where(values > _MAX_LOGIT, _MAX_LOGIT, values)
@@ -252,7 +257,7 @@ def _choose_in_tile(
     HAS_IDS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the best (score, column) of one tile of one row."""
+    """Store the best score of one tile of one row, and its column."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row // rows_per_slot)
@@ -288,7 +293,7 @@ def _choose_among_tiles(
     HAS_FINITE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the best of a row's tiles; -1 for a row without a finite logit."""
+    """Store the best column of all tiles of a row; -1 for a row without a finite logit."""
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, BLOCK)
     valid = parts < tiles

@@ -288,7 +288,7 @@ class _Run:
         self._write_report("evaluation.json")
 
     def train(self) -> None:
-        """Answers, vocabulary or a head to start from, training, figures."""
+        """Generate answers, build or read the head, train it and report its metrics."""
         args = self._args
         config = self._config()
         samples = self._training_samples()
@@ -360,7 +360,8 @@ class _Run:
         return kept
 
     def _requests(self) -> list[AnswerRequest]:
-        """Return requests for each prompt: one greedy, its other samples at the temperature."""
+        """Return the requests of each prompt: one is greedy, the others are sampled at the
+        temperature."""
         args = self._args
         prompts = read_prompts(args.prompts, args.samples_per_prompt)
         texts = [p.text for p in prompts]
@@ -377,7 +378,8 @@ class _Run:
         return requests
 
     def _self_prompts(self, known: set[str]) -> list[str]:
-        """User turns sampled from the target at temperature 1, whole and not seen before."""
+        """Return user turns sampled from the target at temperature 1 that are complete and not in
+        `known`."""
         args = self._args
         if not args.self_prompts:
             return []

@@ -176,7 +176,7 @@ class TrainingBatch:
         )
 
     def attention_mask(self) -> Tensor:
-        """Causal mask within documents, bool [B, S, S]; padding attends to itself."""
+        """Return the causal mask within documents, bool [B, S, S]. Padding attends to itself."""
         size = self.ids_BS.shape[1]
         same = self.documents_BS[:, :, None] == self.documents_BS[:, None, :]
         return same & torch.ones(size, size, dtype=torch.bool, device=same.device).tril()
@@ -194,7 +194,8 @@ class PackShape:
 def choose_shape(
     samples: Sequence[TrainingSample], row_len: int, tokens_per_batch: int
 ) -> PackShape:
-    """Fit `selected_len` to the share of answer tokens, with a tenth to spare."""
+    """Return a batch shape whose `selected_len` fits the share of answer tokens, with a margin of a
+    tenth."""
     share = sum(len(s.answer) for s in samples) / max(1, sum(len(s) for s in samples))
     selected = min(row_len, -(-int(row_len * share * 1.1 + 1) // 64) * 64)
     longest = max((len(s.answer) for s in samples), default=1)
@@ -232,7 +233,7 @@ def pack_rows(
 def make_batch(
     samples: Sequence[TrainingSample], rows: Sequence[Sequence[int]], shape: PackShape
 ) -> TrainingBatch:
-    """Lay out rows of samples as arrays; missing rows are padding."""
+    """Return rows of samples as a batch; missing rows are padding."""
     full, part = (shape.rows, shape.row_len), (shape.rows, shape.selected_len)
     ids, next_ids, positions = (np.zeros(full, dtype=np.int64) for _ in range(3))
     documents = np.full(full, -1, dtype=np.int64)

@@ -109,7 +109,8 @@ class DraftedRows:
 
     @torch.no_grad()
     def extend(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Run a row for each token [B, W] below a column [B, W]; returns the new columns."""
+        """Run a row for each token [B, W], below the rows in columns `parents` [B, W]. Return the
+        columns of the new rows."""
         answers, width = tokens.shape
         depth = self._depths.gather(1, parents) + 1
         features = _take(self.x, parents).flatten(0, 1)
@@ -141,8 +142,8 @@ class DraftedRows:
         return self._head.to_target_ids(draft_ids)
 
     def _attend(self, query: Tensor, sees: Tensor) -> Tensor:
-        """Queries [B, W, nq, hd] over the real rows before the root and the own ones that each
-        `sees` [B, W, M]; [B * W, nq, hd]."""
+        """Return the attention output [B * W, nq, hd] of queries [B, W, nq, hd] over the real rows
+        before the root and the draft rows for which `sees` [B, W, M] is True."""
         answers, width, num_heads, size = query.shape
         num_kv = self._keys.shape[2]
         grouped = query.view(answers, width, num_kv, -1, size).permute(0, 2, 3, 1, 4)
@@ -158,12 +159,12 @@ class DraftedRows:
 
 
 def _behind(rows: Tensor, new: Tensor) -> Tensor:
-    """rows [B, M, ...] and behind them new ones [B * W, ...]."""
+    """Return rows [B, M, ...] followed by new rows [B * W, ...]."""
     return torch.cat((rows, new.view(len(rows), -1, *rows.shape[2:])), dim=1)
 
 
 def _take(rows: Tensor, columns: Tensor) -> Tensor:
-    """rows [B, M, X] at columns [B, W]."""
+    """Return the rows [B, M, X] at columns [B, W]."""
     return rows.gather(1, columns[:, :, None].expand(-1, -1, rows.shape[-1]))
 
 
@@ -203,7 +204,8 @@ def grow_drafts(rows: DraftedRows, tips: Tensor, shape: DraftShape) -> list[Draf
 
 
 def _select(scores: Tensor, tokens: Tensor, parents: Tensor, size: int) -> list[DraftTree]:
-    """Return the best candidates of each [B, C], ties to the lower index, so parents come first."""
+    """Return the best `size` of the candidates [B, C] as trees. Ties go to the lower index, so
+    parents come first."""
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     order = order[:, :size].sort(-1).values
     node_of = torch.full((len(scores), scores.shape[1] + 1), -1, device=scores.device)

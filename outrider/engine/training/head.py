@@ -38,11 +38,12 @@ class TrainableHead(nn.Module):
         self.target_ids: Tensor
 
     def add_weight(self, name: str, value: Tensor) -> None:
-        """Register a master weight; dots are not allowed in torch's own parameter names."""
+        """Register a master weight under a checkpoint name, whose dots torch does not allow in
+        names of parameters."""
         self.register_parameter(name.replace(".", "__"), nn.Parameter(value))
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Weights by checkpoint name in the compute dtype, attached to the graph."""
+        """Return the weights by checkpoint name in the compute dtype, attached to the graph."""
         return {n.replace("__", "."): p.to(dtype) for n, p in self.named_parameters()}
 
     @torch.no_grad()

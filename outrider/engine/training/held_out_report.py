@@ -1,9 +1,9 @@
 """Held-out metrics of a head: accuracy by draft step and simulated tokens per round of chains.
 
-The answers must be the target's greedy ones. While every earlier draft was correct, the
-teacher-forced forward sees exactly what a drafter would, so the accepted length of a chain from any
-root is the run of correct drafts there, and walking an answer with it gives the rounds a server
-would need.
+The answers must be the target's greedy ones. As long as all earlier drafts are correct, the
+teacher-forced forward has the same inputs as a drafter. Therefore the accepted length of a chain
+from any root is the number of consecutive correct drafts there, and the number of rounds that a
+server would need follows from these lengths along the answer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def hits_by_sample(
 
 
 def _all_batches(samples: Sequence[TrainingSample], shape: PackShape) -> Iterator[TrainingBatch]:
-    """Every sample once, also those of a ragged last batch."""
+    """Yield batches with every sample once, including those of an incomplete last batch."""
     rows = pack_rows(samples, shape, np.random.default_rng(0))
     for start in range(0, len(rows), shape.rows):
         yield make_batch(samples, rows[start : start + shape.rows], shape)

@@ -1,7 +1,8 @@
 """Parity check between the training forward and the serving forward of a head, on one prompt.
 
-Both run on the same target features. The first tensor that differs is reported. Compared are, in
-order of computation: feature, key, value, inputs, query, attention, x, logits, step by step.
+Both run on the same target features. The first tensor that differs is reported. The following
+tensors are compared in order of computation, step by step: feature, key, value, inputs, query,
+attention, x, logits.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ParityDifference:
 
 
 class _Recorder(Trace):
-    """Keeps the traced tensors of the one sample, batch dim dropped."""
+    """Keeps the traced tensors of the only sample, without the batch dimension."""
 
     is_enabled = True
 
@@ -140,8 +141,9 @@ def compare_forwards(
 def run_serving_head(
     head: DraftHead, projection: FeatureProjection, batch: TrainingBatch, taps: Tensor, steps: int
 ) -> dict[tuple[int, str], Tensor]:
-    """Return the serving pieces with a naive attention: step j drafts from the roots that still
-    have a true token to read, so it holds j rows fewer than step 0."""
+    """Return the tensors of the serving head by step and name, with a simple attention. Step j
+    drafts from the roots that still have a true token to read, so it has j rows fewer than step
+    0."""
     tokens, raw = batch.next_ids_BS[0], taps[0]
     size = len(tokens) - 1
     features = projection(raw)
@@ -179,7 +181,8 @@ def run_serving_head(
 
 
 def _attend_row(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Return one query [nq, hd] over KV [L, nkv, hd]; softmax in fp32 or better."""
+    """Return the attention output of one query [nq, hd] over KV [L, nkv, hd]. The softmax is in
+    fp32 or better."""
     group = query.shape[0] // keys.shape[1]
     keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
     scores = torch.einsum("hd,lhd->hl", query, keys) * query.shape[-1] ** -0.5

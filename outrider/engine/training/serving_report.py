@@ -1,9 +1,9 @@
 """Tokens per round of a trained head, simulated with the serving code over greedy answers.
 
-Lock-step: every draft is grown from real features up to its root. Look-ahead: every round hits, so
-a draft is grown one verdict early, from real features up to the previous root and from the head's
-own features over the tokens that the verdict accepts. A draft is accepted if it is the answer's
-next token.
+In lock-step every draft is grown from real features up to its root. With look-ahead every round is
+assumed to be a hit, so a draft is grown one verdict earlier, from real features up to the previous
+root and from the head's own features over the tokens that the verdict accepts. A draft is accepted
+if it is the answer's next token.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def serving_report(
 def _parts(
     tasks: Mapping[str, Sequence[TrainingSample]],
 ) -> Iterator[tuple[Sequence[str], Sequence[TrainingSample]]]:
-    """Answers that do not loop and their tasks, those of like length together."""
+    """Yield groups of answers of similar length that do not loop, with the tasks of the answers."""
     clean = [
         (task, sample)
         for task, samples in tasks.items()

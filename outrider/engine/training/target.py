@@ -84,8 +84,8 @@ class TrainingTarget:
         return self.embedding.device
 
     def compiled(self) -> TrainingTarget:
-        """Return the same weights with a layer's pointwise work fused, for callers of few
-        shapes."""
+        """Return the same weights with the pointwise operations of a layer compiled into fused
+        kernels, for callers that use few shapes."""
         other = TrainingTarget(self.config, self.embedding, self.layers, self.norm, self.lm_head)
         other._before = torch.compile(_before_attention, dynamic=False)
         other._after = torch.compile(_after_attention, dynamic=False)
@@ -218,7 +218,8 @@ def _load_layer(get: Callable[[str], Tensor], has_bias: bool, prefix: str) -> Ta
 
 
 def load_target_config(directory: Path) -> TargetConfig:
-    """Read the target's config.json; other skeletons than Llama's are refused."""
+    """Read the target's config.json. Raises ValueError for model types other than Llama's and for
+    unsupported rope types."""
     raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if raw.get("model_type") not in _MODEL_TYPES:
         raise ValueError(f"model_type must be one of {_MODEL_TYPES}, not {raw.get('model_type')!r}")

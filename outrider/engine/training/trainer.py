@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 UNROLL_STEPS = (7, 13)
-"""Draft steps in the first and in the second half of a run: look-ahead grows a draft below an
-unverified one, which is twice its depth plus one."""
+"""Number of draft steps in the first and in the second half of a run. Look-ahead drafts below an
+unverified draft, which needs twice the depth of a draft plus one step."""
 WHOLE_STEPS = 5
 DEEP_SHARE = 0.25
 STEP_DECAY = 0.8
@@ -51,7 +51,8 @@ class TrainConfig:
     unroll_switch: float = 0.5
     """Share of the run after which `unroll_late` steps are unrolled."""
     whole_steps: int = WHOLE_STEPS
-    """Draft steps on the whole batch; deeper ones run on `deep_share` of its rows."""
+    """Number of draft steps that run on the whole batch; deeper ones run on `deep_share` of its
+    rows."""
     deep_share: float = DEEP_SHARE
     seed: int = 0
     log_every: int = 50
@@ -226,7 +227,7 @@ class Trainer:
         )
 
     def _stream(self, seed: int) -> Iterator[TrainingBatch]:
-        """Endless batches, laid out ahead of use by a background thread."""
+        """Yield batches without end, laid out in advance by a background thread."""
         ready: queue.Queue[TrainingBatch] = queue.Queue(maxsize=8)
         stop = threading.Event()
 
@@ -255,7 +256,7 @@ class Trainer:
 
 
 def _optimiser(head: TrainableHead, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW over the fp32 masters; the schedule sets the rate before every step."""
+    """Return AdamW over the fp32 master weights; the schedule sets the rate before every step."""
     return torch.optim.AdamW(
         head.parameters(),
         lr=1.0,
@@ -266,13 +267,13 @@ def _optimiser(head: TrainableHead, device: torch.device) -> torch.optim.Optimiz
 
 
 def _progress(step: int, elapsed: float, config: TrainConfig) -> float:
-    """Share of the run done: by steps, or by time where that is further."""
+    """Return the share of the run that is done, by steps or by time, whichever is larger."""
     by_steps = step / max(1, config.steps)
     return by_steps if config.seconds is None else max(by_steps, elapsed / config.seconds)
 
 
 def _learning_rate(step: int, progress: float, config: TrainConfig) -> float:
-    """Linear warm-up, then a cosine to a hundredth."""
+    """Return the learning rate of a step: a linear warm-up, then a cosine down to a hundredth."""
     warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
     return config.learning_rate * warm * max(0.01, cosine)

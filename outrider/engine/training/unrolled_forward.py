@@ -309,8 +309,8 @@ def _attend(
     own_values: Tensor,
     present: Tensor,
 ) -> Tensor:
-    """Return one softmax over the stable rows [B,S] under `mask` [B,Q,S] and a row's own [T]
-    rows."""
+    """Return the attention output of one softmax over the stable rows [B, S] under `mask` [B, Q, S]
+    and each row's own [T] rows."""
     batch, width, num_q, head_dim = q.shape
     num_kv = keys.shape[2]
     grouped = q.view(batch, width, num_kv, num_q // num_kv, head_dim).permute(0, 2, 3, 1, 4)
@@ -339,7 +339,7 @@ def _finish(residual: Tensor, attended: Tensor, block: tuple[Tensor, ...], eps: 
 def _score(
     x: Tensor, norm: Tensor, lm_head: Tensor, probs: Tensor, counted: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy against the soft labels, and the draft's argmax."""
+    """Return the mean cross entropy against the soft labels, and the argmax of the draft."""
     logits = F.linear(rms_norm(x, norm, eps), lm_head).float()
     per_row = -(probs * logits.log_softmax(-1)).sum(-1)
     loss = (per_row * counted).sum() / counted.sum().clamp_min(1)

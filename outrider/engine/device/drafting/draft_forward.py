@@ -91,7 +91,8 @@ class DraftVocabulary(NamedTuple):
         return cls(ids, ids.int())
 
     def columns_of(self, tokens: Tensor) -> Tensor:
-        """Return the draft ids of target ids `tokens` (int32, same shape); -1 if it has none."""
+        """Return the draft ids, int32, of target ids `tokens`, int32 of the same shape; -1 for
+        target ids that cannot be drafted."""
         columns = self.draft_columns[tokens.clamp(min=0).long()]
         return torch.where(tokens >= 0, columns, -1)
 

@@ -45,7 +45,8 @@ class OutcomeRows(NamedTuple):
     owners: Tensor
     """int32 [B]: the session slot of each branch."""
     counts: Tensor
-    """int32 [B]: number of new rows, of which the last is the outcome's own; 0 for padding."""
+    """int32 [B]: number of new rows, the last of which is the row of the outcome's next token; 0
+    for padding."""
     starts: Tensor
     """int32 [B]: draft position of the first new row."""
     tokens: Tensor
@@ -144,8 +145,8 @@ class LookAheadProgram(DraftProgram):
 
 
 def _outcomes_alone(rows: OutcomeRows) -> OutcomeRows:
-    """Return the last row of each path only; the KV of the rows before it is in the session's own
-    table."""
+    """Return only the last row of each path, because the KV of the rows before it is in the
+    session's own table."""
     last = (rows.counts - 1).clamp(min=0)
     return rows._replace(
         counts=rows.counts.clamp(max=1),

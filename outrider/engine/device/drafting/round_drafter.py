@@ -53,8 +53,8 @@ class RoundDrafter(Protocol):
         ...
 
     def flag_undrafted(self, flags: Tensor) -> Tensor:
-        """Return the flags int32 [B] of the rows of the last `receive_drafts`, with UNDRAFTED added
-        for rows without a draft that the host cannot know of."""
+        """Return the flags int32 [B] of the rows of the last `receive_drafts`. UNDRAFTED is added
+        for rows that had no draft on the device, if the host cannot know this."""
         ...
 
     def begin_rows(self) -> None:

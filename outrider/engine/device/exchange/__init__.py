@@ -13,7 +13,7 @@ look_ahead_drafter.py      Drafts for outcomes of a round that the verifier stil
                            drafter's device alone.
 memory.py                  Memory that two processes of one host share, and that kernels of both
                            their devices reach.
-remote_drafter.py          Drafter on another GPU, as the verifier's graphs see it: drafts come in,
+remote_drafter.py          Drafter on another GPU, as seen by the verifier's graphs: drafts come in,
                            accepted rows go out.
 round_history.py           RoundHistory: reads the times that a device records of its rounds, each
                            round once.

@@ -180,8 +180,8 @@ class DraftReplica:
         return self._device.type == "cuda" or is_round_there(self._verdicts, self.state)
 
     def detach(self) -> None:
-        """End the exchange and close the buffers. Waits for launched work, whose own waits end at
-        once."""
+        """End the exchange and close the buffers. Cancels waits on the device, then waits for
+        launched work."""
         self._side.detach()
         self._followed.slot_of.fill_(NO_SLOT)
 

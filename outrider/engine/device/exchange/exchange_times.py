@@ -1,8 +1,8 @@
 """Idle time of rounds whose drafts pass between devices, from the clock of the verifier's device.
 
-The idle time before a round is from the end of the acceptance of the round before it to the begin
-of its forward, without the time that the drafter's kernels took to draft. It holds what an exchange
-costs: writing accepted rows, the way there, reading and checking them, and the same for drafts.
+The idle time before a round lasts from the end of the previous round's acceptance to the begin of
+the round's forward, without the time that the drafter's kernels took to draft. It is the cost of
+the exchange: to write, transfer, read and check accepted rows, and the same for drafts.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ _BEGIN, _END, _TAKEN, _ACCEPTED, _DRAFTING, _HITS, _ROWS, _NUMBER = (
     )
 )
 _LONGEST_NS: Final = 10**9
-"""Maximum drafting time that is believed, in nanoseconds, because the drafter reports it."""
+"""Drafting time in nanoseconds from which a round is ignored. The drafter reports it, so it may be
+wrong."""
 
 
 class ExchangedRound(NamedTuple):
-    """One round that verified drafts of another device, in seconds."""
+    """Times of one round that verified drafts of another device, in seconds."""
 
     rows: int
     """Number of decode rows, including padding of the bucket."""
     idle_s: float
     drafting_s: float
-    """Time of the drafter's kernels; 0 where all drafts had been made before the round began."""
+    """Time of the drafter's kernels; 0 if all drafts had been made before the round began."""
     hits: int
     """Number of sessions whose drafts had been made for the outcome of the round before."""
     waited_s: float

@@ -18,13 +18,14 @@ from outrider.errors import InvalidRequestError
 
 _ALIGNMENT: Final = 256
 NUMBER_BYTES: Final = _ALIGNMENT
-"""Bytes before the first bank: polling the number there disturbs nothing else."""
+"""Number of bytes before the first bank. They hold only the round number, so that polling it does
+not slow accesses to other data."""
 _MAX_BYTES: Final = 1 << 31
 """Maximum size of a buffer in bytes."""
 _MAX_DISTRIBUTION_BYTES: Final = 1 << 26
 """Maximum size of the draft distributions of all sessions, in bytes."""
 _ENTRY_BYTES: Final = 8
-"""An id and a count, int32 each."""
+"""Size of an entry in bytes: an id and a count, int32 each."""
 
 
 class BufferField(NamedTuple):
@@ -34,7 +35,7 @@ class BufferField(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Bytes from the start of its bank, a multiple of 256."""
+    """Offset from the start of the bank in bytes, a multiple of 256."""
 
     @property
     def num_bytes(self) -> int:
@@ -47,7 +48,7 @@ class BufferField(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """The arrays of a bank, in order, and how many banks there are."""
+    """Arrays of a bank, in order, and the number of banks."""
 
     fields: tuple[BufferField, ...]
     bank_bytes: int
@@ -95,13 +96,13 @@ class ExchangeShape:
     """Sizes of the buffers of a drafter and a verifier. Both sides must agree on all of them."""
 
     num_slots: int
-    """X: session slots of the verifier, its padding slot included."""
+    """X: number of session slots of the verifier, including its padding slot."""
     max_rows: int
-    """B: decode rows of a round, at most."""
+    """B: maximum number of decode rows of a round."""
     draft_length: int
-    """K: tokens of a draft chain, at most."""
+    """K: maximum number of tokens of a draft chain."""
     max_chunks: int
-    """Q: prefill chunks of a round, at most."""
+    """Q: maximum number of prefill chunks of a round."""
     chunk_tokens: int
     """P: number of tokens of a prefill chunk."""
     feature_size: int
@@ -113,7 +114,7 @@ class ExchangeShape:
     """F: number of outcomes per session for which the drafter drafts while a round runs; 0 for
     none."""
     ahead_rows: int = 0
-    """Maximum number of decode rows of a round whose outcomes are drafted for."""
+    """Maximum number of decode rows of a round for whose outcomes the drafter drafts."""
     depth: int = 8
     """Number of rounds that the verifier may be ahead of its drafter."""
 

@@ -1,13 +1,13 @@
 """Drafts for outcomes of a round that the verifier still runs, on the drafter's device alone.
 
-The chain that the verifier verifies now ends at some place with some token. The likeliest of these
-outcomes are drafted for meanwhile, each as a branch of its own (`LookAheadProgram.fork_outcomes`).
-They are ranked by the summed log-probabilities of their tokens. If one comes true, its draft is
-verified in the next round; the drafter finds it again by its number and digest in the rows of the
-round, and goes on from there.
+An outcome of the chain that is being verified is the number of its accepted tokens and the next
+token. While the verifier runs, the drafter drafts for the most probable outcomes, each as a branch
+of its own (`LookAheadProgram.fork_outcomes`). Outcomes are ranked by the summed log-probabilities
+of their tokens. If one of them comes true, the next round verifies its draft. The rows of the round
+then contain the number and the digest of this outcome, and the drafter continues from there.
 
 R rows of a round, K tokens of a chain, P = K + 1 places where it may end, F outcomes of a session,
-C candidates of a place, Y session slots, T blocks of a table, Vd draft vocabulary.
+C candidates per place, Y session slots, T blocks of a table, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ outcomes."""
 
 
 class _Outcomes(NamedTuple):
-    """The outcomes of each session that are drafted for."""
+    """Outcomes of each session for which drafts are made."""
 
     places: Tensor
     """int64 [R, F]: number of accepted tokens of the chain."""
@@ -102,9 +102,11 @@ class LookAheadDrafter:
         drafted: ChainDraft,
         warp: LogitsProcessorState | None,
     ) -> tuple[Tensor, Tensor]:
-        """Draft for outcomes of these chains; return the digests of the outcomes' prefixes, int64
-        [R, F], and the drafted tokens, int32 [R, F, K]. `drafted` must have its levels. warp: as in
-        `DraftProgram.draft_chain`."""
+        """Draft for outcomes of these chains. Return the digests of the outcomes' prefixes, int64
+        [R, F], and the drafted tokens, int32 [R, F, K]; -1 for outcomes without a draft.
+
+        `drafted` must have its levels. warp: as in `DraftProgram.draft_chain`.
+        """
         places, live, features = self.rank_outcomes(rows, drafted, warp)
         batch, length, outcomes = len(rows.slots), self._length, self._outcomes
         branches = batch * outcomes
@@ -202,8 +204,9 @@ def rank_outcomes(drafted: Tensor, tokens: Tensor, logprobs: Tensor, *, count: i
     """Return the `count` most probable outcomes of each chain.
 
     drafted: int32 [R, K]. tokens, logprobs: int32 and float32 [R, P, C], candidates of each
-    position, best first, padded with -1 and -inf. An outcome is a number of accepted tokens of the
-    chain and a next token that differs from the chain's; after the whole chain any token.
+    position, best first, padded with -1 and -inf. An outcome consists of a number of accepted
+    tokens of the chain and the next token. The next token differs from the chain's token at that
+    position; after the whole chain it may be any token.
     """
     batch, length = drafted.shape
     is_next = tokens[:, :length] == drafted[..., None]
@@ -224,5 +227,6 @@ def rank_outcomes(drafted: Tensor, tokens: Tensor, logprobs: Tensor, *, count: i
 
 
 def _branch_blocks(length: int, block_tokens: int) -> int:
-    """Return the number of blocks that `length` rows need, wherever in a block they begin."""
+    """Return the number of blocks that `length` rows need, whatever their position in the first
+    block."""
     return (length + 2 * (block_tokens - 1)) // block_tokens

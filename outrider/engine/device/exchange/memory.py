@@ -1,9 +1,9 @@
 """Memory that two processes of one host share, and that kernels of both their devices reach.
 
 *Device memory* lies on one process's device and is mapped by the other's, over NVLink or PCIe peer
-access; it is allocated by CUDA's virtual memory management and passed on as a file descriptor, so
-it outlives whichever process made it. *Host memory* lies in pinned pages that both devices map,
-where there is no peer access. On a CPU it is plain shared memory.
+access. It is allocated by CUDA's virtual memory management and passed on as a file descriptor, so
+it remains valid after the process that allocated it has ended. *Host memory*, for devices without
+peer access, lies in pinned pages that both devices map. On a CPU it is plain shared memory.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def allocate_on_host(num_bytes: int, device: torch.device) -> SharedMemory:
 
 
 def map_host_memory(descriptor: int, num_bytes: int, device: torch.device) -> SharedMemory:
-    """Map host memory that a peer allocated; the descriptor stays the caller's. Raises
-    InvalidMessageError for memory of another size, or that the peer could shrink, and
-    UnavailableError where `device` cannot map it."""
+    """Map host memory that a peer allocated. The caller keeps the descriptor. Raises
+    InvalidMessageError if the memory has another size or if the peer could shrink it, and
+    UnavailableError if `device` cannot map it."""
     try:
         size = os.fstat(descriptor).st_size
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -113,8 +113,8 @@ def allocate_memory(num_bytes: int, device: torch.device, *, on_device: bool) ->
 def map_memory(
     descriptor: int, num_bytes: int, device: torch.device, *, on_device: bool
 ) -> SharedMemory:
-    """Map memory that a peer allocated; the descriptor stays the caller's. Raises
-    InvalidMessageError and UnavailableError."""
+    """Map memory that a peer allocated. The caller keeps the descriptor. Raises the errors of
+    `map_device_memory` or `map_host_memory`."""
     return (map_device_memory if on_device else map_host_memory)(descriptor, num_bytes, device)
 
 
@@ -185,7 +185,7 @@ class _AccessDescription(ctypes.Structure):
 
 
 class _Driver:
-    """Calls of CUDA's driver by name, which raise UnavailableError when they fail."""
+    """Calls functions of the CUDA driver by name. Raises UnavailableError if a call fails."""
 
     def __init__(self) -> None:
         try:
@@ -213,10 +213,11 @@ def _driver() -> _Driver:
 
 
 class _DeviceMemory:
-    """Memory by cuMemCreate, mapped into this process's addresses."""
+    """Memory allocated by cuMemCreate and mapped into this process's address space."""
 
     def __init__(self, handle: c_ulonglong, num_bytes: int, size: int, device: int) -> None:
-        """Takes the handle over. `size`: that of the allocation, whole granules."""
+        """Take ownership of the handle. `size`: size of the allocation, a multiple of the
+        granularity."""
         self.num_bytes, self._size, self._handle = num_bytes, size, handle
         self._address, self._is_mapped = c_ulonglong(), False
         self._is_closed = False
@@ -303,7 +304,7 @@ class _HostMemory:
     """A mapping of a memory file, pinned and mapped for a CUDA device."""
 
     def __init__(self, descriptor: int, num_bytes: int, device: torch.device) -> None:
-        """Takes the descriptor over."""
+        """Take ownership of the descriptor."""
         self.num_bytes, self._descriptor = num_bytes, descriptor
         self._size = _whole_pages(num_bytes)
         self._pages: mmap.mmap | None = None
@@ -339,8 +340,7 @@ class _HostMemory:
         return os.dup(self._descriptor)
 
     def close(self) -> None:
-        """See `SharedMemory`. The pages themselves stay mapped for as long as a tensor looks at
-        them."""
+        """See `SharedMemory`. The pages stay mapped as long as a tensor uses them."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,7 +1,8 @@
-"""Drafter on another GPU, as the verifier's graphs see it: drafts come in, accepted rows go out.
+"""Drafter on another GPU, as seen by the verifier's graphs: drafts come in, accepted rows go out.
 
-It stands where an in-process drafter would: rounds verify drafts that never pass through the host,
-and the state of the next round is on the device. What it puts for a round, `DraftReplica` takes.
+`RemoteDrafter` takes the place of an in-process drafter: rounds verify drafts that never pass
+through the host, and the state of the next round stays on the device. Its counterpart in the
+drafter process is `DraftReplica`, which reads the rows of each round.
 
 X session slots, B rows of a bucket, n drafts, R rows of a launch, H width of a feature.
 """
@@ -47,8 +48,8 @@ from outrider.spec.sampling import SamplingParams
 
 
 class ReplicaHost(Protocol):
-    """Calls of the verifier's host to the host of a `DraftReplica`, in order and without waiting;
-    see `DraftReplica`."""
+    """Interface for calls from the verifier's host to the host of a `DraftReplica`. Calls arrive in
+    order and do not wait; see `DraftReplica` for their effects."""
 
     def begin_session(
         self,
@@ -96,7 +97,7 @@ class RemoteDrafter:
         self.chosen = new_chosen_drafts(shape.num_slots, shape.draft_length, device)
         """Drafts for outcomes that came true, which the next rounds verify."""
         self.tokens = new_taken_tokens(shape.num_slots, shape.draft_length, device)
-        """int32 [X, n]: the drafts that each session's next round verifies; -1: no node."""
+        """int32 [X, n]: the drafts that each session's next round verifies; -1 for absent nodes."""
         with torch.inference_mode(False):
             self.digests = torch.zeros(shape.num_slots, dtype=torch.int64, device=device)
             """int64 [X]: digest of each session's prefix."""

@@ -16,22 +16,23 @@ DRAFTER_STEPS: Final = ("wait for a round", "take rows", "draft chains", "put dr
 _MOMENTS: Final = tuple(
     ROUND_TIMES.index(name) for name in ("wait_begin", "wait_end", "taken", "accepted", "published")
 )
-"""Begin of the first step, and the end of each."""
+"""Indices of the begin of the first step and of the end of each step in a row of the history."""
 _BEGIN: Final = ROUND_TIMES.index("wait_begin")
 _ROWS: Final = ROUND_TIMES.index("rows")
 _WITHOUT_WAIT: Final = 3
-"""Place in `_MOMENTS` at which a round begins to stamp that looks for nothing of the peer's."""
+"""Index in `_MOMENTS` of the first time that belongs to a round, if the round waits for no data of
+the peer."""
 
 
 class MarkSpan(Protocol):
-    """`outrider.timeline.mark_span` for a track."""
+    """Function like `outrider.timeline.mark_span`, for a fixed track."""
 
     def __call__(self, name: str, began: float, n: int, *, ended: float) -> None:
         """Mark a span from `began` to `ended`, in seconds of `time.perf_counter`."""
 
 
 class RoundSpans:
-    """Marks the steps of one side's rounds."""
+    """Marks the steps of the rounds of one side of an exchange on a timeline."""
 
     def __init__(
         self, clock: DeviceClock, steps: tuple[str, str, str, str], mark: MarkSpan
@@ -41,7 +42,8 @@ class RoundSpans:
         self._last_wait = 0
 
     def mark_round(self, row: NDArray[np.int64]) -> None:
-        """Mark the steps of a round by its row of the history. Rounds must come in order."""
+        """Mark the steps of a round, given its row of the history. Rounds must be passed in
+        order."""
         begin, rows = int(row[_BEGIN]), max(0, int(row[_ROWS]))
         first = _WITHOUT_WAIT if begin == self._last_wait else 0
         self._last_wait = begin

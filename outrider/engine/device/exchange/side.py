@@ -40,7 +40,7 @@ class ExchangeSide:
         return bool(self._memory) and not self._host_control[3]
 
     def attach(self, *, verdicts: SharedMemory, drafts: SharedMemory) -> None:
-        """Exchange by this memory from now on, in stream order; `detach` closes the memory."""
+        """Start the exchange through this memory, in stream order; `detach` closes the memory."""
         for buffer, layout, memory in zip(
             (self.verdicts, self.drafts), self._layouts, (verdicts, drafts), strict=True
         ):
@@ -50,8 +50,8 @@ class ExchangeSide:
         self._memory = (verdicts, drafts)
 
     def detach(self) -> None:
-        """End the exchange and close the memory. Waits for work launched in the current stream,
-        whose own waits end at once. Idempotent."""
+        """End the exchange and close the memory. Cancels waits on the device, then waits for work
+        launched in the current stream. Idempotent."""
         self._host_control[0] = 1
         self.state.words[1].fill_(0)
         if self._device.type == "cuda":

@@ -48,8 +48,8 @@ class GraphCache:
 
     @contextmanager
     def capture_by(self, trial: TrialCapture) -> Iterator[None]:
-        """Within this context record new keys by `trial`, which discards the graphs: nothing runs,
-        and the cache does not change."""
+        """Record new keys by `trial` within this context. `trial` discards the graphs: nothing
+        runs, and the cache does not change."""
         self._trial = trial
         try:
             yield

@@ -53,8 +53,8 @@ class ShapeFamily:
 
         max_rows: maximum number of sessions of a round.
 
-        max_prefill_tokens: prompt tokens of a round that the engine's scheduler plans with; the
-        family holds as many, or MAX_CHUNKS prefill chunks.
+        max_prefill_tokens: number of prompt tokens per round that the engine's scheduler plans
+        with. Shapes have as many prefill chunks as these tokens need, but at most MAX_CHUNKS.
 
         max_nodes: maximum number of nodes of a row whose drafts come from the host (the drafter
         process or an n-gram lookup), the root included; 1 without such drafts.

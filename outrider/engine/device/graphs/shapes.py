@@ -61,7 +61,8 @@ MIN_SHORT_CHAIN_ROWS: Final = 32
 sessions the last token of a chain may cost more than it gains (an 8B model on an H200 at 64
 sessions, temperature 0.8: 14,986 tokens/s with chains of 3, 13,871 with chains of 4)."""
 MAX_TOKEN_ROWS: Final = 2048
-"""Maximum of rows times nodes of a bucket; a bucket of one row may have more."""
+"""Maximum number of token rows (rows times nodes) of a bucket; a bucket of one row may have
+more."""
 
 
 class DraftKind(StrEnum):
@@ -91,7 +92,7 @@ class AcceptanceMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundShape:
-    """A bucket: the key of a graph."""
+    """Batch shape (bucket) of a round, the key of its CUDA graph."""
 
     rows: int
     """B, the number of decoding sessions; 0 in a round of prefill chunks alone."""

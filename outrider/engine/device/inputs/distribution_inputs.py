@@ -29,7 +29,7 @@ class DistributionInputs:
     """Static memory for the draft distributions of one launch, shared by the graphs of all shapes.
 
     A graph reads its offsets and the entries between them. Distributions that do not fit are left
-    out, and their rows are judged target-only.
+    out, and their rows use the target-only rule.
     """
 
     def __init__(self, *, max_rows: int, device: torch.device) -> None:

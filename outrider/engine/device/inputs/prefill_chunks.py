@@ -35,9 +35,9 @@ class PrefillChunkInput(NamedTuple):
     """Position of the first token."""
     tokens: NDArray[np.int32]
     following: int
-    """Prompt token after the chunk; NO_TOKEN where the prompt ends, so that a token is sampled."""
+    """Prompt token after the chunk; NO_TOKEN at the end of the prompt, where a token is sampled."""
     allowed: NDArray[np.uint32] | None = None
-    """[1, W]: allowed-token mask of the sampled token; None: every token is allowed."""
+    """[1, W]: allowed-token mask of the sampled token; None if every token is allowed."""
 
 
 def cut_chunks(

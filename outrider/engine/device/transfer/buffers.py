@@ -1,9 +1,9 @@
 """Pinned staging buffers for uploads and downloads; plain memory on a CPU.
 
-A round may have several launches, its parts: each part has its own rings, so that a ring advances
-once a round, however many parts there are.
+A round may consist of several launches, called parts. Each part has its own rings of buffers, so
+that a ring advances by one buffer per round, however many parts a round has.
 
-Work that is launched and awaited before anything else needs no rings: copies to and from fixed
+Work that is launched and awaited before any other work needs no rings. Its copies to and from fixed
 memory (`HostMirror`, `DownloadBuffer`) may be steps of a CUDA graph instead of separate calls.
 """
 
@@ -29,14 +29,14 @@ _SHARED_BYTES = 1 << 20
 
 
 class _StagingBuffer(NamedTuple):
-    """Host memory with the view of it that Python fills or reads."""
+    """Host memory, and a view of it that Python fills or reads."""
 
     tensor: Tensor
     array: NDArray[np.generic]
     heads: dict[int, Tensor]
-    """By length: slices of tensors take longer to make than to find."""
+    """Slices of `tensor` by length, kept because making a slice takes longer than looking it up."""
     landed: StreamEvent | None
-    """For a ring of what comes down: behind the last copy into it."""
+    """Event after the last copy into the buffer; None in rings for uploads."""
 
 
 class Uploader:
@@ -49,7 +49,7 @@ class Uploader:
         self._size, self._pinned, self._num_buffers = size, device.type == "cuda", ring
         self._calls = driver_for(device)
         self._rings = [self._ring()]
-        """By part."""
+        """Rings by part."""
         self._staged = self._rings[0].take()
 
     def _ring(self) -> _Ring:
@@ -79,7 +79,7 @@ class HostMirror:
     """int32 words that the host writes and the device reads after the next `upload_int32s`."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """All 0."""
+        """Allocate `size` words, all 0."""
         self._calls = driver_for(device)
         self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.array: NDArray[np.int32] = self._staged.numpy()
@@ -183,7 +183,8 @@ class _Ring:
         count: int = NUM_STAGING_BUFFERS,
         calls: DriverInterface | None = None,
     ) -> None:
-        """`calls`: of the device from which the buffers are filled, if that is one to wait for."""
+        """`calls`: driver interface of the device that fills the buffers; None if no copy into them
+        must be waited for."""
         marks = [None if calls is None else calls.make_event() for _ in range(count)]
         self._buffers = [_buffer(shape, dtype, mark, pinned=pinned) for mark in marks]
         self._place = 0
@@ -250,7 +251,7 @@ class Downloader:
 
 
 def _over(memory: NDArray[np.uint8], like: Tensor) -> _StagingBuffer:
-    """`memory` as a buffer for tensors like this one."""
+    """Return `memory` as a buffer for tensors like `like`."""
     return _in(torch.from_numpy(memory).view(like.dtype).view(like.shape), None)
 
 

@@ -114,8 +114,8 @@ class _DriverMark:
 
 
 class DriverCalls:
-    """`DriverInterface` by the CUDA driver. The calling thread must have a current device
-    (`init_launching_thread`)."""
+    """`DriverInterface` implemented with the CUDA driver. The calling thread must have a current
+    device (`init_launching_thread`)."""
 
     def __init__(self) -> None:
         """Load the driver. Raises OSError or AttributeError if there is no usable driver."""
@@ -194,7 +194,7 @@ class _TorchMark:
 
 
 class TorchCalls:
-    """`DriverInterface` by torch."""
+    """`DriverInterface` implemented with torch."""
 
     def prepare(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.CUDAGraph:
         """See `DriverInterface`."""

@@ -4,11 +4,11 @@
 """Token-matching acceptance (greedy, coupled) on the device, and the commit of a round.
 
 At a node where the target chose y, the child whose token is y is accepted and the walk continues
-there; otherwise y is emitted (`outrider.engine.acceptance`, greedy and coupled). Rules with
-acceptance randomness are in `outrider.engine.kernels.acceptance.randomized`.
+there. If there is none, y is emitted (`outrider.engine.acceptance`, greedy and coupled). Rules with
+random acceptance are in `outrider.engine.kernels.acceptance.randomized`.
 
-Shape suffixes: B sessions of the bucket, N nodes a session with the root, M = B * N rows,
-X session slots (the last one is the padding slot).
+Shape suffixes: B sessions of the bucket, N nodes per session including the root, M = B * N rows, X
+session slots (the last one is the padding slot).
 """
 
 from __future__ import annotations
@@ -33,27 +33,31 @@ _SHARED_DRAW_ID = tl.constexpr(SHARED_DRAW_ID)
 
 
 RESAMPLED = 1
-"""The last accepted node had children: the final token follows a rejection, it is no bonus."""
+"""Flag: the last accepted node had children and all of them were rejected, so the final token is
+not a bonus token."""
 TARGET_ONLY_FALLBACK = 2
-"""The rejection rule was judged target-only because the distribution of the drafts was missing."""
+"""Flag: the target-only rule replaced the rejection rule because the draft distribution was
+missing."""
 INVALID_OUTPUT = 4
-"""The last accepted node's row has no finite logit: its token is 0, a placeholder."""
+"""Flag: the row of the last accepted node has no finite logit. The final token is 0, a
+placeholder."""
 UNDRAFTED = 8
-"""The drafter on another device had no draft for the row, which decoded plainly. Not of acceptance:
-a round adds it to the flags of its rows."""
+"""Flag: the drafter on another device had no draft for the row, so the row decoded without drafts.
+The round adds this flag; acceptance does not set it."""
 _RESAMPLED = tl.constexpr(RESAMPLED)
 _INVALID_OUTPUT = tl.constexpr(INVALID_OUTPUT)
 
 
 class DeviceAcceptance(NamedTuple):
-    """Acceptance result of a round, one row a session."""
+    """Acceptance result of a round, one row per session."""
 
     counts: Tensor
-    """int32 [B]: accepted nodes + 1, which is also the number of emitted tokens."""
+    """int32 [B]: number of accepted nodes + 1, which is also the number of emitted tokens."""
     rows: Tensor
-    """int32 [B, N]: 0 and the accepted nodes' rows, ascending; place j >= counts holds j."""
+    """int32 [B, N]: 0 (the root), then the rows of the accepted nodes, ascending. Entry j is j for
+    j >= counts."""
     tokens: Tensor
-    """int32 [B, N]: the accepted nodes' tokens and the final one; the rest is -1."""
+    """int32 [B, N]: tokens of the accepted nodes, then the final token, padded with -1."""
     flags: Tensor
     """int32 [B]: a sum of RESAMPLED, TARGET_ONLY_FALLBACK and INVALID_OUTPUT, or 0."""
 
@@ -69,18 +73,19 @@ def accept_matching(
     slots: Tensor,
     positions: Tensor,
 ) -> DeviceAcceptance:
-    """Judge the drafts of greedy and coupled sessions.
+    """Apply the greedy or coupled acceptance rule to the drafts of each session.
 
-    chosen: int32 [M], the target's token at each row (`choose_tokens`, side "target"); -1 where the
-    row has no finite logit.
-    tokens: int32 [M], each row's own token, the root's is not looked at; -1: no node.
-    parents: int32 [B, N - 1], the parent of each node (-1: the root, -2: no node), parents first;
-    None: chains. Of several children with the chosen token the first one stands.
-    simulate: float32 [N - 1], for benchmarks with random weights, chains only: the node of depth
-    i + 1 stands with probability simulate[i] given that its parent stands, whatever its token;
-    the random draw is uniform(seed, ACCEPT, position of the token, SHARED_DRAW_ID).
-    state, slots int32 [B], positions int32 [M] (of the token that follows each row): only looked
-    at with `simulate`. Raises InvalidRequestError for simulated trees.
+    chosen: int32 [M], the target's token at each row (`choose_tokens`, side "target"); -1 if the
+    row has no finite logit. tokens: int32 [M], the draft token of each row; -1 for absent nodes.
+    The entry of the root is ignored. parents: int32 [B, N - 1], the parent of each node (-1 for the
+    root, -2 for absent nodes), parents before children; None for chains. If several children have
+    the chosen token, the first one is accepted.
+
+    simulate: float32 [N - 1], only for chains, for benchmarks with random weights. If its parent is
+    accepted, the node of depth i + 1 is accepted with probability simulate[i], whatever its token
+    is. The random draw is uniform(seed, ACCEPT, position of the token, SHARED_DRAW_ID). state,
+    slots (int32 [B]) and positions (int32 [M], of the token that follows each row) are only used
+    with `simulate`. Raises InvalidRequestError if `simulate` is given for trees.
     """
     if simulate is not None and parents is not None:
         raise InvalidRequestError("only chains can be simulated", reason="KERNEL_SHAPES")
@@ -98,14 +103,14 @@ def accept_matching(
 
 
 def new_acceptance(batch: int, num_nodes: int, device: torch.device) -> DeviceAcceptance:
-    """Room for an outcome, not initialised."""
+    """Return uninitialised tensors for an acceptance result."""
     one, many = (batch,), (batch, num_nodes)
     shapes = (one, many, many, one)
     return DeviceAcceptance(*(torch.empty(s, dtype=torch.int32, device=device) for s in shapes))
 
 
 def chain_parents(batch: int, num_nodes: int, device: torch.device) -> Tensor:
-    """Parents of chains, int32 [B, N - 1]."""
+    """Return the parents of chains, int32 [B, N - 1]."""
     chain = torch.arange(-1, num_nodes - 2, dtype=torch.int32, device=device)
     return chain.expand(batch, num_nodes - 1)
 
@@ -144,8 +149,8 @@ def accept_matching_torch(
 
 
 class ReferenceWalk:
-    """The walks of all sessions down their trees, for the PyTorch references: nodes in order, one
-    at a time."""
+    """Walks of all sessions down their trees, for the PyTorch reference implementations. Nodes are
+    visited one at a time, in order."""
 
     def __init__(self, batch: int, num_nodes: int, device: torch.device) -> None:
         self.counts = torch.ones(batch, dtype=torch.int64, device=device)
@@ -154,12 +159,17 @@ class ReferenceWalk:
         self.tokens = torch.full_like(self.rows, -1)
         self.rejected = torch.zeros(batch, dtype=torch.bool, device=device)
         self.fallback = torch.zeros_like(self.rejected)
-        """Whether a distribution was missing; for the caller to set."""
+        """Whether a distribution was missing; set by the caller."""
 
     def step(
         self, row: int, node: Tensor, drafted: Tensor, below: Tensor, stands: Tensor
     ) -> Tensor:
-        """Go down to `row` where it stands; returns the rows [B] that the walks are at."""
+        """Move the walks for which `stands` is True down to `row`. Return the row that each walk is
+        at, [B].
+
+        node: the rows of the walks before the step. drafted: the tokens at `row`. below: whether
+        `row` is a child of each walk's node.
+        """
         at = self.counts[:, None]
         self.rows.scatter_(1, at, torch.where(stands, row, self.rows.gather(1, at)[:, 0])[:, None])
         self._put(stands, drafted)
@@ -173,8 +183,8 @@ class ReferenceWalk:
         self.tokens.scatter_(1, at, torch.where(where, tokens, before)[:, None])
 
     def finish(self, final: Tensor) -> DeviceAcceptance:
-        """Return the outcome; final: int32 [B], the last token of each session, -1 if there is
-        none."""
+        """Return the acceptance result. final: int32 [B], the last token of each session; -1 if it
+        has none."""
         self._put(torch.ones_like(self.rejected), final.clamp(min=0))
         flags = (
             RESAMPLED * self.rejected
@@ -186,9 +196,9 @@ class ReferenceWalk:
 
 
 def advance_state(acceptance: DeviceAcceptance, sequence: SequenceState, slots: Tensor) -> None:
-    """Commit a round: lengths grow by the counts, roots become the last emitted tokens.
+    """Commit a round: add the counts to the lengths, and make the last emitted tokens the roots.
 
-    slots: int32 [B], distinct but for the padding slot, whose state stays as it is.
+    slots: int32 [B], distinct except for the padding slot, whose state does not change.
     """
     function = advance_state_triton if slots.is_cuda else advance_state_torch
     function(acceptance, sequence, slots)
@@ -259,7 +269,7 @@ def accept_matching_triton(
 
 @triton.jit
 def load_parents(parents_ptr, batch, rows, NODES: tl.constexpr, CHAIN: tl.constexpr):
-    """Return the row of each row's parent; -1 for the root and for rows that are not there."""
+    """Return the row of each row's parent; -1 for the root and for absent rows."""
     if CHAIN:
         above = rows - 1
     else:
@@ -287,7 +297,8 @@ def _accept_matching(
     CHAIN: tl.constexpr,
     SIMULATE: tl.constexpr,
 ):
-    """One session's walk. A step is one reduction over its nodes; a chain is a single step."""
+    """Walk down the tree of one session. Each step is one reduction over its nodes; a chain needs
+    only one step."""
     batch = tl.program_id(0)
     rows = tl.arange(0, BLOCK)
     inside = rows < NODES
@@ -346,7 +357,7 @@ def _advance_state(
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All sessions of the bucket in one program."""
+    """Commit a round of all sessions of the bucket, in one program."""
     index = tl.arange(0, BLOCK)
     slots = tl.load(slots_ptr + index, mask=index < batch, other=0)
     live = (index < batch) & (slots != padding_slot)

@@ -1,12 +1,13 @@
 """Acceptance on the device for sessions of any rule, including rejection and target-only.
 
-The decisions are those of `outrider.engine.acceptance`: same random draws, same streams, same
-residual; log-sum-exps are summed in another order, so a random draw within 1e-6 of its probability
-may fall on the other side. `matching` is the cheaper function for buckets in which every session
-compares tokens.
+The decisions are those of `outrider.engine.acceptance`, with the same random draws, streams and
+residuals. Log-sum-exps are summed in another order, so a decision may differ if a random draw is
+within 1e-6 of its probability. `matching` is cheaper for buckets in which all sessions are greedy
+or coupled.
 
-Shape suffixes: B sessions of the bucket, N nodes a session with the root, M = B * N rows, X session
-slots, V vocabulary, D draft vocabulary, K draft length, E distribution entries of all sessions.
+Shape suffixes: B sessions of the bucket, N nodes per session including the root, M = B * N rows, X
+session slots, V vocabulary, D draft vocabulary, K draft length, E distribution entries of all
+sessions.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ class DenseChainDistribution(NamedTuple):
     """Dense draft distributions of chains that were drafted on this device."""
 
     probs: Tensor
-    """float32 [X, K, D]: by session slot and step the probabilities that the draft token of that
-    step was drawn from; K is at least N - 1. A row without probability at its in-process draft
-    token (all zero, or not finite) is no distribution: there the session is judged target-only."""
+    """float32 [X, K, D]: by session slot and step, the probabilities from which the draft token of
+    that step was drawn. K is at least N - 1. If the probability of the draft token is 0 or not
+    finite, the distribution is invalid, and the session uses the target-only rule there."""
     draft_columns: Tensor
-    """int32 [V]: the draft column of a target id, -1 if it has none."""
+    """int32 [V]: the draft column of each target id; -1 if it has none."""
     target_ids: Tensor
-    """int32 [D]: the target id of a draft column."""
+    """int32 [D]: the target id of each draft column."""
 
 
 class SparseDistribution(NamedTuple):
@@ -59,14 +60,14 @@ class SparseDistribution(NamedTuple):
     counts: Tensor
     """int32 [E]: quantised weights in [1, 65535]."""
     ranges: Tensor
-    """int32 [B, N, 2], the pairs contiguous: the children of row j of session b were drawn from
-    the entries ranges[b, j, 0] .. ranges[b, j, 1]; a session without any entry has no
-    distribution."""
+    """int32 [B, N, 2], last dimension contiguous: the children of row j of session b were drawn
+    from the entries ranges[b, j, 0] .. ranges[b, j, 1] (exclusive). A session without entries has
+    no distribution."""
 
     @classmethod
     def of_offsets(cls, ids: Tensor, counts: Tensor, offsets: Tensor) -> SparseDistribution:
-        """Distributions whose entries are concatenated: row j of session b has those from
-        offsets[b, j] to offsets[b, j + 1]; int32 [B, N + 1]."""
+        """Return distributions whose entries are concatenated: row j of session b has the entries
+        offsets[b, j] .. offsets[b, j + 1] (exclusive). offsets: int32 [B, N + 1]."""
         return cls(ids, counts, offsets.unfold(1, 2, 1))
 
 
@@ -82,20 +83,22 @@ def accept_sampled(
     positions: Tensor,
     distribution: SparseDistribution | DenseChainDistribution | None,
 ) -> DeviceAcceptance:
-    """Judge the drafts of sessions of any rule.
+    """Apply each session's acceptance rule, of any kind, to its drafts.
 
-    logits: float32 or bfloat16 [M, V], columns contiguous. Divided by the temperature they are the
-    distribution that is sampled: sessions with penalties, bans, top-k, top-p or min-p must come
-    processed by the logits processor already, with temperature 1 in `state`, or go another way.
-    chosen: int32 [M], `choose_tokens` of these logits, side "target": what greedy and coupled
-    sessions compare with, and the token that a session with randomized acceptance emits if nothing
-    was rejected; -1 where the row has no finite logit, below which nothing stands. tokens: int32
-    [M], each row's own token (the root's is not looked at); -1 (no node) and ids from V on never
-    stand. parents: int32 [B, N - 1] (-1: the root, -2: no node); None: chains. Siblings are tried
-    in row order, which is the order in which they were drawn. slots: int32 [B]; positions: int32
-    [M], of the token that follows each row. distribution: what the drafts of rejection sessions
-    were drawn from; a session without a distribution is judged target-only. Raises
-    InvalidRequestError for a DenseChainDistribution with trees or of fewer than N - 1 steps.
+    logits: float32 or bfloat16 [M, V], columns contiguous. Tokens are sampled from softmax(logits /
+    temperature), so logits of sessions with penalties, bans, top-k, top-p or min-p must already be
+    processed by the logits processor; logits that are already divided by the temperature need
+    temperature 1 in `state`. chosen: int32 [M], `choose_tokens` of these logits, side "target"; -1
+    if the row has no finite logit. Greedy and coupled sessions compare their drafts with it. Other
+    sessions emit it if no child was rejected. A walk ends at a row without a finite logit.
+
+    tokens: int32 [M], the draft token of each row; the entry of the root is ignored. Nodes with the
+    token -1 (absent) or a token >= V are never accepted. parents: int32 [B, N - 1] (-1 for the
+    root, -2 for absent nodes); None for chains. Siblings are tried in row order, which is the order
+    in which they were drawn. slots: int32 [B]. positions: int32 [M], of the token that follows each
+    row. distribution: what the drafts of rejection sessions were drawn from; a session without a
+    distribution uses the target-only rule. Raises InvalidRequestError for a DenseChainDistribution
+    with trees or with fewer than N - 1 steps.
     """
     if isinstance(distribution, DenseChainDistribution) and (
         parents is not None or distribution.probs.shape[1] < num_nodes - 1
@@ -133,7 +136,8 @@ def accept_sampled_triton(
     distribution: SparseDistribution | DenseChainDistribution | None,
     tile: int | None = None,
 ) -> DeviceAcceptance:
-    """See `accept_sampled`. tile: columns a program, a power of two; None picks it."""
+    """See `accept_sampled`. tile: number of columns per program, a power of two; None to choose
+    it."""
     distributions = DistributionTensors()
     if isinstance(distribution, SparseDistribution):
         distributions = DistributionTensors(
@@ -161,7 +165,7 @@ def accept_sampled_torch(
     positions: Tensor,
     distribution: SparseDistribution | DenseChainDistribution | None,
 ) -> DeviceAcceptance:
-    """See `accept_sampled`; level by level on the host, for the CPU only."""
+    """See `accept_sampled`. Works level by level on the host, for the CPU only."""
     batch = len(slots)
     if parents is None:
         parents = chain_parents(batch, num_nodes, logits.device)
@@ -227,12 +231,12 @@ class _RandomizedAcceptance:
         elif distribution is None:
             self._uses_distribution.zero_()
         self.fallback = rejection & ~self._uses_distribution & (tokens_BN[:, 1:] >= 0).any(dim=1)
-        """Whether a distribution was missing where the rejection rule asked for one."""
+        """Whether a distribution was missing for a session of the rejection rule."""
         batch = len(slots)
         self.changed_at = torch.full((batch,), -1, dtype=torch.int64, device=logits.device)
-        """Row at which a rejection changed what is drawn there, or -1."""
+        """Row whose distribution was changed by a rejection, or -1."""
         self._unsound_at = self.changed_at.clone()
-        """Row at which the session's dense distribution was no distribution, or -1."""
+        """Row at which the session's dense distribution was invalid, or -1."""
         self._mass_at = self.changed_at.clone()
         self._mass = torch.zeros(batch, dtype=torch.float64, device=logits.device)
         self._tried_at = self.changed_at.clone()
@@ -240,7 +244,7 @@ class _RandomizedAcceptance:
         self._changes: dict[int, tuple[np.ndarray, np.ndarray] | None] = {}
 
     def draw_accept(self, sessions: Tensor, node: Tensor, row: int) -> Tensor:
-        """Return whether the child at `row` of each session's node stands, bool [A]."""
+        """Return whether the child at `row` of each session's node is accepted, bool [A]."""
         stands = torch.zeros(len(sessions), dtype=torch.bool, device=sessions.device)
         has_distribution = self._uses_distribution[sessions]
         plain = (~has_distribution).nonzero()[:, 0]
@@ -274,7 +278,8 @@ class _RandomizedAcceptance:
         return row_keys(self._stream_keys[sessions, stream - 1], positions)
 
     def _siblings(self, sessions: Tensor, node: Tensor) -> Tensor:
-        """Return bool [A, N]: the rows that are children, in range, of each session's node."""
+        """Return bool [A, N]: whether each row is a child of the session's node with a token in
+        range."""
         drafted = self.tokens_BN[sessions]
         below = torch.zeros_like(drafted, dtype=torch.bool)
         below[:, 1:] = self.parents_BN[sessions] == node[:, None] - 1
@@ -339,16 +344,17 @@ class _RandomizedAcceptance:
         self._tried_at[sessions] = node
 
     def is_huge(self, node: Tensor) -> Tensor:
-        """Sessions, bool [B], whose scores at `node` int64 [B] are too large for their noise."""
+        """Return whether the scores of each session at `node`, int64 [B], are so large that
+        rounding loses their noise, bool [B]."""
         rows = torch.arange(len(node), device=node.device) * self.tokens_BN.shape[1] + node
         tops = self._logits[rows].nan_to_num(nan=-math.inf, posinf=math.inf).amax(dim=-1)
         return scaled_scores(tops[:, None], self._temperatures)[:, 0] > HUGE_SCORE
 
     def draw_token(self, sessions: Tensor, node: Tensor, bonus: Tensor) -> Tensor:
-        """Return the last token, int32 [A], of sessions whose distribution a rejection changed or
-        whose scores are huge.
+        """Return the last token, int32 [A], of sessions whose distribution was changed by a
+        rejection or whose scores are huge.
 
-        bonus: int32 [A], the token where nothing is left of the distribution.
+        bonus: int32 [A], the token to return if the distribution is empty.
         """
         scores_AV = self._logprobs(sessions, node)
         changed = self.changed_at[sessions] == node  # else only huge
@@ -369,7 +375,8 @@ class _RandomizedAcceptance:
     def _without_children(
         self, scores_AV: Tensor, where: Tensor, sessions: Tensor, node: Tensor
     ) -> None:
-        """Take the node's children out of the rows bool [A] of log-probs [A, V]."""
+        """Set the log-probs [A, V] of the children of each session's node to -inf, in the rows
+        `where`, bool [A]."""
         siblings = self._siblings(sessions, node) & where[:, None]
         rows, columns = siblings.nonzero().unbind(dim=1)
         scores_AV[rows, self.tokens_BN[sessions[rows], columns].long()] = -math.inf
@@ -377,7 +384,7 @@ class _RandomizedAcceptance:
     def _residual_without_dense(
         self, scores_AV: Tensor, where: Tensor, sessions: Tensor, node: Tensor
     ) -> None:
-        """log max(p - q, 0) in the rows bool [A] of log-probs [A, V]."""
+        """Replace the log-probs [A, V] by log max(p - q, 0), in the rows `where`, bool [A]."""
         assert isinstance(self._distribution, DenseChainDistribution)
         rows = where.nonzero()[:, 0]
         probs = scores_AV[rows].exp()

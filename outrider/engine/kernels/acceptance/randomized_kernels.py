@@ -3,12 +3,13 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Triton kernels behind `outrider.engine.kernels.acceptance.randomized`, in the order of a launch.
 
-1. Partial log-sum-exps of all rows of sessions with randomized acceptance, one program a tile.
-2. The walks, one program a session: matches, random draws and residuals on the ids of the draft
-  distribution.
-3. The residual target distribution after a rejection is sampled, one program a tile; other
-  sessions do nothing.
-4. The best tile's column becomes the last token.
+1. Compute partial log-sum-exps of all rows of sessions with random acceptance; one program per
+   tile.
+2. Walk down the trees; one program per session. It matches tokens, draws random numbers, and
+   computes residuals on the ids of the draft distribution.
+3. Sample from the residual target distribution after a rejection; one program per tile. Programs
+   of other sessions do nothing.
+4. Make the best column of all tiles the last token.
 
 Shape suffixes as in `outrider.engine.kernels.acceptance.randomized`; P tiles of a row.
 """
@@ -57,12 +58,12 @@ _UNCHANGED = tl.constexpr(0)
 _WITHOUT_CHILDREN = tl.constexpr(1)
 _RESIDUAL = tl.constexpr(2)
 _AFRESH = tl.constexpr(3)
-"""What became of the distribution at the last node. The last one: nothing, but `choose_tokens`
-could not tell scores of this size apart by their noise, so the bonus is drawn from
-log-probabilities."""
+"""How the distribution at the last node changed. The last value means that it did not change, but
+its scores are so large that `choose_tokens` could not tell them apart by their noise, so that the
+bonus token is drawn from log-probabilities."""
 
 HUGE_SCORE = 2.0**30
-"""Beyond this the sum of a score and its noise has lost some of the noise."""
+"""Score above which the sum of a score and its noise loses part of the noise by rounding."""
 _HUGE_SCORE = tl.constexpr(HUGE_SCORE)
 _HAS_RESAMPLED = tl.constexpr(RESAMPLED)
 _HAS_FALLBACK = tl.constexpr(TARGET_ONLY_FALLBACK)
@@ -88,8 +89,8 @@ def sum_tiles(
     TILE: tl.constexpr,
     REJECTION_ONLY: tl.constexpr = False,
 ):
-    """Maximum and sum of exponentials of one tile of one row of a session with randomized
-    acceptance; of sessions under the rejection rule alone, if REJECTION_ONLY."""
+    """Store the maximum and the sum of exponentials of one tile of a row, for sessions with random
+    acceptance, or only for sessions of the rejection rule if REJECTION_ONLY."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row // NODES)
@@ -110,10 +111,10 @@ def sum_tiles(
 
 @triton.jit
 def logsumexp(maxima_ptr, sums_ptr, row, tiles, TILES: tl.constexpr):
-    """(maximum, log of the sum of exponentials of what is below it) of a row, float64.
+    """Return the maximum of a row and log(sum(exp(score - maximum))), in float64.
 
-    They stay apart: beside a maximum of 1e30 the logarithm would not be there any more. (0, 0) if
-    the row has no finite score.
+    They are not added up, because beside a maximum of 1e30 rounding would remove the logarithm.
+    Returns (0, 0) if the row has no finite score.
     """
     parts = tl.arange(0, TILES)
     valid = parts < tiles
@@ -127,7 +128,7 @@ def logsumexp(maxima_ptr, sums_ptr, row, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def _next_child(above, there, rows, node, after, NODES: tl.constexpr):
-    """Return the first child of `node` behind row `after`; NODES if there is none."""
+    """Return the first child of `node` after row `after`; NODES if there is none."""
     return tl.min(tl.where(there & (above == node) & (rows > after), rows, NODES), 0)
 
 
@@ -173,7 +174,8 @@ def walk(
     DISTRIBUTION: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """One session's walk: an outer loop over the nodes it stands on, an inner one over children."""
+    """Walk down the tree of one session: an outer loop over its nodes, an inner loop over their
+    children."""
     batch = tl.program_id(0)
     rows = tl.arange(0, BLOCK)
     first = batch * NODES
@@ -350,8 +352,8 @@ def draw_in_tile(
     SEARCH_STEPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the best perturbed column of one tile of what a rejection left of a session's
-    distribution."""
+    """Store the best perturbed column of one tile of the distribution that a rejection has left of
+    a session's target distribution."""
     batch = tl.program_id(0)
     part = tl.program_id(1)
     mode = tl.load(modes_ptr + batch)
@@ -413,8 +415,8 @@ def put_drawn(
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the best of a session's tiles becomes its last token, unless nothing was left to
-    draw."""
+    """Make the best column of all tiles of a session its last token, unless its distribution is
+    empty."""
     batch = tl.program_id(0)
     if tl.load(modes_ptr + batch) != _UNCHANGED:
         parts = tl.arange(0, BLOCK)

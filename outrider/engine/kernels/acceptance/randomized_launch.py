@@ -28,8 +28,7 @@ from outrider.engine.kernels.session_tensors import SamplingState
 
 
 class DistributionTensors(NamedTuple):
-    """The tensors of a `SparseDistribution` or a `DenseChainDistribution`, None where there are
-    none."""
+    """Tensors of a `SparseDistribution` or a `DenseChainDistribution`; all others are None."""
 
     ids: Tensor | None = None
     counts: Tensor | None = None
@@ -46,12 +45,12 @@ class DistributionTensors(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Entries of all sparse distributions."""
+        """Total number of entries of all sparse distributions."""
         return 0 if self.ids is None else self.ids.shape[0]
 
     @property
     def range_strides(self) -> tuple[int, int]:
-        """Distances of two sessions and of two rows in `ranges`."""
+        """Strides of `ranges` between two sessions and between two rows."""
         return (0, 0) if self.ranges is None else (self.ranges.stride(0), self.ranges.stride(1))
 
 
@@ -71,26 +70,26 @@ class LaunchArguments(NamedTuple):
 
 class _Workspace(NamedTuple):
     maxima: Tensor
-    """float32 [M, P]"""
+    """float32 [M, P]: maximum of each tile."""
     sums: Tensor
     """float32 [M, P]: sums of exp(score - maximum)."""
     inside: Tensor
-    """float64 [E]: the residual on the distribution's ids; in the end its log over the outside's
-    scale."""
+    """float64 [E]: the residual on the ids of the distribution; in the end its logarithm relative
+    to the scale of the other ids."""
     draft: Tensor
-    """float64 [E]: the draft distribution that is left."""
+    """float64 [E]: what is left of the draft distribution."""
     modes: Tensor
-    """int32 [B]: what changed at the last node."""
+    """int32 [B]: how the distribution at the last node changed."""
     nodes: Tensor
-    """int32 [B]: its row."""
+    """int32 [B]: row of the last node."""
     tops: Tensor
-    """float32 [B]: its largest score."""
+    """float32 [B]: largest score of the last node."""
     logs: Tensor
-    """float32 [B]: its log-sum-exp less that."""
+    """float32 [B]: log-sum-exp of the scores of the last node, less the largest score."""
     scores: Tensor
-    """float64 [B, P]"""
+    """float64 [B, P]: largest perturbed score of each tile."""
     winners: Tensor
-    """int32 [B, P]"""
+    """int32 [B, P]: column of the largest perturbed score of each tile."""
 
 
 def _workspace(rows: int, batch: int, tiles: int, entries: int, device: torch.device) -> _Workspace:
@@ -118,7 +117,8 @@ def _workspace(rows: int, batch: int, tiles: int, entries: int, device: torch.de
 
 
 def launch_accept_sampled(arguments: LaunchArguments, *, tile: int | None) -> DeviceAcceptance:
-    """Run the kernels; tile: columns a program, None picks it."""
+    """Run the kernels of `accept_sampled` and return their result. tile: number of columns per
+    program; None to choose it."""
     logits, num_nodes, distributions = (
         arguments.logits,
         arguments.num_nodes,

@@ -3,9 +3,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Recursive rejection on the ids of a draft distribution, in kernels (float64).
 
-The arithmetic is that of `outrider.engine.residual`. A node's distribution is the entries begin ..
-end; `inside` and `draft` are workspaces of the same layout. One program owns a session's entries;
-the barriers are for values that other threads of it wrote.
+The arithmetic is that of `outrider.engine.residual`. The distribution of a node has the entries
+begin .. end (exclusive); `inside` and `draft` are workspaces of the same layout. One program
+processes all entries of a session. The barriers make values visible that other threads of the
+program wrote.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def start_residual(
     log_sum,
     ENTRIES: tl.constexpr,
 ):
-    """Fill the workspaces with p and q on the distribution's ids; returns p's mass on all other
-    ids."""
+    """Fill the workspaces with p and q on the ids of the distribution. Return the mass of p on all
+    other ids."""
     entries = tl.arange(0, ENTRIES)
     inside_mass = tl.full((), 0.0, tl.float64)
     for start in range(begin, end, ENTRIES):
@@ -66,9 +67,9 @@ def start_residual(
 
 @triton.jit
 def reject_entry(inside_ptr, draft_ptr, begin, end, place, rest, outside, ENTRIES: tl.constexpr):
-    """Set p to max(p - q, 0) and q to q without `place`, normalised.
+    """Replace p by max(p - q, 0) and remove the entry `place` from q, then normalise both.
 
-    Returns the new scale of p on all other ids; -1 if nothing is left of p.
+    Returns the new scale of p on all other ids, or -1 if nothing is left of p.
     """
     entries = tl.arange(0, ENTRIES)
     mass = outside * rest
@@ -102,7 +103,7 @@ def reject_entry(inside_ptr, draft_ptr, begin, end, place, rest, outside, ENTRIE
 
 @triton.jit
 def finish_residual(inside_ptr, begin, end, outside, ENTRIES: tl.constexpr):
-    """Replace the residual by its log-probabilities up to the constant of log p elsewhere."""
+    """Replace the residual by its log-probabilities, relative to log p of the other ids."""
     entries = tl.arange(0, ENTRIES)
     for start in range(begin, end, ENTRIES):
         at = start + entries

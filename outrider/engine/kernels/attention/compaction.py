@@ -17,7 +17,7 @@ from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.errors import InvalidRequestError
 
 _GATHER_BLOCK = 2048
-"""Most features of a row that one program of `gather_rows` copies."""
+"""Maximum number of features of a row that one program of `gather_rows` copies."""
 
 
 def compact_kv(
@@ -30,12 +30,12 @@ def compact_kv(
     *,
     block_tokens: int,
 ) -> None:
-    """Move the KV of accepted rows together: slot context + rows[b, j] to slot context + j.
+    """Make the KV of accepted rows contiguous, in place: for each b and each j < counts[b], move
+    slot context[b] + rows[b, j] to slot context[b] + j.
 
-    For each b and each j < counts[b]. storage [2, L, G, S, d], keys then values, in place.
-    rows int32 [B, N], ascending, rows[b, j] >= j. counts int32 [B], context int32 [B].
-    tables int32 [X, T], slots int32 [B]. Slots past the table's end are left alone.
-    Raises InvalidRequestError for rows of another shape.
+    storage: [2, L, G, S, d], keys, then values. rows: int32 [B, N], ascending, rows[b, j] >= j.
+    counts, context: int32 [B]. tables: int32 [X, T]. slots: int32 [B]. Slots past the end of the
+    table are not moved. Raises InvalidRequestError for rows of another shape.
     """
     if rows.dim() != 2 or rows.shape[0] != slots.shape[0]:
         raise InvalidRequestError(f"rows {tuple(rows.shape)} for {slots.shape[0]} sessions")
@@ -73,8 +73,7 @@ def compact_kv_triton(
     *,
     block_tokens: int,
 ) -> None:
-    """Compute `compact_kv` in one kernel: a program moves the slots of one session, layer and
-    head."""
+    """Compute `compact_kv` in one kernel, one program per session, layer and head."""
     _, num_layers, num_heads, _, dim = storage.shape
     _compact_kernel[(num_heads, num_layers, rows.shape[0])](
         storage,
@@ -143,9 +142,9 @@ def _compact_kernel(
 
 
 def gather_rows(src: Tensor, rows: Tensor, *, num_nodes: int) -> Tensor:
-    """Return [B * N, H]: row b * N + j is row b * N + max(rows[b, j], 0) of src.
+    """Return [B * N, H], whose row b * N + j is row b * N + max(rows[b, j], 0) of src.
 
-    src [B * N, H], rows may be strided; rows int32 [B, N]. Raises InvalidRequestError for rows of
+    src: [B * N, H], rows of any stride. rows: int32 [B, N]. Raises InvalidRequestError for rows of
     another shape.
     """
     if rows.dim() != 2 or rows.shape[1] != num_nodes or src.shape[0] != rows.numel():

@@ -7,42 +7,42 @@ from typing import NamedTuple
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 
 SM_COUNT = 132
-"""Multiprocessors to fill: an H100's or H200's."""
+"""Number of multiprocessors to fill, that of an H100 or H200."""
 _MAX_SPLITS = 64
 _ANY_SPLITS = 32
-"""Up to so many parts need not be a power of two."""
+"""Largest number of parts that need not be a power of two."""
 _STEP_BYTES = 16384
-"""Most bytes of keys that one step of a program reads."""
+"""Maximum bytes of keys that a program reads in one step."""
 
 
 class AttentionConfig(NamedTuple):
-    """Launch parameters of the kernels."""
+    """Launch parameters of the attention kernels."""
 
     block_rows: int
-    """Query rows of a program's tile: a power of two, at least 16."""
+    """Number of query rows of a program's tile: a power of two, at least 16."""
     block_slots: int
-    """Cache slots of one step: a power of two, at least 16."""
+    """Number of cache slots of one step: a power of two, at least 16."""
     splits: int
-    """Parts of the context; 1 writes the result without a second kernel."""
+    """Number of parts of the context. With 1 the result is written without a second kernel."""
     num_warps: int
     num_stages: int
 
 
 _BLOCK_SLOTS = 64
-"""KV slots of a step, where they fit."""
+"""Number of KV slots of a step, unless they need more than the maximum bytes of a step."""
 
 
 class _Tuned(NamedTuple):
     max_tiles: int
-    """Row tiles over all bucket rows and key/value heads that the entry is for, at most."""
+    """Maximum number of row tiles, over all bucket rows and key/value heads, for which the entry is
+    used."""
     num_stages: int
     several: bool = False
-    """Only for shapes of several row tiles a key/value head."""
+    """Whether the entry is only for shapes with several row tiles per key/value head."""
     rounded: bool = True
-    """Whether the number of parts is always a power of two: more even where each has several
-    steps."""
+    """Whether the number of parts is always a power of two."""
     programs_per_sm: int = 1
-    """How many programs the splits should make, in all, over the multiprocessors."""
+    """Number of programs per multiprocessor that splitting should yield."""
     num_warps: int = 4
     step_bytes: int = _STEP_BYTES
 
@@ -53,12 +53,12 @@ _TUNED = (
     _Tuned(320, num_stages=3),
     _Tuned(1 << 31, num_stages=3, num_warps=2, step_bytes=_STEP_BYTES // 2),
 )
-"""The first entry that fits a shape is taken."""
+"""Entries by shape. The first one that fits is used."""
 
 
 _PROMPT_ROWS = 64
-"""Query rows of a tile of prompts, where there are so many tiles that they fill the device. Tiles
-of 128 rows read half as much and were slower on an H200."""
+"""Number of query rows of a tile of prompts, if there are enough tiles to fill the device. Tiles of
+128 rows read half as much and were slower on an H200."""
 _PROMPT_TILES_PER_SM = 2
 
 
@@ -72,10 +72,12 @@ def num_splits(
     programs_per_sm: int = 2,
     rounded: bool = True,
 ) -> int:
-    """Parts to cut up to `max_len` slots into: about enough programs to fill the device.
+    """Return the number of parts into which to split a context of up to `max_len` slots, so that
+    the programs about fill the device.
 
-    tiles: tiles of query rows per key/value head. At most one part per step. A power of two where
-    `rounded` or where there are many: the parts are joined in a power of two of places.
+    tiles: number of tiles of query rows per key/value head. There is at most one part per step. The
+    result is a power of two if `rounded` is set or if there are many parts, because the kernel that
+    joins the parts has space for a power of two.
     """
     wanted = cdiv(SM_COUNT * programs_per_sm, batch * kv_heads * tiles)
     splits = max(min(wanted, cdiv(max_len, block_slots), _MAX_SPLITS), 1)
@@ -83,10 +85,11 @@ def num_splits(
 
 
 def joined_rows(num_rows: int, splits: int) -> int:
-    """Return the rows that a program of the combine kernel takes, of `num_rows` token rows times
+    """Return the number of rows per program of the combine kernel. `num_rows`: token rows times
     heads.
 
-    Few rows spread over the device; many share programs, so that enough loads are under way.
+    Few rows get a program each, to use the whole device. Many rows share programs, so that enough
+    loads are in progress.
     """
     return max(1, min(8, 32 // next_power_of_2(splits))) if num_rows > 1024 else 1
 
@@ -102,8 +105,11 @@ def choose_config(
     max_len: int,
     causal: bool = False,
 ) -> AttentionConfig:
-    """Launch parameters for a shape; itemsize: bytes of a cache element; causal: rows of chains
-    and prompts, without a mask."""
+    """Return the launch parameters for a shape.
+
+    itemsize: bytes of a cache element. causal: whether the rows are chains or prompts, which need
+    no mask.
+    """
     rows = num_nodes * (num_heads // num_kv_heads)
     dims = next_power_of_2(head_dim)
     prompt_tiles = batch * num_kv_heads * cdiv(rows, _PROMPT_ROWS)

@@ -2,10 +2,10 @@
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """Triton kernels of tree attention over the paged KV cache, with a split context.
 
-They are launched by `outrider.engine.kernels.attention.tree`. A program takes one key/value head of
-one bucket row and all N * g query rows that read it (or a tile of them), over one part of the
-context; a second kernel joins the parts, as in Flash-Decoding (Dao et al. 2023). The softmax is the
-online one of Milakov and Gimelshein (2018).
+They are launched by `outrider.engine.kernels.attention.tree`. A program processes one key/value
+head of one bucket row, with all N * g query rows that read it (or a tile of them), over one part of
+the context. A second kernel joins the parts, as in Flash-Decoding (Dao et al. 2023). The softmax is
+the online softmax of Milakov and Gimelshein (2018).
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ def attention_kernel(
     MASK_BITS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """One part of the context for one tile of rows. Code is kept small: a program runs most of it
-    once, so that fetching instructions takes as long as running them.
+    """Compute attention of one tile of rows over one part of the context.
 
-    MASK_BITS: columns of the mask that a row keeps as the bits of integers, a power of two up to
-    128; 0: more columns than that, which are loaded in every step.
+    The code is kept small, because a program runs most of it only once, so that fetching
+    instructions takes as long as running them.
+
+    MASK_BITS: number of mask columns that each row keeps as bits of integers, a power of two up to
+    128; 0 if there are more columns, which are then loaded in every step.
     """
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
@@ -154,7 +156,7 @@ def _seen(
     MASK_BITS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Which of the slots each row sees, [rows, slots]."""
+    """Return bool [rows, slots]: whether each row attends to each slot."""
     after = slot - context
     drafted = (after >= 0) & (slot < total)
     if not MASKED:
@@ -179,7 +181,8 @@ def _seen(
 
 @triton.jit
 def _packed(mask_rows, exists, width, COLUMNS: tl.constexpr):
-    """Mask rows of up to 64 columns as bits, int64: bit w is set where the row sees column w."""
+    """Return mask rows of up to 64 columns as bits, int64. Bit w is set if the row sees column
+    w."""
     column = tl.arange(0, COLUMNS)
     there = exists[:, None] & (column < width)[None, :]
     seen = tl.load(mask_rows[:, None] + column[None, :], mask=there, other=0) != 0
@@ -195,7 +198,8 @@ def load_slots(ptrs, dims, DIM: tl.constexpr, DIMS: tl.constexpr):
 
 @triton.jit
 def _softmax_step(scores, top, norm):
-    """Weights of new scores, the new running maximum and sum, and the factor of older weights."""
+    """Return the weights of new scores, the new running maximum and sum, and the factor by which to
+    scale older weights."""
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     # Rows that saw nothing yet: inf - inf would be a NaN.
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -216,7 +220,7 @@ def combine_kernel(
     DIM: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Join the parts of ROWS rows (a row: one query head of one token row)."""
+    """Join the parts of ROWS rows. A row is one query head of one token row."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     split = tl.arange(0, BLOCK_SPLITS)
     dims = tl.arange(0, DIMS)

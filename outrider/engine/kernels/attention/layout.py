@@ -2,9 +2,10 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false
 """Layout of the token rows of a round: positions, pool slots and the tree mask, from parents.
 
-B rows of the bucket, N nodes a row (the root and N - 1 drafts), M = B * N token rows, X session
-slots, T blocks of a table. The root of a session takes the slot and the position `context`, the
-number of slots that hold KV already; node j takes slot context + j, position context + depth.
+Shapes: B rows of the bucket, N nodes per row (the root and N - 1 drafts), M = B * N token rows, X
+session slots, T blocks of a table. `context` is the number of slots of a session that already hold
+KV. The root has slot and position `context`; node j has slot context + j and position context +
+depth.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from outrider.engine.kernels.runtime import next_power_of_2
 from outrider.errors import InvalidRequestError
 
 PADDING_NODE = -2
-"""Parent of a node that is not there: it takes the root's position and sees itself only."""
+"""Parent of an absent node. Such a node has the root's position and attends to itself only."""
 
 
 class RoundLayout(NamedTuple):
-    """Rows of one round."""
+    """Layout of the token rows of one round."""
 
     positions: Tensor
-    """int32 [M]: absolute position."""
+    """int32 [M]: absolute position of each row."""
     write_slots: Tensor
-    """int64 [M]: pool slot of the row's KV; -1 past the end of the table (nothing is kept)."""
+    """int64 [M]: pool slot of each row's KV; -1 past the end of the table, where no KV is
+    written."""
     mask: Tensor | None
-    """uint8 [B, N, N]: 1 where row j sees row w. None for chains, whose mask is causal."""
+    """uint8 [B, N, N]: 1 if row j attends to row w. None for chains, whose mask is causal."""
     paths: Tensor | None = None
-    """int32 [B, N, N]: nodes on the way from the root to row j, by depth, then zeros. None for
-    chains, where node w has depth w, and for trees if they were not asked for."""
+    """int32 [B, N, N]: nodes on the path from the root to row j, by depth, padded with 0. None for
+    chains, where node w has depth w, and for trees if paths were not requested."""
 
 
 def tree_layout(
@@ -47,13 +49,12 @@ def tree_layout(
     block_tokens: int,
     with_paths: bool = False,
 ) -> RoundLayout:
-    """Lay out the rows of a round.
+    """Return the layout of the rows of a round.
 
-    parents int32 [B, N - 1]: parent of each draft node among the draft nodes, before it; -1 for
-    the root, PADDING_NODE for a node that is not there. None: chains. context int32 [B]: slots
-    of each row's session that hold KV. tables int32 [X, T]. slots int32 [B]: session slots.
-    with_paths: whether the layout of trees has paths.
-    Raises InvalidRequestError for parents of another shape.
+    parents: int32 [B, N - 1], the parent of each draft node, an earlier draft node; -1 for the
+    root, PADDING_NODE for absent nodes. None for chains. context: int32 [B], the number of slots of
+    each session that hold KV. tables: int32 [X, T]. slots: int32 [B], session slots. with_paths:
+    whether to return the paths of trees. Raises InvalidRequestError for parents of another shape.
     """
     if parents is not None and parents.shape != (slots.shape[0], num_nodes - 1):
         raise InvalidRequestError(
@@ -114,7 +115,7 @@ def tree_layout_triton(
     block_tokens: int,
     with_paths: bool = False,
 ) -> RoundLayout:
-    """Compute `tree_layout` in one kernel: a program per token row walks up to the root."""
+    """Compute `tree_layout` in one kernel: the program of each token row walks up to the root."""
     batch, device = slots.shape[0], context.device
     positions = torch.empty(batch * num_nodes, dtype=torch.int32, device=device)
     write_slots = torch.empty(batch * num_nodes, dtype=torch.int64, device=device)
@@ -197,10 +198,8 @@ def _layout_kernel(
 
 
 def pool_slots(tables: Tensor, slots: Tensor, logical: Tensor, block_tokens: int) -> Tensor:
-    """Return int64 [B, n]: pool slots of the logical slots [B, n] (>= 0) of sessions `slots` [B].
-
-    -1 for logical slots that the table [X, T] has no block for.
-    """
+    """Return the pool slots, int64 [B, n], of the logical slots [B, n] (>= 0) of sessions `slots`
+    [B]; -1 for logical slots for which the table [X, T] has no block."""
     logical = logical.long()
     block = logical // block_tokens
     fits = block < tables.shape[1]

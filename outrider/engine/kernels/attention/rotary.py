@@ -3,10 +3,10 @@
 # pyright: reportIndexIssue=false
 """Rotary embedding of new queries and keys, and the write of KV to the cache.
 
-M token rows, Q query heads, G key/value heads, d head dimension (even), S pool slots.
-The rotation is that of RoFormer (Su et al. 2021): a pair of features (a, b) of a row at position p
-becomes (a cos(p f) - b sin(p f), a sin(p f) + b cos(p f)) for the pair's frequency f. Pairs are
-neighbours (2i, 2i + 1) where `interleaved`, else (i, i + d/2).
+M token rows, Q query heads, G key/value heads, d head dimension (even), S pool slots. The rotation
+is that of RoFormer (Su et al. 2021): a pair of features (a, b) of a row at position p becomes (a
+cos(p f) - b sin(p f), a sin(p f) + b cos(p f)) for the pair's frequency f. Pairs are neighbours
+(2i, 2i + 1) if `interleaved`, else (i, i + d/2).
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.errors import InvalidRequestError
 
 _PROGRAM_ELEMENTS = 1024
-"""Features that a program handles: 16 bytes a thread of four warps in 16-bit types."""
+"""Number of features per program: 16 bytes per thread of four warps in 16-bit types."""
 
 
 def rotary_table(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """Return float32 [M, 2, d/2]: cos and sin of position * frequency; the angles are float32.
+    """Return the cosines and sines of position * frequency, float32 [M, 2, d/2]. Angles are
+    float32.
 
-    positions int32 [M], inv_freq float32 [d/2].
+    positions: int32 [M]. inv_freq: float32 [d/2].
     """
     return (rotary_table_triton if positions.is_cuda else rotary_table_torch)(positions, inv_freq)
 
@@ -39,7 +40,7 @@ def rotary_table_torch(positions: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 def rotary_table_triton(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """Compute `rotary_table` in one kernel, a program per row."""
+    """Compute `rotary_table` in one kernel, one program per row."""
     num_rows, pairs = positions.shape[0], inv_freq.shape[0]
     table = torch.empty((num_rows, 2, pairs), dtype=torch.float32, device=positions.device)
     _table_kernel[(num_rows,)](
@@ -72,15 +73,16 @@ def rotary_write(
     qk_norms: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Rotate queries in place, write rotated keys and plain values to the cache.
+    """Rotate queries in place, and write rotated keys and unchanged values to the cache.
 
-    qkv [M, Q + 2G, d], rows may be strided: Q = num_heads query heads, then keys, then values.
-    table: `rotary_table` of the rows. write_slots int64 [M]: pool slots; -1 writes nothing.
-    keys, values [G, S, d], each head contiguous. qk_norms [Q + G, d]: weights of a per-head
-    RMSNorm with `eps` before the rotation. Norm and rotation are computed in float32; the normed
-    value is rounded to qkv's dtype before and after its weight. Returns the queries, a view
-    [M, Q, d] of qkv; what qkv's key heads hold afterwards is not defined.
-    Raises InvalidRequestError for shapes that do not fit together.
+    qkv: [M, Q + 2G, d], rows of any stride: Q = num_heads query heads, then keys, then values.
+    table: `rotary_table` of the rows. write_slots: int64 [M], pool slots; rows with -1 are not
+    written. keys, values: [G, S, d], each head contiguous. qk_norms: [Q + G, d], weights of a
+    per-head RMSNorm with `eps` before the rotation. Norm and rotation are computed in float32; the
+    normed value is rounded to qkv's dtype before and after the multiplication by its weight.
+
+    Returns the queries, a view [M, Q, d] of qkv. The content of qkv's key heads is undefined
+    afterwards. Raises InvalidRequestError if the shapes do not match.
     """
     dim, num_kv_heads = qkv.shape[2], keys.shape[0]
     if dim % 2 or qkv.shape[1] != num_heads + 2 * num_kv_heads or keys.shape[2] != dim:
@@ -146,7 +148,7 @@ def rotary_write_triton(
     qk_norms: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Compute `rotary_write` in one kernel: a program turns a few heads of one row."""
+    """Compute `rotary_write` in one kernel. Each program rotates a few heads of one row."""
     num_rows, num_all, dim = qkv.shape
     pairs = next_power_of_2(dim // 2)
     block_heads = min(max(_PROGRAM_ELEMENTS // (2 * pairs), 1), next_power_of_2(num_all))
@@ -241,7 +243,8 @@ def _load_pairs(
     BLOCK_HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Both features of every pair, float32 [BLOCK_HEADS, PAIRS], of heads at [BLOCK_HEADS, 1]."""
+    """Return both features of every pair, float32 [BLOCK_HEADS, PAIRS], of the heads at pointers
+    [BLOCK_HEADS, 1]."""
     if INTERLEAVED:
         # One wide load, split in registers, instead of two that each use half of what they fetch.
         feature = tl.arange(0, 2 * PAIRS)[None, :]

@@ -38,22 +38,25 @@ def tree_attention(
     config: AttentionConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of each token row over its session's context and the slots after it.
+    """Return the attention of each token row over its session's context and the slots after it, [M,
+    Q * d] in q's dtype.
 
-    Row (b, j), token row b * N + j, sees every slot below context[b], and slot context[b] + w
-    where mask[b, j, w] is not 0. The W slots, and with a window the whole context, must hold finite
-    values, also where they are masked or hidden; a row that sees nothing gives zeros. Slots past
-    the table's end are not seen.
+    Row (b, j), which is token row b * N + j, attends to every slot below context[b], and to slot
+    context[b] + w if mask[b, j, w] is not 0. The W slots, and with a window the whole context, must
+    hold finite values, even if they are masked. A row that attends to no slot gives zeros. Slots
+    past the end of the table are ignored.
 
-    q [M, Q, d], each row contiguous. keys, values [G, S, d] in q's dtype, each head contiguous.
-    tables int32 [X, T], slots int32 [B], context int32 [B]. mask uint8 [B, N, W], or None for
-    W = N and w <= j. positions int32 [M], needed with a window only, which needs W = N: it hides
-    slots whose position is at most positions[row] - window; slots of the context are at their own
-    index, slot context + w at the position of row w, never below context. scale: of the scores,
-    1 / sqrt(d) if None. max_len: no row has more than max_len = context + W slots.
-    Products take the cache's dtype, sums are float32. Returns [M, Q * d] in q's dtype: `out`, which
-    must be contiguous, or a new tensor. Raises InvalidRequestError for shapes or strides that do
-    not fit, and for queries, masks or heads of the cache that span 2^31 elements.
+    q: [M, Q, d], each row contiguous. keys, values: [G, S, d] in q's dtype, each head contiguous.
+    tables: int32 [X, T]. slots, context: int32 [B]. mask: uint8 [B, N, W], or None for the causal
+    mask w <= j with W = N. scale: factor of the scores, 1 / sqrt(d) if None. max_len: upper bound
+    of context + W. out: contiguous memory for the result; None for a new tensor.
+
+    window: if given, slots whose position is at most positions[row] - window are hidden. It needs W
+    = N and positions, int32 [M], which are otherwise not needed. A slot of the context has its own
+    index as position; slot context + w has the position of row w, which is never below context.
+
+    Products have the dtype of the cache, sums are float32. Raises InvalidRequestError if shapes or
+    strides do not match, and for queries, masks or cache heads that span 2^31 elements.
     """
     check_heads(q, keys, values, out, num_rows=slots.shape[0] * num_nodes)
     _check(slots, mask, positions, num_nodes, window)
@@ -80,7 +83,8 @@ def tree_attention(
 def check_heads(
     q: Tensor, keys: Tensor, values: Tensor, out: Tensor | None, *, num_rows: int
 ) -> None:
-    """Raise InvalidRequestError if queries [M, Q, d], cache [G, S, d] and result do not fit."""
+    """Raise InvalidRequestError if the shapes of queries [M, Q, d], cache [G, S, d] and `out` do
+    not match."""
     if q.shape[0] != num_rows or q.shape[1] % keys.shape[0] or q.shape[2] != keys.shape[2]:
         raise InvalidRequestError(
             f"queries {tuple(q.shape)} do not fit {num_rows} rows and a cache of "
@@ -137,7 +141,7 @@ def tree_attention_torch(
     config: AttentionConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `tree_attention` by PyTorch operators; `config` has no meaning here."""
+    """Compute `tree_attention` by PyTorch operators; `config` is ignored."""
     batch, (num_rows, num_heads, dim) = slots.shape[0], q.shape
     num_kv_heads, factor = keys.shape[0], dim**-0.5 if scale is None else scale
     if mask is None:
@@ -187,7 +191,7 @@ def tree_attention_triton(
     config: AttentionConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `tree_attention` in one kernel, or two where the context is split."""
+    """Compute `tree_attention` in one kernel, or in two if the context is split."""
     (num_rows, num_heads, dim), num_kv_heads = q.shape, keys.shape[0]
     config = config or choose_config(
         batch=slots.shape[0],

@@ -6,7 +6,8 @@ distribution_kernels.py    Triton kernels of draft distribution sampling, in the
                            run.
 distribution_sampling.py   Sampling of draft tokens on the device from truncated, quantised
                            distributions.
-growth.py                  Dynamic draft tree growth of EAGLE-2 on the device.
+growth.py                  Dynamic draft tree growth of EAGLE-2 on the device (Li et al. 2024), over
+                           fp32 log-prob sums.
 in_process_distributions.py Draft distributions of the in-process drafter's chains, stored by
                            session slot.
 inputs.py                  Layout of a draft batch's rows, and the attention input of an EAGLE-3

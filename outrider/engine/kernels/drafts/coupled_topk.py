@@ -3,8 +3,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Children of draft rows under the coupled rule: top-k columns of logits plus shared noise.
 
-Device version of `outrider.engine.draft_sampling`. Drafts need not be exact, so the noise is the
-float32 estimate of `kernels.noise`: columns within 10^-3 of each other may swap.
+This is the device version of `outrider.engine.draft_sampling`. Drafts need not be exact, so the
+noise is the float32 estimate of `kernels.noise`: columns whose scores are within 10^-3 of each
+other may change places.
 
 Shape suffixes: R rows, V columns, k columns to choose, P tiles of a row.
 """
@@ -33,7 +34,7 @@ _DRAFT_LOGIT_ERROR = tl.constexpr(DRAFT_LOGIT_ERROR)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
 _NO_KEY = tl.constexpr(-(2**63))
 _MINUS_INF_ORDER = tl.constexpr(-2139095041)
-"""Compute `ordered` of -inf."""
+"""Value of `ordered` for -inf."""
 
 
 def put_coupled_topk(
@@ -46,13 +47,13 @@ def put_coupled_topk(
     *,
     ids: Tensor,
 ) -> None:
-    """Write the k best perturbed columns of the rows of coupled sessions, best first.
+    """Write the k best perturbed columns of each row of a coupled session, best first.
 
-    logprobs float32, columns int32 [R, k], k <= MAX_TOPK: other sessions' rows are left alone; a
-    row with fewer columns gets (-inf, -1). logprobs are `coupled_logprobs`. logits: float32 or
-    bfloat16 [R, V], columns contiguous; slots int32 [B], the rows of a session following each
-    other; positions int32 [R] of the children; ids: integer [V], the target id of each column.
-    Raises InvalidRequestError for other shapes.
+    logprobs: float32 [R, k], receives the log-probs of `coupled_logprobs`. columns: int32 [R, k],
+    receives the columns; k <= MAX_TOPK. A row with fewer columns is padded with (-inf, -1). Rows of
+    other sessions are not changed. logits: float32 or bfloat16 [R, V], columns contiguous. slots:
+    int32 [B]; the rows of a session are consecutive. positions: int32 [R], of the children. ids:
+    integer [V], the target id of each column. Raises InvalidRequestError for other shapes.
     """
     rows, k = columns.shape
     if rows != logits.shape[0] or rows % slots.shape[0] or not 1 <= k <= MAX_TOPK:
@@ -100,7 +101,7 @@ def put_coupled_topk_triton(
     ids: Tensor,
     tile: int = 1024,
 ) -> None:
-    """See `put_coupled_topk`. tile: columns a program, a power of two."""
+    """See `put_coupled_topk`. tile: number of columns per program, a power of two."""
     rows, width = logits.shape
     if rows == 0:
         return
@@ -149,7 +150,7 @@ def _rivals_of_tile(
     rows_per_slot,
     TILE: tl.constexpr,
 ):
-    """Return the best perturbed columns of one tile of one row; keys as in
+    """Store the best perturbed columns of one tile of one row, as keys as in
     `kernels.drafts.topk`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -184,7 +185,8 @@ def _rivals_of_row(
     K: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Return the best of a row's tiles, and how likely each is the target's choice."""
+    """Store the best columns of all tiles of a row, with the log-probability that each is the
+    target's choice."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row // rows_per_slot)
     temperature = tl.load(temperatures_ptr + slot)

@@ -6,12 +6,12 @@
 `outrider.engine.kernels.drafts.distribution_sampling` launches them.
 
 1. Find the largest score of every tile.
-2. Count the columns of every tile with a count above zero.
+2. Find the number of columns with a count above zero in every tile.
 3. Gather these columns and their counts, row by row.
-4. Truncate each row by mass and number, and draw one of the kept columns; one program a row.
+4. Truncate each row by mass and number, and draw one of the kept columns; one program per row.
 
-The counts are integers and their sums, below 2^53, exact in float64: the kept set does not depend
-on the order of summation.
+The counts are integers and their sums are below 2^53, so the sums are exact in float64, and the
+kept set does not depend on the order of summation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def max_tiles(
     maxima_ptr,
     TILE: tl.constexpr,
 ):
-    """Return the largest score of one tile of one row."""
+    """Store the largest score of one tile of one row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row)
@@ -70,7 +70,8 @@ def _counts(
     temperature,
     TILES: tl.constexpr,
 ):
-    """Counts of a tile's columns, int32; of a row without a score the first column has them all."""
+    """Return the counts of a tile's columns, int32. In a row without a finite score the first
+    column has the full count."""
     parts = tl.arange(0, TILES)
     maxima = tl.load(maxima_ptr + row * tiles + parts, mask=parts < tiles, other=float("-inf"))
     top = tl.max(maxima, 0)
@@ -96,7 +97,7 @@ def count_tiles(
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return how many columns of one tile have a count."""
+    """Store the number of columns of one tile whose count is above zero."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     tiles = tl.num_programs(1)
@@ -124,7 +125,7 @@ def gather_tiles(
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Put one tile's columns and counts behind those of the tiles before it."""
+    """Store one tile's columns and counts after those of the tiles before it."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     tiles = tl.num_programs(1)
@@ -144,7 +145,7 @@ def gather_tiles(
 
 @triton.jit
 def _at_least(counts_ptr, size, edge, BLOCK: tl.constexpr):
-    """(number, sum as float64) of the counts that are at least `edge`."""
+    """Return the number and the sum (float64) of the counts that are at least `edge`."""
     number = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float64)
     for start in range(0, size, BLOCK):
@@ -178,7 +179,7 @@ def cut_and_draw(
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cut one row's distribution and draw from what is kept."""
+    """Truncate one row's distribution, and draw one of the kept columns."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     if draws(temperatures_ptr, rules_ptr, slot):

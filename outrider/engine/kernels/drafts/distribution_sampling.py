@@ -1,10 +1,10 @@
 """Sampling of draft tokens on the device from truncated, quantised distributions.
 
-A row's distribution is that of `outrider.engine.draft_sampling.quantise_distribution`, exactly as
-it is shipped. The token is drawn from its integer counts with the session's DRAFT noise, keyed by
-target id.
+The distribution of a row is that of `outrider.engine.draft_sampling.quantise_distribution`, exactly
+as it is sent to the verifier. The token is drawn from its integer counts with the session's DRAFT
+noise, keyed by target id.
 
-Shape suffixes: R rows, V columns, L most entries of a distribution, P tiles of a row.
+Shape suffixes: R rows, V columns, L maximum number of entries of a distribution, P tiles of a row.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ from outrider.spec.noise import NoiseStream
 
 
 class DrawnDistributions(NamedTuple):
-    """Tokens and the distributions that they were drawn from; rows of other rules have column 0, no
-    distribution."""
+    """Drawn tokens and the distributions that they were drawn from. Rows of other rules have column
+    0 and no distribution."""
 
     columns: Tensor
-    """int32 [R]: the columns that were drawn."""
+    """int32 [R]: the drawn columns."""
     sizes: Tensor
-    """int32 [R]: entries of each distribution."""
+    """int32 [R]: number of entries of each distribution."""
     entries: Tensor
-    """int32 [2, R, L]: columns, increasing, and counts in [1, 65535]; anything behind the size."""
+    """int32 [2, R, L]: columns, increasing, and counts in [1, 65535]; undefined after the last
+    entry."""
 
 
 class ChainDistributions(NamedTuple):
-    """The distributions of chains of K tokens, one chain a row."""
+    """Distributions of chains of K tokens, one chain per row."""
 
     sizes: Tensor
-    """int32 [R, K]: entries of each distribution; 0 of sessions of other rules."""
+    """int32 [R, K]: number of entries of each distribution; 0 for sessions of other rules."""
     entries: Tensor
-    """int32 [2, R, K, L]: columns, increasing, and counts; anything behind the size."""
+    """int32 [2, R, K, L]: columns, increasing, and counts; undefined after the last entry."""
 
 
 def stack_distributions(drawn: Sequence[DrawnDistributions]) -> ChainDistributions:
-    """Return the distributions of chains from those of their steps."""
+    """Return the distributions of chains, given those of each step."""
     return ChainDistributions(
         sizes=torch.stack([law.sizes for law in drawn], dim=1),
         entries=torch.stack([law.entries for law in drawn], dim=2),
@@ -70,8 +71,8 @@ def with_target_ids(
 ) -> ChainDistributions:
     """Return the same distributions with increasing target ids in place of columns.
 
-    target_ids: integer [V], the columns' target ids, different from each other; is_increasing:
-    whether they increase, so that nothing needs sorting.
+    target_ids: integer [V], the distinct target ids of the columns. is_increasing: whether they
+    increase with the column, so that no sorting is needed.
     """
     columns, counts = distributions.entries
     # Behind its size a row has any words.
@@ -95,9 +96,10 @@ def draw_from_distributions(
 ) -> DrawnDistributions:
     """Draw a token for each row whose session samples by the rejection rule.
 
-    logits: float32 or bfloat16 [R, V], columns contiguous; NaN counts as -inf, +inf as 1e30, and a
-    row without a finite score as one whose first column is certain. slots: int32 [R]; positions:
-    int32 [R], absolute, of the token that is drawn; ids: integer [V], the columns' target ids.
+    logits: float32 or bfloat16 [R, V], columns contiguous. NaN counts as -inf, +inf as 1e30. In a
+    row without a finite score the first column has probability 1. slots: int32 [R]. positions:
+    int32 [R], the absolute position of the drawn token. ids: integer [V], the target id of each
+    column.
     """
     function = draw_from_distributions_triton if logits.is_cuda else draw_from_distributions_torch
     return function(logits, state, slots, positions, ids=ids, limits=limits)
@@ -112,7 +114,7 @@ def draw_from_distributions_torch(
     ids: Tensor,
     limits: DistributionLimits,
 ) -> DrawnDistributions:
-    """See `draw_from_distributions`; row by row on the host, for the CPU only."""
+    """See `draw_from_distributions`. Works row by row on the host, for the CPU only."""
     rows, width = logits.shape[0], _width(limits, logits.shape[1])
     owners = slots.long()
     temperatures = state.temperatures[owners]
@@ -145,8 +147,8 @@ def draw_from_distributions_triton(
     tile: int | None = None,
     block: int = 1024,
 ) -> DrawnDistributions:
-    """See `draw_from_distributions`. tile: columns a program, None picks it; block: entries of a
-    step."""
+    """See `draw_from_distributions`. tile: number of columns per program; None to choose it. block:
+    number of entries per step."""
     rows, columns = logits.shape
     tile = tile or tile_columns(rows, columns)
     tiles = cdiv(columns, tile)

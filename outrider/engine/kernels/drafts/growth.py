@@ -1,12 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Dynamic draft tree growth of EAGLE-2 on the device (Li et al. 2024), over fp32 log-prob sums.
 
-Every frontier row adds k candidates to a list; the best F of a level are the next frontier, and the
-best n of the whole list are the tree (`tree_rank`). Sums of log-probs distinguish scores that
-products of probabilities near 1 would merge. Ties go to the lower candidate index, so that a child,
-never scored above its parent and always listed after it, cannot be chosen without it.
+Every frontier row adds k candidates to a list. The best F candidates of a level are the next
+frontier, and the best n of the whole list are the tree (`tree_rank`). Scores are sums of log-probs,
+because products of probabilities near 1 would become equal by rounding. Ties go to the lower
+candidate index: a child never has a higher score than its parent and always comes after it, so it
+cannot be chosen without it.
 
-B sessions, P rows of a step, k candidates a row, C candidates in all, F rows of the next step.
+B sessions, P rows of a step, k candidates per row, C candidates in total, F rows of the next step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from outrider.engine.kernels.runtime import next_power_of_2
 from outrider.spec.tree import ROOT
 
 NUM_COMPARED_CANDIDATES = 32
-"""Candidates that a program compares with all of its own at a time."""
+"""Number of candidates that a program compares with all of its own at a time."""
 
 
 class TreeCandidates(NamedTuple):
@@ -32,22 +33,22 @@ class TreeCandidates(NamedTuple):
     scores: Tensor
     """float32 [B, C]: sum of log-probs along the path, <= 0."""
     columns: Tensor
-    """int32 [B, C]: draft id."""
+    """int32 [B, C]: draft id of each candidate."""
     parents: Tensor
-    """int32 [B, C]: candidate index of the parent, ROOT on the first level."""
+    """int32 [B, C]: candidate index of the parent; ROOT on the first level."""
 
 
 class FrontierRows(NamedTuple):
     """Frontier rows of one step, best first."""
 
     nodes: Tensor
-    """int32 [B, F]: candidate index."""
+    """int32 [B, F]: candidate index of each row."""
     columns: Tensor
-    """int32 [B, F]: draft id."""
+    """int32 [B, F]: draft id of each row."""
     parents: Tensor
-    """int32 [B, F]: row b * P + p of the previous step."""
+    """int32 [B, F]: the parent's row, b * P + p, of the previous step."""
     scores: Tensor
-    """float32 [B, F]."""
+    """float32 [B, F]: score of each row's candidate."""
 
 
 def num_candidates(top_k: int, width: int, depth: int) -> int:
@@ -56,7 +57,7 @@ def num_candidates(top_k: int, width: int, depth: int) -> int:
 
 
 def empty_candidates(batch: int, count: int, device: torch.device) -> TreeCandidates:
-    """Room for `count` candidates of each session."""
+    """Return a candidate list with space for `count` candidates per session."""
     return TreeCandidates(
         scores=torch.empty((batch, count), dtype=torch.float32, device=device),
         columns=torch.empty((batch, count), dtype=torch.int32, device=device),
@@ -73,11 +74,13 @@ def select_frontier(
     *,
     width: int,
 ) -> FrontierRows:
-    """List the candidates of a level at `first` .. first + P*k, and choose the best `width`.
+    """Store the candidates of a level at `first` .. first + P*k, and return the best `width` of
+    them.
 
-    logprobs float32, columns int32 [B*P, k] of the step's rows; above: these rows, None for the
-    root (P = 1). A log-prob above 0 counts as 0, NaN as -inf. width <= P*k; where fewer candidates
-    exist, rows with score -inf follow (and nothing below them exists either).
+    logprobs: float32 [B*P, k], and columns: int32 [B*P, k], of the rows of the step. A log-prob
+    above 0 counts as 0, NaN as -inf. above: the rows of the step, or None for the root (P = 1).
+    width: at most P*k. If there are fewer candidates, the result is padded with rows of score -inf,
+    whose children do not exist either.
     """
     launch = select_frontier_triton if logprobs.is_cuda else select_frontier_torch
     return launch(logprobs, columns, above, candidates, first, width=width)
@@ -170,7 +173,8 @@ def _scores_of(
     TOP_K: tl.constexpr,
     IS_ROOT: tl.constexpr,
 ):
-    """Cumulative scores of candidates `index` of one session's level; -inf outside."""
+    """Return the cumulative scores of the candidates `index` of one session's level; -inf for
+    indices out of range."""
     size = ROWS * TOP_K
     added = tl.load(logprobs_ptr + row * size + index, mask=inside, other=float("-inf"))
     # A NaN fails this comparison.
@@ -236,9 +240,12 @@ def _frontier_kernel(
 
 
 def grow_mask(mask: Tensor | None, parents: Tensor) -> Tensor:
-    """Return which draft rows each row of the next step sees, uint8 [B, F, W + F]: those that its
-    parent sees, and itself. mask: uint8 [B, P, W] of the previous step, or None if there was none
-    (W = 0). parents: int32 [B, F], see `FrontierRows`."""
+    """Return which draft rows each row of the next step attends to, uint8 [B, F, W + F]: the rows
+    that its parent attends to, and itself.
+
+    mask: uint8 [B, P, W], the mask of the previous step; None if there was none (W = 0). parents:
+    int32 [B, F], see `FrontierRows`.
+    """
     return (grow_mask_triton if parents.is_cuda else grow_mask_torch)(mask, parents)
 
 
@@ -252,7 +259,7 @@ def grow_mask_torch(mask: Tensor | None, parents: Tensor) -> Tensor:
 
 
 def grow_mask_triton(mask: Tensor | None, parents: Tensor) -> Tensor:
-    """Compute `grow_mask` in one kernel, a program per row."""
+    """Compute `grow_mask` in one kernel, one program per row."""
     batch, width = parents.shape
     seen = 0 if mask is None else mask.shape[2]
     grown = torch.empty((batch, width, seen + width), dtype=torch.uint8, device=parents.device)

@@ -3,7 +3,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Draft distributions of the in-process drafter's chains, stored by session slot.
 
-Only the rejection rule needs them: rows of other sessions cost two early returns.
+Only the rejection rule needs them. For rows of other sessions the programs return at once.
 
 R rows, X session slots, K draft length, V draft vocabulary, P tiles of a row.
 """
@@ -34,20 +34,20 @@ _HUGE_SCORE = tl.constexpr(HUGE_SCORE)
 def write_distributions(
     distributions: Tensor, logits: Tensor, state: SamplingState, slots: Tensor, levels: Tensor | int
 ) -> None:
-    """Write each rejection session's distribution of one level, as `draft_probs` has it.
+    """Write the distribution of one level of each rejection session, as returned by `draft_probs`.
 
-    distributions: float32 [X, K, V], by slot and level; logits: float32 or bfloat16 [R, V], columns
-    contiguous, those that `choose_tokens` drew from; slots: int32 [R]; levels: int32 [R], or the
-    level of all. Rows of other rules, or of T = 0, leave what is there.
+    distributions: float32 [X, K, V], by slot and level. logits: float32 or bfloat16 [R, V], columns
+    contiguous, the logits that `choose_tokens` drew from. slots: int32 [R]. levels: int32 [R], or
+    one level for all rows. Nothing is written for rows of other rules or with T = 0.
     """
     function = write_distributions_triton if logits.is_cuda else write_distributions_torch
     function(distributions, logits, state, slots, levels)
 
 
 def draft_probs(logits: Tensor, state: SamplingState, slots: Tensor) -> Tensor:
-    """Return the distribution that `choose_tokens` draws from, float32 [R, V]; T = 0 counts as 1. A
-    row is zero if there is no such distribution: no score is finite, or several scores are so large
-    that the noise is lost in rounding and the first of them is always drawn."""
+    """Return the distribution that `choose_tokens` draws from, float32 [R, V], with T = 0 counting
+    as 1. A row without such a distribution is zero: either no score is finite, or several scores
+    are so large that rounding loses the noise and the first of them is always drawn."""
     heat = state.temperatures[slots.long()]
     scores = scaled_scores(logits, torch.where(heat > 0, heat, torch.ones_like(heat)))
     distribution, tops = scores.softmax(dim=-1), scores.amax(dim=-1)
@@ -75,7 +75,8 @@ def write_distributions_triton(
     *,
     tile: int | None = None,
 ) -> None:
-    """See `write_distributions`. tile: columns a program, a power of two; None picks it."""
+    """See `write_distributions`. tile: number of columns per program, a power of two; None to
+    choose it."""
     rows, columns = logits.shape
     if rows == 0:
         return
@@ -118,7 +119,7 @@ def _put_tiles(
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the distribution of one tile of one row, by the maxima and sums of `sum_tiles`."""
+    """Store the distribution of one tile of one row, given the maxima and sums of `sum_tiles`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     tiles = tl.num_programs(1)

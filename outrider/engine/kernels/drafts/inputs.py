@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Layout of a draft batch's rows, and the attention input of an EAGLE-3 block.
 
-B sessions, R new rows a session (rows past its count are padding), S further steps of F rows a
+B sessions, R new rows per session (rows past its count are padding), S further steps of F rows per
 session, H hidden size, V target vocabulary, X session slots, T blocks of a table.
 """
 
@@ -23,9 +23,9 @@ class DraftLayout(NamedTuple):
     last new row."""
 
     positions: Tensor
-    """int32 [B*R + S*B*F]: draft position of the new rows, then of each step's rows."""
+    """int32 [B*R + S*B*F]: draft positions of the new rows, then of the rows of each step."""
     write_slots: Tensor
-    """int64, as positions: pool slot of the row's KV; -1 for a row that is not there."""
+    """int64, in the order of `positions`: pool slot of each row's KV; -1 for absent rows."""
     live_rows: Tensor
     """int64 [B]: index of the live row among the B*R new rows."""
     live: Tensor
@@ -45,11 +45,13 @@ def draft_layout(
     step_rows: int,
     block_tokens: int,
 ) -> DraftLayout:
-    """Lay out new rows and the steps after them. counts: int32 [B], number of new rows of each
-    session; other rows, and all rows of a session with 0, are not written. starts: int32 [B],
-    position and KV slot of the first new row. tables: int32 [X, T]. slots: int32 [B]. Row f of step
-    s (from 1) has position live + s and KV slot live + 1 + (s - 1) * F + f; it predicts the token
-    at position live + 2 + s."""
+    """Return the layout of new rows and of the steps after them.
+
+    counts: int32 [B], number of new rows of each session; its other rows are not written. starts:
+    int32 [B], position and KV slot of the first new row. tables: int32 [X, T]. slots: int32 [B].
+    Row f of step s (from 1) has position live + s and KV slot live + 1 + (s - 1) * F + f, and
+    predicts the token at position live + 2 + s, where `live` is the position of the live row.
+    """
     launch = draft_layout_triton if counts.is_cuda else draft_layout_torch
     return launch(
         counts,
@@ -118,7 +120,7 @@ def draft_layout_triton(
     step_rows: int,
     block_tokens: int,
 ) -> DraftLayout:
-    """Compute `draft_layout` in one kernel, a program per session."""
+    """Compute `draft_layout` in one kernel, one program per session."""
     batch, device = counts.shape[0], counts.device
     entries = num_rows + num_steps * step_rows
 
@@ -206,7 +208,7 @@ class BlockInputs(NamedTuple):
     inputs: Tensor
     """[N, 2H]: [RMS(embedding); RMS(feature)]."""
     residual: Tensor
-    """[N, H]: the features, or their normed form under `norm_before_residual`."""
+    """[N, H]: the features; with `norm_before_residual`, the normed features."""
 
 
 def head_inputs(
@@ -221,11 +223,12 @@ def head_inputs(
     rows: Tensor | None = None,
     norm_before_residual: bool = False,
 ) -> BlockInputs:
-    """Attention input and residual of N rows (the EAGLE-3 paper, Li et al. 2025).
+    """Return the attention input and the residual of N rows of an EAGLE-3 head (Li et al. 2025).
 
-    tokens int32 [N]: target ids, or columns of `ids` [Vd] if that is given; a negative one reads
-    as 0. features [P, H]; rows int32 [N]: feature row of each row, None for the identity (P = N).
-    embedding [V, H]; input_norm, hidden_norm [H]: RMSNorm weights of the two halves.
+    tokens: int32 [N], target ids, or columns of `ids` [Vd] if that is given; negative ones count as
+    0. features: [P, H]. rows: int32 [N], the feature row of each row; None if row i has feature i
+    (P = N). embedding: [V, H]. input_norm, hidden_norm: [H], RMSNorm weights of embedding and
+    feature.
     """
     launch = head_inputs_triton if features.is_cuda else head_inputs_torch
     return launch(
@@ -278,7 +281,7 @@ def head_inputs_triton(
     rows: Tensor | None = None,
     norm_before_residual: bool = False,
 ) -> BlockInputs:
-    """Compute `head_inputs` in one kernel: a program for each half of each row."""
+    """Compute `head_inputs` in one kernel, one program for each half of each row."""
     num_rows, hidden = tokens.shape[0], features.shape[1]
     inputs = torch.empty((num_rows, 2 * hidden), dtype=features.dtype, device=features.device)
     residual = features

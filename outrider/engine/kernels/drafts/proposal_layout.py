@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Layout of proposal trees for scoring: positions, pool slots and attention mask of each node.
 
-B sessions, N nodes of each after its live row, P = 1 + N positions (the live row's, then the
-nodes').
+B sessions, N nodes per session after its live row, P = 1 + N places (the live row, then the nodes).
 """
 
 from __future__ import annotations
@@ -22,21 +21,22 @@ class ProposalLayout(NamedTuple):
     """Positions, slots and mask of the nodes of proposal trees."""
 
     positions: Tensor
-    """int32 [B * N]: draft position of each node, as far below the live row as its path is long."""
+    """int32 [B * N]: draft position of each node, which is the live row's position plus the node's
+    depth."""
     following: Tensor
     """int32 [B * P]: position of the token that follows each place."""
     sources: Tensor
-    """int32 [B * N]: place above each node, among all B * P."""
+    """int32 [B * N]: the place of each node's parent, as an index into all B * P places."""
     seen: Tensor
-    """uint8 [B, P, N]: 1 where a place's path has the node, its own included; none for the live
-    row."""
+    """uint8 [B, P, N]: 1 if the node is on the path of the place, which includes the place's own
+    node; all 0 for the live row."""
 
 
 def layout_proposals(parents: Tensor, live: Tensor) -> ProposalLayout:
-    """Lay out trees.
+    """Return the layout of proposal trees.
 
-    parents int32 [B, N]: node above each one, ROOT if that is the live row; every parent comes
-    before its children. live int32 [B]: position of the live row.
+    parents: int32 [B, N], the parent of each node, ROOT for the live row; parents come before their
+    children. live: int32 [B], the position of the live row.
     """
     return (layout_proposals_triton if parents.is_cuda else layout_proposals_torch)(parents, live)
 
@@ -62,7 +62,7 @@ def layout_proposals_torch(parents: Tensor, live: Tensor) -> ProposalLayout:
 
 
 def layout_proposals_triton(parents: Tensor, live: Tensor) -> ProposalLayout:
-    """Compute `layout_proposals` in one kernel, a program per session."""
+    """Compute `layout_proposals` in one kernel, one program per session."""
     (batch, count), device = parents.shape, parents.device
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

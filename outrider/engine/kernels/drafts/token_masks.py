@@ -21,7 +21,8 @@ _TILE = 2048
 
 def mask_drafts(logits: Tensor, allowed_tokens: AllowedTokenBits, ids: Tensor) -> None:
     """Set logits, float32 [B, Vd], to -inf in place where a row's bits do not allow the column's
-    target id (ids: int64 [Vd]). Rows with place 0 are left unchanged."""
+    target id. ids: int64 [Vd], the target id of each column. Rows with row index 0 are left
+    unchanged."""
     function = mask_drafts_triton if logits.is_cuda else mask_drafts_torch
     function(logits, allowed_tokens, ids)
 
@@ -35,7 +36,7 @@ def mask_drafts_torch(logits: Tensor, allowed_tokens: AllowedTokenBits, ids: Ten
 
 
 def mask_drafts_triton(logits: Tensor, allowed_tokens: AllowedTokenBits, ids: Tensor) -> None:
-    """See `mask_drafts`; programs of rows without bits return at once."""
+    """See `mask_drafts`. Programs of rows without bits return at once."""
     rows, columns = logits.shape
     _mask_kernel[(rows, triton.cdiv(columns, _TILE))](
         logits,

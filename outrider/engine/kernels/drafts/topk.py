@@ -26,18 +26,18 @@ _MAX_LOGIT = tl.constexpr(MAX_LOGIT)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
 _NO_KEY = tl.constexpr(-(2**63))
 _MINUS_INF_ORDER = tl.constexpr(-2139095041)
-"""Compute `ordered` of -inf."""
+"""Value of `ordered` for -inf."""
 
 
 def log_softmax_topk(
     logits: Tensor, k: int, *, temperatures: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the k largest of log_softmax(logits / T) of every row, best first, ties to the lower
-    column.
+    """Return the k largest values of log_softmax(logits / T) of every row, best first. Of equal
+    columns the lower one comes first.
 
     logits: float32 or bfloat16 [R, V], columns contiguous; NaN counts as -inf, +inf as 1e30.
-    temperatures: float32 [R]; None, or an entry that is not positive: 1.
-    Returns (log-probs float32 [R, k], columns int32 [R, k]); (-inf, -1) where a row has no more
+    temperatures: float32 [R], where values that are not positive count as 1; None for 1. Returns
+    log-probs, float32 [R, k], and columns, int32 [R, k], padded with -inf and -1 if a row has fewer
     columns of positive probability. Raises InvalidRequestError unless 1 <= k <= MAX_TOPK.
     """
     if not 1 <= k <= MAX_TOPK:
@@ -67,7 +67,8 @@ def log_softmax_topk_torch(
 def log_softmax_topk_triton(
     logits: Tensor, k: int, *, temperatures: Tensor | None = None, tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `log_softmax_topk`. tile: columns a program, a power of two; None picks it."""
+    """See `log_softmax_topk`. tile: number of columns per program, a power of two; None to choose
+    it."""
     rows, columns = logits.shape
     tile = tile or (1024 if rows <= 16 else 2048)
     tiles = cdiv(columns, tile)
@@ -108,7 +109,8 @@ def log_softmax_topk_triton(
 
 @triton.jit
 def ordered(values):
-    """int32 that sort as the float32 values do (no NaN); its own inverse on the bits."""
+    """Return int32 values that sort like the float32 values (no NaN). Applied to the bits of its
+    result, the function is its own inverse."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & _LAST_INT32)
 
@@ -126,10 +128,10 @@ def _topk_of_tile(
     K: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Maximum, sum of exponentials and the K best of one tile of one row.
+    """Store the maximum, the sum of exponentials and the K best columns of one tile of one row.
 
-    A column's key holds its score above its column, reversed: one maximum finds the best score
-    and, among equals, the lowest column.
+    The key of a column holds its score in the upper and its inverted column in the lower bits, so
+    that one maximum finds the best score and, among equal ones, the lowest column.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -169,7 +171,7 @@ def _topk_of_tiles(
     TILES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Merge the tiles of one row."""
+    """Merge the tiles of one row and store its K best columns."""
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, TILES)
     maxima = tl.load(maxima_ptr + row * tiles + parts, mask=parts < tiles, other=float("-inf"))

@@ -23,18 +23,18 @@ class TreeDraft(NamedTuple):
     """Draft trees of n nodes; absent nodes come last, with parent PADDING_NODE."""
 
     tokens: Tensor
-    """int32 [B, n]: target ids; -1 for a node that is not there."""
+    """int32 [B, n]: target ids; -1 for absent nodes."""
     parents: Tensor
-    """int32 [B, n]: as in `outrider.spec.tree`, ROOT or an earlier node."""
+    """int32 [B, n]: parents as in `outrider.spec.tree`: ROOT or an earlier node."""
     logprobs: Tensor
-    """float32 [B, n]: sum along the path, -inf for a node that is not there."""
+    """float32 [B, n]: sum of log-probs along the path; -inf for absent nodes."""
 
 
 def rank_tree(candidates: TreeCandidates, target_ids: Tensor, *, num_nodes: int) -> TreeDraft:
-    """Return the best `num_nodes` candidates, in candidate order: parents first, siblings best
-    first.
+    """Return the best `num_nodes` candidates in candidate order: parents come before children, and
+    better siblings come first.
 
-    target_ids: target id of every draft id, [Vd].
+    target_ids: [Vd], the target id of every draft id.
     """
     launch = rank_tree_triton if candidates.scores.is_cuda else rank_tree_torch
     return launch(candidates, target_ids, num_nodes=num_nodes)
@@ -71,7 +71,8 @@ def rank_tree_torch(candidates: TreeCandidates, target_ids: Tensor, *, num_nodes
 def rank_tree_triton(
     candidates: TreeCandidates, target_ids: Tensor, *, num_nodes: int
 ) -> TreeDraft:
-    """Compute `rank_tree` in two kernels: ranks by counting, then places by a running count."""
+    """Compute `rank_tree` in two kernels: the first ranks candidates by counting better ones, the
+    second assigns places by a prefix sum."""
     batch, count = candidates.scores.shape
     device = candidates.scores.device
     block = min(next_power_of_2(count), 128)
@@ -115,7 +116,7 @@ def _rank_kernel(
     BLOCK: tl.constexpr,
     RIVALS: tl.constexpr,
 ):
-    """Marks the best NODES candidates that exist."""
+    """Mark the best NODES candidates that exist."""
     row = tl.program_id(0)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
@@ -149,7 +150,8 @@ def _compact_kernel(
     BLOCK: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
-    """Compacts the marked candidates; their marks become places (1-based, 0: not chosen)."""
+    """Write the marked candidates to consecutive nodes. The marks become 1-based places; 0 if not
+    chosen."""
     row = tl.program_id(0)
     first = row * count
     total = 0

@@ -34,11 +34,12 @@ VERDICT_FIELDS: Final = (
     "outcomes",
 )
 """Arrays of a verdict buffer, in the order of their addresses. `number`, int32, is not part of a
-bank. Decode rows and prefill chunks have the same arrays: slots int32 [capacity], -1: no row;
-counts int32 [capacity]: tokens; starts int32 [capacity]: position of the first one; digests int64
-[capacity]: of the prefix that ends with the last one; tokens int32 [capacity, W]; features
-[capacity, W, H]. outcomes, int32 [capacity], is of the decode rows alone: which of the drafter's
-outcomes came true, so that the next round verifies its draft; negative: none."""
+bank. Decode rows and prefill chunks have the same arrays: slots int32 [capacity], -1 if there is no
+row; counts int32 [capacity], the number of tokens; starts int32 [capacity], the position of the
+first token; digests int64 [capacity], the digest of the prefix that ends with the last token;
+tokens int32 [capacity, W]; features [capacity, W, H]. Only decode rows have outcomes, int32
+[capacity]: the index of the drafter's outcome that came true, so that the next round verifies its
+draft, or a negative number if there is none."""
 DRAFT_FIELDS: Final = (
     "number",
     "digests",
@@ -51,13 +52,13 @@ DRAFT_FIELDS: Final = (
     "ahead_digests",
     "ahead_tokens",
 )
-"""Arrays of a draft buffer: number int32; digests int64 [X]: of the prefixes that drafts continue;
-tokens int32 [X, K], negative: no further node; sizes int32 [X, K]: entries of the distribution that
-a token was drawn from; entry_ids and entry_counts int32 [X, K, E]; drafting_ns int64 [1]:
-nanoseconds that the drafter's kernels took for the last drafts, for measurement alone. Of F
-outcomes of the next round: ahead_number int32 [1]: number of the round behind which they were
-drafted; ahead_digests int64 [X, F]: of the prefixes that they make; ahead_tokens int32 [X, F,
-K]."""
+"""Arrays of a draft buffer: number int32; digests int64 [X], the digest of the prefix that each
+draft continues; tokens int32 [X, K], negative after the end of a chain; sizes int32 [X, K], the
+number of entries of the distribution that each token was drawn from; entry_ids and entry_counts
+int32 [X, K, E]; drafting_ns int64 [1], the nanoseconds that the drafter's kernels took for the last
+drafts, for measurement only. For F outcomes of the next round: ahead_number int32 [1], the number
+of the round after which they were drafted; ahead_digests int64 [X, F], the digest of the prefix
+that ends with each outcome; ahead_tokens int32 [X, F, K]."""
 DECODE_ROWS: Final = VERDICT_FIELDS.index("slots")
 """Index of the first field of the decode rows."""
 CHUNK_ROWS: Final = VERDICT_FIELDS.index("chunk_slots")
@@ -66,40 +67,42 @@ CHUNK_ROWS: Final = VERDICT_FIELDS.index("chunk_slots")
 
 @dataclass(slots=True, eq=False)
 class ExchangeBuffer:
-    """A buffer that kernels of this process's device read or write; static, whoever has joined."""
+    """A buffer that kernels of this process's device read or write. Its tensors stay the same
+    whichever peer has joined."""
 
     addresses: Tensor
-    """int64 [fields]: where the number is, and where the arrays of the first bank begin."""
+    """int64 [fields]: address of the round number, then the addresses of the arrays in the first
+    bank."""
     depth: int
-    """Banks; that of round n is n % depth."""
+    """Number of banks; round n uses bank n % depth."""
     bank_bytes: int
-    """Distance of two banks."""
+    """Distance between two consecutive banks, in bytes."""
     views: list[tuple[Tensor, ...]] = field(default_factory=list)
-    """On a CPU: the number and the arrays of each bank as tensors, in their order."""
+    """On a CPU: for each bank, the round number and the bank's arrays as tensors, in order."""
 
     def bank(self, number: int) -> tuple[Tensor, ...]:
-        """On a CPU: the arrays of a round."""
+        """Return the tensors of the bank of round `number`. Only available on a CPU."""
         return self.views[number % self.depth]
 
 
 class ExchangeState(NamedTuple):
-    """Progress of one side of a pair, in private memory of its device."""
+    """Progress of one side of an exchange, in private memory of its device."""
 
     words: Tensor
-    """int32 [4]: number of the last round that this side has put (verifier) or taken (drafter);
-    1 while the exchange is open; polls of the last wait; 1 if the last wait found what it waited
-    for."""
+    """int32 [4]: number of the last round that this side has written (verifier) or taken (drafter);
+    1 while the exchange is open; number of polls of the last wait; 1 if the last wait found what it
+    waited for."""
     stamps: Tensor
-    """int64 [8]: nanoseconds of the device's clock, at the places `STAMPS`."""
+    """int64 [8]: nanoseconds of the device's clock, in the order of `STAMPS`."""
     control: Tensor
     """int64 [2]: addresses of `host_control` and `history`."""
     host_control: Tensor
-    """int32 [4] in memory of the host. It writes two words at any time: not 0 ends a wait;
-    microseconds that a wait lasts at most. The device writes two: 1 while the exchange is open; 1
-    if the last wait found what it waited for."""
+    """int32 [4] in host memory. The host may write two words at any time: the first ends a wait if
+    it is not 0, and the second is the maximum duration of a wait in microseconds. The device writes
+    the other two: 1 while the exchange is open, and 1 if the last wait found what it waited for."""
     history: Tensor
-    """int64 [ROUNDS_KEPT, 10] in memory of the host: what the device says of its last rounds, that
-    of number n in row n % ROUNDS_KEPT, at the places `ROUND_TIMES`."""
+    """int64 [ROUNDS_KEPT, 10] in host memory: what the device has recorded of its last rounds, in
+    the order of `ROUND_TIMES`. Round n is in row n % ROUNDS_KEPT."""
 
 
 STAMPS: Final = (
@@ -112,14 +115,15 @@ STAMPS: Final = (
     "hits",
     "unused",
 )
-"""Places of `ExchangeState.stamps`: begin and end of the last wait; when this side last published a
-number; the end of the last take; on the verifier the end of the last acceptance, on the drafter the
-end of the last draft; on the verifier how long the drafter's kernels took for the drafts that were
-taken last, in nanoseconds, or 0 where nobody waited for them; and how many sessions of the round
-had drafts of an outcome."""
+"""Fields of `ExchangeState.stamps`, in order: begin and end of the last wait; time at which this
+side last published a number; end of the last take; end of the last acceptance (verifier) or of the
+last draft (drafter); on the verifier, nanoseconds that the drafter's kernels took for the drafts
+that were taken last, or 0 if no session waited for them; number of sessions of the round that had a
+draft of their outcome."""
 ROUND_TIMES: Final = (*STAMPS, "rows", "number")
-"""Places of a row of `ExchangeState.history`: the stamps; decode rows of the round, padding
-included, or -1 if it has prefill chunks; its number, which is written last."""
+"""Fields of a row of `ExchangeState.history`, in order: the stamps; the number of decode rows of
+the round, including padding, or -1 if it has prefill chunks; the round's number, which is written
+last."""
 ROUNDS_KEPT: Final = 256
 
 

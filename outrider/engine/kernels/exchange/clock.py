@@ -15,8 +15,8 @@ from outrider.engine.kernels.exchange.numbers import device_clock
 
 
 def write_clock(moment: Tensor, address: Tensor) -> None:
-    """Write the device's clock, in nanoseconds, to `moment`, int64 [1] in host memory. address:
-    int64 [1] on the device, the address of `moment`."""
+    """Write the time of the device's clock, in nanoseconds, to `moment`, int64 [1] in host memory.
+    address: int64 [1] on the device, the address of `moment`."""
     if address.is_cuda:
         write_clock_triton(moment, address)
     else:
@@ -30,7 +30,7 @@ def write_clock_torch(moment: Tensor, address: Tensor) -> None:
 
 
 def write_clock_triton(moment: Tensor, address: Tensor) -> None:
-    """Triton launch of `write_clock`: one warp."""
+    """Launch the Triton kernel of `write_clock`, with one warp."""
     del moment
     _write_clock[(1,)](address, num_warps=1)
 

@@ -3,13 +3,14 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Distributions of drafts that came from another device, on the verifier's.
 
-The drafter writes them beside the tokens that it drew from them. The verifier copies them into
-private memory and checks the copies: the rejection rule follows the target's distribution only if
-the tokens were drawn from what is said of them, so whatever cannot be true counts as nothing said.
-A drafter that lies consistently is not found out (decision 0013).
+The drafter writes each distribution beside the tokens that it drew from it. The verifier copies the
+distributions into private memory and checks the copies, because the rejection rule follows the
+target's distribution only if the tokens really were drawn from the given distributions. A
+distribution that cannot be right is treated as missing. A drafter that sends wrong but consistent
+data is not detected (decision 0013).
 
-R rows of a launch, X session slots, K tokens of a chain, N = K + 1 nodes of a row, E entries of a
-distribution.
+Shapes: R rows of a launch, X session slots, K tokens of a chain, N = K + 1 nodes of a row, E
+entries of a distribution.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ class TakenDistributions(NamedTuple):
     """Checked distributions in private memory of the verifier's device; static tensors."""
 
     sizes: Tensor
-    """int32 [X, K]: entries of the distribution of each token, 0: there is none that is sound."""
+    """int32 [X, K]: number of entries of the distribution of each token; 0 if it has no valid
+    one."""
     ids: Tensor
-    """int32 [X, K, E]"""
+    """int32 [X, K, E]: target ids of the entries."""
     counts: Tensor
-    """int32 [X, K, E]"""
+    """int32 [X, K, E]: counts of the entries."""
 
     def with_ranges(self, ranges: Tensor) -> SparseDistribution:
         """Return the distributions in the form that acceptance takes. ranges: int32 [R, N, 2], see
@@ -55,7 +57,7 @@ class TakenDistributions(NamedTuple):
 def new_taken_distributions(
     slots: int, length: int, entries: int, device: torch.device
 ) -> TakenDistributions:
-    """Static tensors without a distribution."""
+    """Return static tensors that hold no distribution yet."""
     with torch.inference_mode(False):
         sizes = torch.zeros((slots, length), dtype=torch.int32, device=device)
         ids = torch.zeros((slots, length, entries), dtype=torch.int32, device=device)
@@ -76,10 +78,12 @@ def take_distributions(
 ) -> None:
     """Copy the distributions of drafts that `take_drafts` has taken, and check the copies.
 
-    slots: int32 [R]; tokens: int32 [X, K], lengths: int32 [R]: what was taken. ranges: int32 [R, N,
-    2], gets the places in `taken` of the distribution below each node. A distribution has
-    increasing ids below `vocab_size`, its token among them, and counts in [1, MAX_COUNT]. A session
-    has those of all its tokens or none at all: a draft of an outcome (`chosen`) has none.
+    slots: int32 [R]. tokens: int32 [X, K], and lengths: int32 [R], the drafts that were taken.
+    ranges: int32 [R, N, 2], receives the range of entries in `taken` that the child of each node
+    was drawn from. In a valid distribution the ids increase, are below `vocab_size` and include the
+    drafted token, and the counts are in [1, MAX_COUNT]. A session gets the distributions of all of
+    its tokens or none: none if one of them is invalid, or if its draft is the draft of an outcome
+    (`chosen`).
     """
     function = take_distributions_triton if slots.is_cuda else take_distributions_torch
     function(
@@ -147,7 +151,8 @@ def take_distributions_triton(
     chosen: ChosenDrafts,
     vocab_size: int,
 ) -> None:
-    """Triton launches of `take_distributions`: a program a row and token, then one a row."""
+    """Launch the Triton kernels of `take_distributions`: first one program per row and token, then
+    one per row."""
     rows, (_, length, entries) = len(slots), taken.ids.shape
     _take_distributions[(rows, length)](
         buffer.addresses,

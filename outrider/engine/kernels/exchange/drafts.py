@@ -4,11 +4,11 @@
 """Draft chains, from the drafter's device to the verifier's.
 
 A draft lies at its session's slot, with the digest of the prefix that it continues. The verifier
-looks at drafts only behind a wait that found them, for until it publishes its next round nobody
-writes there. It copies a draft into private memory and checks the copy; a draft that fails a check
-is no draft, so that its row decodes plainly in the same launch.
+reads drafts only after a wait that found them: until the verifier publishes its next round, the
+drafter does not write there. The verifier copies a draft into private memory and checks the copy. A
+draft that fails a check is dropped, and its row decodes without drafts in the same launch.
 
-R rows of a launch, X session slots of the verifier, K tokens of a chain, E entries of a
+Shapes: R rows of a launch, X session slots of the verifier, K tokens of a chain, E entries of a
 distribution.
 """
 
@@ -46,8 +46,8 @@ def new_taken_tokens(slots: int, length: int, device: torch.device) -> Tensor:
 def advance_digests(digests: Tensor, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
     """Extend the prefix digests of sessions by their accepted tokens, in place.
 
-    digests: int64 [X]; slots: int32 [R], different from each other but for padding; tokens: int32
-    [R, W]; counts: int32 [R].
+    digests: int64 [X]. slots: int32 [R], distinct except for the padding slot. tokens: int32 [R,
+    W]. counts: int32 [R], the number of accepted tokens of each row.
     """
     function = advance_digests_triton if digests.is_cuda else advance_digests_torch
     function(digests, slots, tokens, counts)
@@ -64,7 +64,7 @@ def advance_digests_torch(digests: Tensor, slots: Tensor, tokens: Tensor, counts
 
 
 def advance_digests_triton(digests: Tensor, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
-    """Triton launch of `advance_digests`: a program a row."""
+    """Launch the Triton kernel of `advance_digests`, one program per row."""
     rows, width = tokens.shape
     _advance[(rows,)](digests, slots, tokens, tokens.stride(0), counts, WIDTH=width, num_warps=1)
 
@@ -94,10 +94,10 @@ def put_drafts(
 ) -> None:
     """Write the drafts of a launch's rows into the peer's buffer, at the peer's slots.
 
-    taken: the rows that they were made for; those without tokens get none. tokens: int32 [R, k], k
-    at most `length`, the buffer's K. distributions: those that the tokens were drawn from, by
-    target id; one of more than `entries` (the buffer's E) entries is left out. None: none. Nothing
-    is written once the exchange is closed.
+    taken: the rows that the drafts were made for; rows without tokens get no draft. tokens: int32
+    [R, k], where k is at most `length`, the buffer's K. distributions: the distributions that the
+    tokens were drawn from, by target id, or None if there are none. A distribution with more than
+    `entries` (the buffer's E) entries is left out. Nothing is written if the exchange is closed.
     """
     function = put_drafts_triton if tokens.is_cuda else put_drafts_torch
     function(buffer, state, taken, tokens, distributions, length=length, entries=entries)
@@ -145,7 +145,7 @@ def put_drafts_triton(
     length: int,
     entries: int,
 ) -> None:
-    """Triton launch of `put_drafts`: a program a row and token."""
+    """Launch the Triton kernel of `put_drafts`, one program per row and token."""
     rows, drafted = tokens.shape
     if not rows:
         return
@@ -240,12 +240,13 @@ def take_drafts(
     chosen: ChosenDrafts,
     vocab_size: int,
 ) -> None:
-    """Copy the tokens of these sessions' drafts into private memory, and check the copies.
+    """Copy the draft tokens of these sessions into private memory, and check the copies.
 
-    slots: int32 [R]. digests: int64 [X]: of the sessions' prefixes; a draft for another prefix is
-    no draft. tokens: int32 [X, K], gets them by slot, -1 where there is no node; lengths: int32
-    [R], gets their number: a chain ends before the first token that is no id of `vocab_size`.
-    chosen: drafts of outcomes, which are taken before those in the buffer.
+    slots: int32 [R]. digests: int64 [X], the digests of the sessions' prefixes; a draft for another
+    prefix is dropped. tokens: int32 [X, K], receives the draft tokens by slot, -1 for absent nodes.
+    lengths: int32 [R], receives the number of draft tokens of each row. A chain ends before the
+    first token outside [0, vocab_size). chosen: drafts of outcomes; a session that has one uses it
+    instead of the draft in the buffer.
     """
     function = take_drafts_triton if slots.is_cuda else take_drafts_torch
     function(
@@ -301,7 +302,7 @@ def take_drafts_triton(
     chosen: ChosenDrafts,
     vocab_size: int,
 ) -> None:
-    """Triton launch of `take_drafts`: a program a row."""
+    """Launch the Triton kernel of `take_drafts`, one program per row."""
     rows, chain = slots.shape[0], tokens.shape[1]
     _take_tokens[(rows,)](
         buffer.addresses,

@@ -3,15 +3,18 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Drafts for outcomes of a round that the verifier still runs, from device to device.
 
-While the verifier verifies round n, the drafter writes drafts for several outcomes of it, each with
-the digest of the prefix that it continues, and then the number of the last round that it has taken,
-n - 1. When the round ends, the verifier looks for the digest of each session's new prefix and
-copies the draft that goes with it into private memory. It says so in the rows of the round, so that
-the drafter knows which draft the next round verifies. The drafter writes outcomes only behind a
-round that it has taken, and the verifier reads them before it publishes the next one, so nobody
-writes what is being read; a drafter that does can only harm its own drafts, for copies are checked.
+While the verifier runs round n, the drafter writes drafts for several outcomes of that round, each
+with the digest of the prefix that it continues, and then n - 1, the number of the last round that
+it has taken. When round n ends, the verifier looks for the digest of each session's new prefix and
+copies the matching draft into private memory. The rows of the round tell the drafter which draft
+the next round verifies.
 
-R rows of a launch, X session slots of the verifier, F outcomes of a session, K tokens of a chain.
+The drafter writes outcomes only after a round that it has taken, and the verifier reads them before
+it publishes the next round, so they are never written while they are read. A drafter that breaks
+this rule can only harm its own drafts, because the copies are checked.
+
+Shapes: R rows of a launch, X session slots of the verifier, F outcomes of a session, K tokens of a
+chain.
 """
 
 from __future__ import annotations
@@ -29,24 +32,25 @@ from outrider.engine.kernels.exchange.verdicts import TakenRows
 from outrider.engine.kernels.runtime import next_power_of_2
 
 NOT_CHOSEN: Final = -1
-"""Marks a session whose outcome has no draft."""
+"""Marks a session without a draft for its outcome."""
 AHEAD_NUMBER: Final = DRAFT_FIELDS.index("ahead_number")
-"""Place of the number behind the outcomes, in a draft buffer; the two arrays follow."""
+"""Index of `ahead_number` in DRAFT_FIELDS. The digests and tokens of the outcomes follow it."""
 _NUMBER = tl.constexpr(AHEAD_NUMBER)
 
 
 class ChosenDrafts(NamedTuple):
-    """Drafts of outcomes that came true, in private memory of the verifier's device; static."""
+    """Drafts of outcomes that came true, as static tensors in private memory of the verifier's
+    device."""
 
     outcomes: Tensor
-    """Outcome whose draft the session's next round verifies, int32 [X]; `NOT_CHOSEN` if there is
-    none."""
+    """int32 [X]: index of the outcome whose draft the session's next round verifies; NOT_CHOSEN if
+    there is none."""
     tokens: Tensor
-    """int32 [X, K]: its tokens, checked; -1: no node."""
+    """int32 [X, K]: checked tokens of that draft; -1 for absent nodes."""
 
 
 def new_chosen_drafts(slots: int, length: int, device: torch.device) -> ChosenDrafts:
-    """Static tensors without a draft."""
+    """Return static tensors that hold no draft yet."""
     with torch.inference_mode(False):
         return ChosenDrafts(
             torch.full((slots,), NOT_CHOSEN, dtype=torch.int32, device=device),
@@ -65,12 +69,13 @@ def choose_drafts(
     vocab_size: int,
     padding: int,
 ) -> None:
-    """At the end of a round, before its number is published: choose the drafts of its outcomes.
+    """Choose the drafts of the outcomes of a round. Call this at the end of the round, before its
+    number is published.
 
-    buffer: the draft buffer, in this side's memory, with `outcomes` (F) a slot. slots: int32 [R].
-    digests: int64 [X]: of the sessions' prefixes, this round's tokens included. `chosen` gets the
-    drafts of these sessions; a draft ends before the first token that is no id of `vocab_size`.
-    Nothing is chosen for the slot `padding`.
+    buffer: the draft buffer, in this side's memory, with `outcomes` (F) outcomes per slot. slots:
+    int32 [R]. digests: int64 [X], the digests of the sessions' prefixes, including this round's
+    tokens. `chosen` receives the drafts of these sessions. A draft ends before the first token
+    outside [0, vocab_size). Nothing is chosen for the slot `padding`.
     """
     if slots.is_cuda:
         choose_drafts_triton(
@@ -128,7 +133,7 @@ def choose_drafts_triton(
     vocab_size: int,
     padding: int,
 ) -> None:
-    """Triton launch of `choose_drafts`: a program a row."""
+    """Launch the Triton kernel of `choose_drafts`, one program per row."""
     length = chosen.tokens.shape[1]
     _choose_drafts[(len(slots),)](
         buffer.addresses,
@@ -196,11 +201,12 @@ def put_outcomes(
     digests: Tensor,
     tokens: Tensor,
 ) -> None:
-    """Write drafts of the outcomes of the round that the verifier runs, and their number behind.
+    """Write the drafts for outcomes of the round that the verifier runs, and then the number of the
+    round that was taken last.
 
-    taken: the rows of the round before it. digests: int64 [R, F]: of the prefix of each outcome;
-    tokens: int32 [R, F, K]. Nothing is written for rows without tokens, or once the exchange is
-    closed.
+    taken: the rows of the round before it. digests: int64 [R, F], the digest of the prefix of each
+    outcome. tokens: int32 [R, F, K]. Nothing is written for rows without tokens or if the exchange
+    is closed.
     """
     if tokens.is_cuda:
         put_outcomes_triton(buffer, state, taken, digests, tokens)
@@ -232,7 +238,8 @@ def put_outcomes_triton(
     digests: Tensor,
     tokens: Tensor,
 ) -> None:
-    """Triton launches of `put_outcomes`: a program a row and outcome, then the number."""
+    """Launch the Triton kernels of `put_outcomes`: one program per row and outcome, then one for
+    the number."""
     rows, outcomes, length = tokens.shape
     _put_outcomes[(rows, outcomes)](
         buffer.addresses,

@@ -3,14 +3,14 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Round numbers between two devices: wait for the peer's, publish one's own.
 
-All that a side writes into its peer's memory is there before its number is, and is read behind a
-wait for that number. Numbers wrap around at 2^32.
+A side writes its data into the peer's memory before it writes its round number there, and the peer
+reads the data only after a wait for that number. Numbers wrap around at 2^32.
 
-A verifier does not need its drafter: a wait that ends without drafts only means that the round has
-none, and no further wait takes any time until the drafter has only the last round to answer. The
-verifier puts rounds all the same, as long as the ring has a bank for them. A round that finds none
-closes the exchange, because the drafter would miss its tokens; so does a drafter's wait that ends
-without a round. A closed side reads and writes nothing any more.
+A verifier does not depend on its drafter. If a wait ends without drafts, the round has no drafts,
+and later rounds do not wait until the drafter is at most one round behind. The verifier continues
+to write rounds while the ring has a free bank. If there is no free bank, the verifier closes the
+exchange, because the drafter would miss tokens. The drafter closes it if a wait ends without a
+round. A closed side no longer reads or writes buffers.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _POLL_S: Final = 20e-6
 def wait_drafts(
     drafts: ExchangeBuffer, state: ExchangeState, slots: Tensor, outcomes: Tensor, *, padding: int
 ) -> None:
-    """Wait on the verifier until the drafts for the last round that it put have arrived.
+    """Wait on the verifier until the drafts for its last published round have arrived.
 
-    drafts: the draft buffer, in this side's memory. `state.words[3]` says whether they are: the
-    wait ends at its bound, when the host cancels it, or at once where the last one ended without
-    drafts and the drafter has more to answer than the last round. slots: int32 [R]: the sessions of
-    this round, `padding` for none; outcomes: int32 [X]: see `ChosenDrafts`. Nothing is waited for
-    where all of them have a draft of their outcome.
+    drafts: the draft buffer, in this side's memory. slots: int32 [R], the sessions of this round;
+    `padding` for rows without a session. outcomes: int32 [X], see `ChosenDrafts`. The wait ends at
+    its time limit or when the host cancels it. It is skipped if all sessions have a draft of their
+    outcome, and it polls only once if the last wait ended without drafts and the drafter is more
+    than one round behind. Afterwards `state.words[3]` is 1 if there are drafts, else 0.
     """
     if state.words.is_cuda:
         wait_drafts_triton(drafts, state, slots, outcomes, padding=padding)
@@ -73,7 +73,7 @@ def wait_drafts_torch(
 def wait_drafts_triton(
     drafts: ExchangeBuffer, state: ExchangeState, slots: Tensor, outcomes: Tensor, *, padding: int
 ) -> None:
-    """Triton launch of `wait_drafts`: one warp."""
+    """Launch the Triton kernel of `wait_drafts`, with one warp."""
     _wait_drafts[(1,)](
         drafts.addresses,
         state.words,
@@ -91,8 +91,8 @@ def wait_drafts_triton(
 def wait_round(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
     """Wait on the drafter for the round after the last one that it took.
 
-    verdicts: the verdict buffer, in this side's memory. A wait that ends at its bound, or when the
-    host cancels it, closes the exchange.
+    verdicts: the verdict buffer, in this side's memory. The exchange is closed if the wait reaches
+    its time limit or is cancelled by the host.
     """
     if state.words.is_cuda:
         wait_round_triton(verdicts, state)
@@ -113,20 +113,22 @@ def wait_round_torch(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
 
 
 def wait_round_triton(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
-    """Triton launch of `wait_round`: one warp."""
+    """Launch the Triton kernel of `wait_round`, with one warp."""
     _wait_round[(1,)](verdicts.addresses, state.words, state.stamps, state.control, num_warps=1)
 
 
 def is_round_there(verdicts: ExchangeBuffer, state: ExchangeState) -> bool:
-    """Return whether a drafter's next wait on a CPU would end at once, by its round or because the
-    exchange is closed."""
+    """Return whether the drafter's next wait on a CPU would return at once, because its round has
+    arrived or the exchange is closed."""
     return not int(state.words[1]) or int(verdicts.bank(0)[0][0] - state.words[0] - 1) >= 0
 
 
 def reserve_bank(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
-    """On the verifier, check that the ring of `depth` banks has a free bank for the next round: the
-    drafter must have taken the round in it. Otherwise close the exchange. drafts: the draft buffer,
-    whose number is the last round that the drafter has taken."""
+    """Close the exchange on the verifier if the ring of `depth` banks has no free bank for the next
+    round, that is, if the drafter has not yet taken the round in that bank.
+
+    drafts: the draft buffer, whose number is the last round that the drafter has taken.
+    """
     if state.words.is_cuda:
         reserve_bank_triton(drafts, state, depth=depth)
     else:
@@ -142,7 +144,7 @@ def reserve_bank_torch(drafts: ExchangeBuffer, state: ExchangeState, *, depth: i
 
 
 def reserve_bank_triton(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
-    """Triton launch of `reserve_bank`."""
+    """Launch the Triton kernel of `reserve_bank`."""
     _reserve_bank[(1,)](
         drafts.addresses, state.words, state.stamps, state.control, DEPTH=depth, num_warps=1
     )
@@ -151,11 +153,12 @@ def reserve_bank_triton(drafts: ExchangeBuffer, state: ExchangeState, *, depth: 
 def publish_number(
     buffer: ExchangeBuffer, state: ExchangeState, *, step: int, rows: int = 0
 ) -> None:
-    """Write this side's number, moved on by `step`, into the peer's memory, behind all that was
-    launched before, and a row of the history. Nothing is written once the exchange is closed.
+    """Write this side's round number, increased by `step`, into the peer's memory after all work
+    that was launched before, and add a row to the history. Do nothing if the exchange is closed.
 
     `step`: 1 for a verifier, whose rounds have consecutive numbers; 0 for a drafter, which answers
-    with the number that it took. `rows`: what the history says of the round's rows.
+    with the number of the round that it took. `rows`: the value of `rows` in the history (see
+    `ROUND_TIMES`).
     """
     if state.words.is_cuda:
         publish_number_triton(buffer, state, step=step, rows=rows)
@@ -182,8 +185,8 @@ def publish_number_torch(
 def publish_number_triton(
     buffer: ExchangeBuffer, state: ExchangeState, *, step: int, rows: int = 0
 ) -> None:
-    """Triton launch of `publish_number`. The launches before it have ended when it begins, so its
-    release covers their writes."""
+    """Launch the Triton kernel of `publish_number`. Earlier launches have ended when it begins, so
+    its release store also covers their writes."""
     _publish[(1,)](
         buffer.addresses,
         state.words,
@@ -199,7 +202,7 @@ def publish_number_triton(
 def _poll(
     number: Tensor, wanted: Tensor, state: ExchangeState, begun: int, *, bound: bool
 ) -> tuple[bool, int]:
-    """Return whether the number has come, and after how many looks; without `bound` it is looked at
+    """Return whether the number has come, and the number of polls. Without `bound` poll only
     once."""
     polls = 0
     while int(number[0] - wanted) < 0:
@@ -215,31 +218,32 @@ if INTERPRETED:
 
     @triton.jit
     def device_clock():
-        """Nanoseconds; always 0 where kernels are interpreted."""
+        """Return 0, because interpreted kernels have no clock."""
         return tl.full((), 0, tl.int64)
 
     @triton.jit
     def load_acquire(pointer):
-        """The word at `pointer`; nothing behind this is read before it."""
+        """Return the word at `pointer`; later reads are not moved before this one."""
         return tl.load(pointer)
 
     @triton.jit
     def store_release(pointer, value):
-        """Write a word, behind all that was written before."""
+        """Write a word after all earlier writes."""
         tl.store(pointer, value)
 
 else:
 
     @triton.jit
     def device_clock():
-        """Nanoseconds of this device's clock."""
+        """Return the time of this device's clock in nanoseconds."""
         return tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
         )
 
     @triton.jit
     def load_acquire(pointer):
-        """The word at `pointer`, of any device's memory; nothing behind this is read before it."""
+        """Return the word at `pointer`, in memory of any device; later reads are not moved before
+        this one."""
         return tl.inline_asm_elementwise(
             "ld.acquire.sys.global.u32 $0, [$1];",
             "=r,l",
@@ -251,7 +255,7 @@ else:
 
     @triton.jit
     def store_release(pointer, value):
-        """Write a word into any device's memory, behind all that was written before."""
+        """Write a word into the memory of any device, after all earlier writes."""
         tl.inline_asm_elementwise(
             "fence.acq_rel.sys; st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0;",
             "=r,l,r",
@@ -264,7 +268,7 @@ else:
 
 @triton.jit
 def array_at(addresses, place: tl.constexpr, dtype: tl.constexpr):
-    """Return the array of a buffer at this place of its addresses, in the first bank."""
+    """Return the array with index `place` among the addresses of a buffer, in the first bank."""
     return tl.load(addresses + place).to(tl.pointer_type(dtype))
 
 
@@ -277,7 +281,7 @@ def _tell_host(control, is_open, found):
 
 @triton.jit
 def _wait(number, wanted, control, begun, lasts):
-    """Return whether the number has come, and after how many looks; `lasts` 0: it is looked at
+    """Return whether the number has come, and the number of polls. If `lasts` is 0, poll only
     once."""
     host = tl.load(control).to(tl.pointer_type(tl.int32))
     bound = load_acquire(host + 1).to(tl.int64) * 1000

@@ -3,11 +3,11 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Accepted tokens and features of a round, from the verifier's device to the drafter's.
 
-The drafter copies what it was given into private memory and checks the copy: what lies in an
-exchange buffer may change at any time.
+The drafter copies the rows of a round into private memory and checks the copies, because the
+content of an exchange buffer may change at any time.
 
-R rows of a launch (decode rows or prefill chunks), W tokens of a row, H width of a feature, X
-session slots of the verifier, Y session slots of the drafter.
+Shapes: R rows of a launch (decode rows or prefill chunks), W tokens of a row, H width of a feature,
+X session slots of the verifier, Y session slots of the drafter.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ FAULT_NONE: Final = 0
 FAULT_ABSENT: Final = 1
 """There is no row, or the exchange is closed."""
 FAULT_SLOT: Final = 2
-"""A slot that the drafter does not follow."""
+"""The row has a slot that the drafter does not follow."""
 FAULT_COUNT: Final = 3
-"""A number of tokens that no row has."""
+"""The row's number of tokens is negative or too large."""
 FAULT_START: Final = 4
-"""The first token does not continue the rows that the drafter has."""
+"""The first token of the row does not continue the rows that the drafter has."""
 FAULT_ROOM: Final = 5
-"""Rows for which no KV is reserved."""
+"""No KV is reserved for the row."""
 FAULT_TOKEN: Final = 6
-"""A token outside the vocabulary."""
+"""The row has a token outside the vocabulary."""
 _NONE = tl.constexpr(FAULT_NONE)
 _ABSENT = tl.constexpr(FAULT_ABSENT)
 _SLOT = tl.constexpr(FAULT_SLOT)
@@ -52,51 +52,52 @@ _START = tl.constexpr(FAULT_START)
 _ROOM = tl.constexpr(FAULT_ROOM)
 _TOKEN = tl.constexpr(FAULT_TOKEN)
 OUTCOMES: Final = VERDICT_FIELDS.index("outcomes")
-"""Place of the outcomes of decode rows in a verdict buffer."""
+"""Index of the outcomes of decode rows in VERDICT_FIELDS."""
 _OUTCOMES = tl.constexpr(OUTCOMES)
 _BLOCK: Final = 2048
-"""Values of a feature that one program copies at a time."""
+"""Number of values of a feature that one program copies at a time."""
 
 
 class FollowedSlots(NamedTuple):
     """State of the sessions that a drafter follows, on the drafter's device."""
 
     slot_of: Tensor
-    """int32 [X]: the drafter's slot of each of the verifier's; `NO_SLOT`: not followed."""
+    """int32 [X]: the drafter's slot for each slot of the verifier; NO_SLOT if it is not
+    followed."""
     num_rows: Tensor
-    """Number of draft rows with KV, int32 [Y]; the next row is written there."""
+    """int32 [Y]: number of draft rows with KV, which is also the index of the next row."""
     max_rows: Tensor
-    """int32 [Y]: rows that KV is reserved for, drafts included."""
+    """int32 [Y]: number of rows that KV is reserved for, including rows of drafts."""
 
 
 class TakenRows(NamedTuple):
-    """Checked rows in private memory of the drafter's device; static tensors."""
+    """Checked rows of a launch, as static tensors in private memory of the drafter's device."""
 
     source_slots: Tensor
-    """int32 [R]: the verifier's slot; `NO_SLOT` for rows with a fault."""
+    """int32 [R]: the verifier's slot; NO_SLOT for rows with a fault."""
     slots: Tensor
     """int32 [R]: the drafter's slot; the padding slot for rows with a fault."""
     counts: Tensor
-    """int32 [R]: tokens; 0 for rows with a fault."""
+    """int32 [R]: number of tokens; 0 for rows with a fault."""
     starts: Tensor
-    """int32 [R]: the draft row of the first one."""
+    """int32 [R]: draft row of the first token."""
     digests: Tensor
-    """int64 [R]: digest of the prefix that ends with the last one."""
+    """int64 [R]: digest of the prefix that ends with the last token."""
     tokens: Tensor
-    """int32 [R, W]; -1 behind a row's tokens."""
+    """int32 [R, W]: the row's tokens, padded with -1."""
     features: Tensor
-    """[R, W, H]; anything behind a row's tokens."""
+    """[R, W, H]: features of the tokens; undefined after the row's last token."""
     faults: Tensor
-    """int32 [R]: a FAULT_* number."""
+    """int32 [R]: a FAULT_* number; FAULT_NONE if all checks passed."""
     outcomes: Tensor
-    """int32 [R]: which outcome of the round came true, so that its draft is verified next;
-    negative: none that was drafted for. Not checked; decode rows only."""
+    """int32 [R]: index of the drafted outcome of the round that came true, so that its draft is
+    verified next; negative if there is none. Not checked, and only set for decode rows."""
 
 
 def new_taken_rows(
     rows: int, width: int, feature_size: int, dtype: torch.dtype, device: torch.device
 ) -> TakenRows:
-    """Static tensors for the rows of a launch."""
+    """Return static tensors for the rows of a launch."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -131,14 +132,14 @@ def put_rows(
     width: int,
     padding: int,
 ) -> None:
-    """Write rows of a launch into the peer's buffer, and that there are no others.
+    """Write the rows of a launch into the peer's buffer, and mark its other rows as absent.
 
-    slots, counts, starts: int32 [R]; R is at most `capacity`. digests: int64 [X], by slot. tokens:
-    int32 [R, w], features: [R, w, H] with w at most `width`, the buffer's W. Rows of the slot
-    `padding` count as no rows. outcomes: int32 [X], by slot, of decode rows: see `ChosenDrafts`.
-    first: `DECODE_ROWS` or `CHUNK_ROWS`. They go to the bank of the
-    next round; a number published behind them tells the peer. Nothing is written once the exchange
-    is closed.
+    first: DECODE_ROWS or CHUNK_ROWS. slots, counts, starts: int32 [R], where R is at most
+    `capacity`. digests: int64 [X], by slot. tokens: int32 [R, w], and features: [R, w, H], where w
+    is at most `width`, the buffer's W. outcomes: int32 [X], by slot, for decode rows; see
+    `ChosenDrafts`. Rows with the slot `padding` are absent. The rows go to the bank of the next
+    round; the peer reads them after that round's number is published. Nothing is written if the
+    exchange is closed.
     """
     function = put_rows_triton if slots.is_cuda else put_rows_torch
     function(
@@ -212,7 +213,7 @@ def put_rows_triton(
     width: int,
     padding: int,
 ) -> None:
-    """Triton launch of `put_rows`: a program a row and token."""
+    """Launch the Triton kernel of `put_rows`, one program per row and token."""
     rows, given, size = features.shape
     _put_rows[(capacity, given)](
         buffer.addresses,
@@ -253,7 +254,8 @@ def bank_offset(number, bank_bytes, DEPTH: tl.constexpr):
 
 @triton.jit
 def bank_array(addresses, place: tl.constexpr, offset, dtype: tl.constexpr):
-    """Return the array of a buffer at this place of its addresses, in the bank at `offset`."""
+    """Return the array with index `place` among the addresses of a buffer, in the bank at
+    `offset`."""
     return (tl.load(addresses + place) + offset).to(tl.pointer_type(dtype))
 
 
@@ -333,12 +335,13 @@ def take_rows(
     vocab_size: int,
     rows_ahead: int,
 ) -> None:
-    """Copy the first R rows of the round that was waited for, in this side's memory, into `taken`,
-    check the copies, and move `followed.num_rows` on by what is taken.
+    """Copy the first R rows of the round that was waited for into `taken`, check the copies, and
+    advance `followed.num_rows` by the rows taken.
 
-    `first`: `DECODE_ROWS` or `CHUNK_ROWS`. `rows_ahead`: rows that drafting writes behind a
-    session's own, for which KV must be reserved, too. A row that fails a check is the padding
-    slot's, with no token, and says why in `faults`.
+    buffer: the verdict buffer, in this side's memory. first: DECODE_ROWS or CHUNK_ROWS. rows_ahead:
+    number of rows that drafting writes after a session's own rows, for which KV must be reserved,
+    too. A row that fails a check gets the padding slot, no tokens, and a FAULT_* number in
+    `faults`.
     """
     function = take_rows_triton if taken.slots.is_cuda else take_rows_torch
     function(
@@ -426,8 +429,8 @@ def take_rows_triton(
     vocab_size: int,
     rows_ahead: int,
 ) -> None:
-    """Triton launches of `take_rows`: a program a row checks, then one a row and token copies; the
-    latter move `num_rows` on."""
+    """Launch the Triton kernels of `take_rows`: first one program per row to check it, then one per
+    row and token to copy it. The latter advance `num_rows`."""
     rows, width, size = taken.features.shape
     if not rows:
         return

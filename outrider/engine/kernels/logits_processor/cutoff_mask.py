@@ -40,8 +40,8 @@ def finish(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Set scores below the row's lowest score to -inf; a row without any gets 0 at its first
-    allowed column."""
+    """Set scores below the row's lowest kept score to -inf. If a row has no finite score, set the
+    logit of its first allowed column to 0."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row // rows_per_slot).to(tl.int64)

@@ -11,10 +11,10 @@ class OutputPath(NamedTuple):
     """Drafted tokens that count as output at the rows of a bucket."""
 
     columns: Tensor
-    """int32 [B, W], rows of any stride but 1 in the last place: columns of the logits; -1 matches
-    none."""
+    """int32 [B, W], last dimension contiguous: columns of the logits; -1 for none."""
     mask: Tensor | None = None
-    """uint8 [B, n, W], of any stride but 1 in the last place: 1 where row i of a session has token
-    w on its path."""
+    """uint8 [B, n, W], last dimension contiguous: 1 if row i of a session has token w on its
+    path."""
     num_visible: int = 0
-    """Without a mask, row i of a session has the first num_visible + i tokens on its path."""
+    """Without a mask, the path of row i of a session consists of the first num_visible + i
+    tokens."""

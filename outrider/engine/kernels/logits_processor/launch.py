@@ -31,8 +31,8 @@ def launch_process(
     tile: int | None = None,
     block: int = 512,
 ) -> None:
-    """Compute `process_logits` in six launches. tile: columns a program, a power of two, None picks
-    it; block: candidates that the search looks at at once."""
+    """Compute `process_logits` in six launches. tile: number of columns per program, a power of
+    two; None to choose it. block: number of candidates that the threshold search reads at once."""
     rows, columns = logits.shape
     if rows == 0:
         return
@@ -47,7 +47,7 @@ def launch_process(
 
 
 class _Sampling(NamedTuple):
-    """What the rows of one call are sampled by; see `process_logits`."""
+    """Sampling parameters of the rows of one call; see `process_logits`."""
 
     warp: LogitsProcessorState
     state: SamplingState
@@ -58,7 +58,8 @@ class _Sampling(NamedTuple):
 
 
 class _Launches:
-    """The launches of one call, over R rows of C columns in T tiles, and what they hand on."""
+    """Launches of one call, over R rows of C columns in T tiles, and the tensors passed between
+    them."""
 
     def __init__(self, sampling: _Sampling, logits: Tensor, tile: int) -> None:
         rows, columns = logits.shape
@@ -72,7 +73,7 @@ class _Launches:
         self._lowest = torch.empty(rows, dtype=torch.float32, device=device)
 
     def edit(self, path: OutputPath | None) -> None:
-        """Penalties, biases, bans, grammars, and each tile's maximum."""
+        """Apply penalties, biases, bans and grammar masks, and compute the maximum of each tile."""
         warp, _, slots, positions, rows_per_slot, allowed_tokens = self._sampling
         mask = None if path is None else path.mask
         penalties.edit[self._grid](
@@ -106,7 +107,7 @@ class _Launches:
         )
 
     def cut(self, block: int) -> None:
-        """Each row's lowest score that top-k, top-p and min-p leave."""
+        """Compute the lowest score of each row that top-k, top-p and min-p keep."""
         warp, state, slots, _, rows_per_slot, _ = self._sampling
         (rows, tiles), columns, device = self._grid, self._logits[2], self._maxima.device
         guides = torch.empty(
@@ -144,7 +145,7 @@ class _Launches:
         )
 
     def finish(self) -> None:
-        """-inf for all that is cut off."""
+        """Set all removed logits to -inf."""
         warp, _, _, positions, _, allowed_tokens = self._sampling
         cutoff_mask.finish[self._grid](
             *self._head,
@@ -162,13 +163,13 @@ class _Launches:
 
     @property
     def _head(self) -> tuple[Tensor | int, ...]:
-        """What the kernels behind `edit` begin with."""
+        """First arguments of the kernels after `edit`."""
         warp, state, slots, *_ = self._sampling
         return (*self._logits, warp.flags, state.temperatures, slots)
 
     @property
     def _shapes(self) -> dict[str, int]:
-        """What they end with."""
+        """Last arguments of the kernels after `edit`."""
         return {
             "rows_per_slot": self._sampling.rows_per_slot,
             "TILE": self._tile,
@@ -180,7 +181,7 @@ class _Launches:
 def _allowed_arguments(
     allowed_tokens: AllowedTokenBits | None,
 ) -> tuple[Tensor | None, int, Tensor | None]:
-    """Bits, words of a row of them, places."""
+    """Return the mask bits, the number of words of a row of bits, and the row indices."""
     return (
         (None, 0, None)
         if allowed_tokens is None
@@ -196,7 +197,7 @@ def launch_count(
     *,
     columns: Tensor | None = None,
 ) -> None:
-    """Launch `count_tokens` with a program for each session."""
+    """Launch the kernel of `count_tokens`, one program per session."""
     batch, width = tokens.shape
     if batch == 0:
         return

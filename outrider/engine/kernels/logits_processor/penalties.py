@@ -57,7 +57,8 @@ def edit(
     HAS_LEGAL: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Edit one tile of one row and note its maximum, MAX_LOGIT at most."""
+    """Apply penalties, biases, bans and grammar masks to one tile of one row, and store the tile's
+    maximum, which is at most MAX_LOGIT."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     owner = row // rows_per_slot
@@ -142,7 +143,7 @@ def add_counts(
     BLOCK: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
 ):
-    """Count one session's new tokens."""
+    """Add one session's new tokens to its output counts."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if (tl.load(flags_ptr + slot) & _PENALTIES) != 0:

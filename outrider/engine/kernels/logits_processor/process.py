@@ -1,9 +1,9 @@
 """Logits processor on the device, in place, with its PyTorch reference.
 
 It applies penalties, biases, bans, grammars, top-k, top-p and min-p as
-`outrider.engine.logits_processor` does, bit for bit, except for the division by the temperature and
-the clamp at MAX_LOGIT before it, which the kernels that read the logits do. Rows of sessions
-without such parameters cost an early return.
+`outrider.engine.logits_processor` does, bit for bit. The division by the temperature and the clamp
+at MAX_LOGIT before it are left to the kernels that read the logits. For rows of sessions without
+such parameters the programs return at once.
 
 Shape suffixes: R rows, V columns, B sessions of the bucket, X session slots, W path tokens.
 """
@@ -42,15 +42,17 @@ def process_logits(
     path: OutputPath | None = None,
     allowed_tokens: AllowedTokenBits | None = None,
 ) -> None:
-    """Process rows in place; what is cut or banned becomes -inf, NaN too.
+    """Process rows in place. Removed and banned columns become -inf, and so does NaN.
 
-    logits: float32 [R, V], columns contiguous, rows of any stride; row r belongs to the session of
-    slot slots[r // rows_per_slot], slots int32 [B]. positions: int32 [R], the absolute position of
-    the token that is being chosen; path: drafted tokens before it, None if there are none. legal:
-    what grammars allow, None if no session of the launch can be in one. Every row that is processed
-    by the logits processor keeps a column: one without any finite logit gets 0 at its first column
-    that is not banned; of those that its grammar allows, if it has one. Raises InvalidRequestError
-    for other shapes or types.
+    logits: float32 [R, V], columns contiguous, rows of any stride. Row r belongs to the session in
+    slot slots[r // rows_per_slot]; slots: int32 [B]. positions: int32 [R], the absolute position of
+    the token that is being chosen. path: drafted tokens before that position, or None if there are
+    none. allowed_tokens: masks of the tokens that grammars allow, or None if no session of the
+    launch has a grammar.
+
+    Every processed row keeps at least one column: if no logit is finite, the first column that is
+    not banned is set to 0. In a row with a grammar it is the first such column that the grammar
+    allows. Raises InvalidRequestError for other shapes or types.
     """
     if logits.dtype != torch.float32 or logits.shape[0] != rows_per_slot * slots.shape[0]:
         raise InvalidRequestError(
@@ -86,8 +88,8 @@ def process_draft_logits(
     positions: Tensor,
     path: OutputPath | None,
 ) -> Tensor:
-    """Draft logits [R, V], float32 or bfloat16, processed by the logits processor as
-    `process_logits` does it: float32, the same tensor if it is that already."""
+    """Return draft logits [R, V], float32 or bfloat16, processed as by `process_logits`. The result
+    is float32; float32 logits are changed in place and returned."""
     warped = logits.to(torch.float32)
     rows = logits.shape[0] // slots.shape[0]
     process_logits(warped, warp, state, slots, positions, rows_per_slot=rows, path=path)
@@ -105,7 +107,7 @@ def process_logits_torch(
     path: OutputPath | None = None,
     allowed_tokens: AllowedTokenBits | None = None,
 ) -> None:
-    """See `process_logits`; row by row."""
+    """See `process_logits`. Works row by row."""
     for row in range(logits.shape[0]):
         slot = int(slots[row // rows_per_slot])
         flags = int(warp.flags[slot])
@@ -136,7 +138,7 @@ def process_logits_torch(
 
 
 def _path_of(path: OutputPath | None, row: int, rows_per_slot: int) -> Tensor:
-    """Columns on a row's path, int64."""
+    """Return the columns on a row's path, int64."""
     if path is None:
         return torch.zeros(0, dtype=torch.int64)
     owner, place = divmod(row, rows_per_slot)
@@ -149,7 +151,7 @@ def _path_of(path: OutputPath | None, row: int, rows_per_slot: int) -> Tensor:
 
 
 def _allowed(allowed_tokens: AllowedTokenBits, row: int, columns: int) -> Tensor:
-    """Return bool [V]."""
+    """Return whether a grammar allows each column in this row, bool [V]."""
     ids = torch.arange(columns)
     bits = allowed_tokens.bits[int(allowed_tokens.row_indices[row])]
     words = ids >> 5
@@ -188,10 +190,11 @@ def count_tokens(
     *,
     columns: Tensor | None = None,
 ) -> None:
-    """Add a round's tokens to the output of their sessions, for sessions with penalties.
+    """Add a round's tokens to the output counts of sessions with penalties.
 
-    tokens: int32 [B, N], target ids, the first `counts` (int32 [B]) of each row are new; slots:
-    int32 [B]. columns: int32, the column of every target id, -1 where it has none; None: the id.
+    tokens: int32 [B, N], target ids, of which the first `counts` (int32 [B]) of each row are new.
+    slots: int32 [B]. columns: int32, the column of every target id, -1 for ids without a column;
+    None if columns are target ids.
     """
     function = launch_count if tokens.is_cuda else count_tokens_torch
     function(tokens, counts, warp, slots, columns=columns)

@@ -55,8 +55,8 @@ def first_allowed(
     flags,
     TILE: tl.constexpr,
 ):
-    """Return the first column that the row's grammar allows and no entry bans; the first that it
-    allows where all of these are banned: bans yield."""
+    """Return the first column that the row's grammar allows and no entry bans. If all allowed
+    columns are banned, return the first allowed one, because grammars take precedence over bans."""
     allowed_tokens = tl.full((), 0, tl.int32) + num_columns
     free = tl.full((), 0, tl.int32) + num_columns
     count = tl.full((), 0, tl.int32)

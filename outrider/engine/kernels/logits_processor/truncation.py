@@ -3,13 +3,17 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Kernels of top-k, top-p and min-p truncation, exact to the bit.
 
-They run in `outrider.engine.kernels.logits_processor.process`, after `penalties`.
+They run in `outrider.engine.kernels.logits_processor.process`, after `penalties`. The edge of a row
+is the lowest score that it keeps; a distance is how far a score lies below the row's peak.
 
-1. `bracket_sums`, twice: float sums of the mass (top-k: the number) of ids within 15 distances of
-   the peak, then within 15 more around the edge. They bracket the edge, rounding included.
-2. `collect_candidates`: exact integer masses above that bracket, and the scores inside it.
-3. `find_threshold`: the edge among these, 16 ways at a time, over order-preserving integers.
-4. `cutoff_mask.finish`: scores below the edge become -inf.
+1. `bracket_sums`, twice: computes float sums of the mass (top-k: of the number) of ids within 15
+   distances of the peak, then within 15 more distances near the edge. The sums bracket the edge,
+   with a margin for rounding.
+2. `collect_candidates`: computes exact integer masses above that bracket, and collects the scores
+   inside it.
+3. `find_threshold`: finds the edge among these scores by a 16-way search over integers that sort
+   like the scores.
+4. `cutoff_mask.finish`: sets scores below the edge to -inf.
 
 Programs of rows with nothing to do return at once. P tiles of a row.
 """
@@ -25,23 +29,25 @@ from outrider.engine.logits_processor import MAX_LOGIT, MIN_TEMPERATURE
 from outrider.engine.truncation import EXP2_POLYNOMIAL, MAX_DISTANCE, STEP_BITS, STEPS_PER_NAT
 
 NUM_BRACKET_SUMS = 16
-"""Sums of a tile: within 15 distances, and of all."""
+"""Number of sums per tile: one within each of 15 distances, and one of all ids."""
 _GUIDES = tl.constexpr(NUM_BRACKET_SUMS)
 _CUTS = tl.constexpr(PROCESS_TRUNCATION)
 _MAX_LOGIT = tl.constexpr(MAX_LOGIT)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
 _FAR = tl.constexpr(3.0e38)
-"""A distance beyond all finite ones."""
+"""A distance larger than all finite ones."""
 _REACH = tl.constexpr(24.0)
-"""Farthest distance of the first guide, nats; ids beyond it only matter to a top_p next to 1."""
+"""Largest distance of the first `bracket_sums`, in nats. Ids beyond it only matter for a top_p near
+1."""
 _STRIDE = tl.constexpr(8.0)
-"""Step of the second guide where the first one found no end, nats."""
+"""Step between the distances of the second `bracket_sums`, in nats, if the first one found no upper
+end of the bracket."""
 _ERROR = tl.constexpr(5e-5)
-"""Bound on the relative difference of a guide and the integer masses."""
+"""Upper bound of the relative difference between the float sums and the integer masses."""
 _MARGIN = tl.constexpr(1e-4)
 _SCORE_ERROR = tl.constexpr(2.0**-21)
-"""Bound on a score's absolute error per unit of the peak's size, in the guides' arithmetic."""
+"""Upper bound of a score's absolute error in the float sums, relative to the size of the peak."""
 _FARTHEST = tl.constexpr(MAX_DISTANCE)
 _STEPS_PER_NAT = tl.constexpr(STEPS_PER_NAT)
 _STEP_BITS = tl.constexpr(STEP_BITS)
@@ -65,7 +71,7 @@ def peak_of(maxima_ptr, row, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def score_of(logit, temperature):
-    """Return the score of a logit, as `scaled_tile` has it."""
+    """Return the score of a logit, computed as in `scaled_tile`."""
     return tl.div_rn(logit, tl.maximum(temperature, _MIN_TEMPERATURE))
 
 
@@ -76,7 +82,7 @@ def _searches(flags, top_k, top_p):
 
 @triton.jit
 def _totals(guides_ptr, row, tiles, TILES: tl.constexpr):
-    """Return a guide's sums over a row, float32 [GUIDES]."""
+    """Return the float sums of all tiles of a row, float32 [GUIDES]."""
     parts = tl.arange(0, TILES)[:, None]
     which = tl.arange(0, _GUIDES)[None, :]
     where = (row * tiles + parts) * _GUIDES + which
@@ -85,7 +91,8 @@ def _totals(guides_ptr, row, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def _distances_of(low, high, LEVEL: tl.constexpr):
-    """Return the distances within which a guide sums, ascending; the last one takes all."""
+    """Return the distances within which `bracket_sums` sums, ascending. The last one includes all
+    ids."""
     which = tl.arange(0, _GUIDES)
     steps = (which + 1).to(tl.float32)
     if LEVEL == 0:
@@ -98,7 +105,7 @@ def _distances_of(low, high, LEVEL: tl.constexpr):
 
 @triton.jit
 def _narrowed(totals, distances, need, error, low, high):
-    """Return the bracket (low, high] of the edge's distance after a guide."""
+    """Return the bracket (low, high] of the edge's distance, narrowed by the float sums."""
     below = (totals < need * (1.0 - error)) & (distances < _FAR)
     enough = totals >= need * (1.0 + error)
     low = tl.maximum(low, tl.max(tl.where(below, distances, 0.0), 0))
@@ -125,7 +132,7 @@ def bracket_sums(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Sums of one tile of one row; `above`: the guide of level 0."""
+    """Store the float sums of one tile of one row. `above_ptr`: the sums of level 0."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     tiles = tl.num_programs(1)
@@ -173,7 +180,7 @@ def bracket_sums(
 
 @triton.jit
 def _masses(distances):
-    """`outrider.engine.truncation.masses`: int64."""
+    """Compute `outrider.engine.truncation.probability_masses`, int64."""
     bounded = tl.minimum(tl.maximum(distances, 0.0), _FARTHEST)
     steps = (bounded * _STEPS_PER_NAT).to(tl.int32).to(tl.int64)
     fractions = steps & _LAST_STEP
@@ -205,9 +212,10 @@ def collect_candidates(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Mass above the bracket and in all of one tile of one row; scores in it join the row's list.
+    """Store the mass of one tile of one row, in total and above the bracket, and append the scores
+    in the bracket to the row's list of candidates.
 
-    Under top-k all that is above the bracket's end joins, for top-p looks at it again.
+    With top-k, scores above the bracket are appended, too, because top-p needs them again.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -248,7 +256,7 @@ def collect_candidates(
 
 @triton.jit
 def _key(scores):
-    """int64 that sort as the float32 scores do (no NaN)."""
+    """Return int64 keys that sort like the float32 scores (no NaN)."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & _LAST_INT32)).to(tl.int64)
 
@@ -262,7 +270,8 @@ def _of_key(key):
 
 @triton.jit
 def _weigh(scores, inside, peak, floor, BY_COUNT: tl.constexpr):
-    """What each listed score counts for, int64: 1 or its mass, nothing below the key `floor`."""
+    """Return the keys of listed scores and their weights, int64: 1 or the mass of the score, and 0
+    below the key `floor`."""
     keys = _key(scores)
     weights = tl.zeros_like(keys) + 1
     if not BY_COUNT:
@@ -281,7 +290,8 @@ def _edge(
     BY_COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the lowest key, from `floor` on, with less than `need` above it."""
+    """Return the lowest key, at least `floor`, such that the weight of all higher keys is less than
+    `need`."""
     high = _key(peak)
     low = high
     for start in range(0, count, BLOCK):
@@ -326,7 +336,7 @@ def find_threshold(
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the lowest score that one row keeps."""
+    """Store the lowest score that one row keeps."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row // rows_per_slot)
     if (tl.load(flags_ptr + slot) & _CUTS) != 0:
