@@ -39,6 +39,6 @@ swap_paths.py              Copy paths of KV blocks between a pool and host memor
 target.py                  Target model: one forward over ragged rows of many sequences.
 truncation.py              Truncation thresholds of top-k, top-p and min-p, identical to the bit on
                            every device.
-weight_copies.py          Copies of weights by threads in the background, beside the compilation of
-                          kernels.
+weight_copies.py           Copies of weights by threads in the background, beside the compilation of
+                           kernels.
 """
