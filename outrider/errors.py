@@ -2,7 +2,7 @@
 
 OutriderError
 +-- InvalidRequestError        invalid input; the message says what is wrong and what is allowed
-|   +-- InvalidMessageError    a peer's message failed validation; costs that message only
+|   +-- InvalidMessageError    a peer's message failed validation; only that message is dropped
 +-- UnauthenticatedError       missing or unknown API key
 +-- PermissionDeniedError      the caller is known but not permitted to do this
 +-- NotFoundError              missing session, request, model, peer, file, package or process

@@ -13,7 +13,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as JSON: ts, level, logger, event, then everything given as `extra`."""
+    """Formats a log record as JSON: ts, level, logger, event, then the fields of `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as one line, with keys in a fixed order."""

@@ -57,7 +57,7 @@ class PortMetrics:
         self._refusals.labels(reason).inc()
 
     def count_handshake(self) -> None:
-        """Count the start of a handshake; any thread."""
+        """Count the start of a TLS handshake. Thread-safe."""
         self._handshakes.inc()
 
 
@@ -72,11 +72,11 @@ def serve_metrics(
     tls: TlsConfig | None = None,
     check: Callable[[str | None], object] = lambda header: None,
 ) -> str:
-    """Serve /metrics on a thread of its own for the rest of the process; HOST:PORT.
+    """Serve /metrics on a separate thread until the process ends, and return the HOST:PORT.
 
-    With `tls` callers show a certificate of the role operator. `check` judges the `authorization`
-    header and raises OutriderError. Raises FailedPreconditionError for an address or a certificate
-    that is no good.
+    With `tls`, callers need a certificate of the role operator. `check` is called with the
+    `authorization` header, or None, and raises OutriderError to refuse the request. Raises
+    FailedPreconditionError if the address or the certificate cannot be used.
     """
     from prometheus_client import make_wsgi_app
 
@@ -180,7 +180,7 @@ class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
 
 
 def _shake_hands(request: ssl.SSLSocket, tls: TlsConfig) -> None:
-    """Check a caller's certificate.
+    """Perform the TLS handshake and check the caller's certificate.
 
     Raises PermissionDeniedError for a certificate of another role.
     """

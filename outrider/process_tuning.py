@@ -48,13 +48,13 @@ def run_event_loop(main: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 
 async def run_in_short_thread(function: Callable[..., ResultT], *args: Any) -> ResultT:
-    """Run `function(*args)` in a thread that ends with the call, as no thread of
-    `asyncio.to_thread` does: for work that computes on the CPU in a process where another thread
-    will.
+    """Run `function(*args)` in a thread that ends with the call, unlike the threads of
+    `asyncio.to_thread`. Use it for CPU computations in a process in which another thread will
+    compute later.
 
-    OpenMP keeps a team of threads for every thread that has computed, as long as that lives. Once
-    there are more of them in a process than processors, libgomp's no longer wait awake from one
-    product to the next, and a forward of 30 layers takes a third longer.
+    OpenMP keeps a team of threads for every thread that has computed, until that thread ends. If a
+    process has more OpenMP threads than the machine has processors, libgomp's threads no longer
+    busy-wait between two matrix products, and a forward pass of 30 layers takes a third longer.
     """
     loop = asyncio.get_running_loop()
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="brief")

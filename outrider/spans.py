@@ -78,7 +78,7 @@ def add_tracing_flags(parser: ArgumentParser) -> None:
 
 
 class RequestSpan:
-    """One span, or no span, whose methods then do nothing."""
+    """A span, or a placeholder for a request that is not traced, whose methods do nothing."""
 
     __slots__ = ("_span",)
 
@@ -92,7 +92,7 @@ class RequestSpan:
 
     @property
     def trace_id(self) -> str:
-        """32 hex digits, for logs; "" without a span."""
+        """Trace id for logs, 32 hexadecimal digits; "" without a span."""
         return "" if self._span is None else f"{self._span.get_span_context().trace_id:032x}"
 
     @property
@@ -132,7 +132,8 @@ class RequestSpan:
     def end(self, error: BaseException | None = None, *, at: float | None = None) -> None:
         """End the span; idempotent.
 
-        `error` is the reason if it failed; `at` is wall-clock time in seconds, and None means now.
+        `error` is the error if the work of the span failed. `at` is wall-clock time in seconds;
+        None means now.
         """
         if self._span is None or not self._span.is_recording():
             return
@@ -168,7 +169,8 @@ class RoundTraceSampler:
     __slots__ = ("_left", "_most", "_stride", "_until")
 
     def __init__(self, most: int) -> None:
-        """So many are taken before the first thinning, and between one and the next."""
+        """Create a sampler. It selects every round until it has selected `most` rounds, then every
+        second round for the next `most` selections, then every fourth round, and so on."""
         self._most = self._left = most
         self._stride = self._until = 1
 
@@ -236,10 +238,11 @@ def start_span(
     *,
     may_begin: bool = False,
 ) -> RequestSpan:
-    """Return a span of this process, a child of another one's.
+    """Start a span of this process as a child of the span that `traceparent` names, and return it.
 
-    `may_begin`: where nobody says, the sampling ratio decides; otherwise nothing is traced without
-    a `traceparent`. One that is malformed counts as none.
+    The sampling flag of the parent decides whether the span is recorded, and without a valid parent
+    the sampling ratio does. If `traceparent` is empty, `NO_SPAN` is returned unless `may_begin` is
+    set.
     """
     if _exporter is None or not (traceparent or may_begin):
         return NO_SPAN
@@ -269,10 +272,10 @@ def to_wall_time(monotonic: float) -> float:
 
 @contextmanager
 def export_spans(config: TracingConfig, service: str, instance: str = "") -> Generator[None]:
-    """Make and export spans until the end, if the configuration names a collector.
+    """Create and export spans within the context, if the configuration names a collector.
 
-    `service` and `instance` name this process in them. Raises FailedPreconditionError (reason
-    NO_OPENTELEMETRY) where OpenTelemetry is not installed.
+    `service` and `instance` are the names of this process in the spans. Raises
+    FailedPreconditionError (reason NO_OPENTELEMETRY) if OpenTelemetry is needed and not installed.
     """
     global _exporter
     if not config.otlp_endpoint:

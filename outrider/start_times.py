@@ -15,12 +15,13 @@ logger = logging.getLogger(__name__)
 
 _STAT: Final = Path("/proc/self/stat")
 _START_TIME_FIELD: Final = 19
-"""Index of the start time among the fields behind the name of the process, in clock ticks."""
+"""Index of the process's start time, in clock ticks, among the fields of /proc/self/stat after the
+process name."""
 
 
 class StartStage(StrEnum):
-    """Stages of a start. Weights may load while kernels compile, so that they add up to more than
-    the whole."""
+    """Stages of a process's start. Weights may load while kernels compile, so the durations may add
+    up to more than the total."""
 
     IMPORTS = "imports"
     """From the start of the process until its modules are imported."""
@@ -38,8 +39,8 @@ class StartTimes:
     """Durations of the stages of this process's start, in seconds."""
 
     def __init__(self) -> None:
-        """The time since the process began counts as the stage IMPORTS. So create the object after
-        the imports and before the process builds its service."""
+        """Record the time since the process began as the stage IMPORTS. The object must therefore
+        be created after the imports and before the process builds its service."""
         self._began = _process_start()
         self._seconds = {StartStage.IMPORTS: time.monotonic() - self._began}
 

@@ -1,9 +1,9 @@
 """Timeline recorder: the work of each thread of this process, in Trace Event Format (Perfetto).
 
-Nothing is recorded outside `record_timeline`: there a mark is a call that returns at once. Inside,
-marks go into a ring buffer of fixed size, so the file holds the last ones. Times are those of
-`time.perf_counter`: on Linux one clock for all processes of a host, so the files of several
-processes can be merged (`outrider bench timeline`).
+Marks are recorded only within `record_timeline`; elsewhere the functions return at once. The marks
+are kept in a ring buffer of fixed size, so the file contains the latest ones. Times are those of
+`time.perf_counter`, which on Linux is one clock for all processes of a host, so the files of
+several processes can be merged (`outrider bench timeline`).
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ _recorder: TimelineRecorder | None = None
 
 
 def mark_span(name: str, began: float, n: int = 0, *, ended: float = 0.0, track: str = "") -> None:
-    """Something of this thread, or on a track of its own, that began at `began` (see `now`) and
-    ended now or at `ended`."""
+    """Record a span that began at `began` (see `now`) and ended at `ended`, or now if `ended` is 0.
+    Its track is `track`, or this thread if `track` is ""."""
     if _recorder is not None:
         _recorder.add_mark(began, max(0.0, (ended or now()) - began), name, n, track)
 

@@ -23,9 +23,11 @@ logger = logging.getLogger(__name__)
 EXIT_STALLED = 3
 """Exit status of a process whose worker thread hung; its supervisor starts it again."""
 EXIT_GRACE_S = 5.0
-"""Time that such a process has to tell its peers and end; after it, it ends at once."""
+"""Time in seconds that a process whose worker thread hung has to inform its peers and shut down.
+After this time the process ends at once."""
 EXIT_NOTICE_S = 0.5
-"""Time that its health says NOT_SERVING before its port is closed, for peers and probes."""
+"""Time in seconds for which the health service of such a process reports NOT_SERVING to peers and
+probes before the port is closed."""
 _LOOKS_PER_TIMEOUT = 40
 _MAX_LOOK_S = 0.25
 
@@ -33,7 +35,7 @@ _current = threading.local()
 
 
 class Progress:
-    """The steps of one worker thread; that thread writes, any thread reads."""
+    """Step counter of one worker thread. Only that thread changes it; any thread may read it."""
 
     __slots__ = ("_allowances", "steps", "thread_id")
 
@@ -77,7 +79,7 @@ class Progress:
 
 
 def record_step() -> None:
-    """Count one step of the calling thread, if it is a worker that is watched."""
+    """Count one step of the calling thread, if it is a watched worker thread."""
     progress = getattr(_current, "progress", None)
     if progress is not None:
         progress.steps += 1
@@ -101,8 +103,8 @@ class Watchdog:
         on_stall: Callable[[float], None],
         timeout_s: float,
     ) -> None:
-        """`on_stall` is called on the event loop with the seconds without a step. `timeout_s` 0
-        watches nothing."""
+        """Create a watchdog without starting it. `on_stall` is called on the event loop with the
+        number of seconds without a step. `timeout_s` 0 disables the watchdog."""
         self._progress = progress
         self._has_work = has_work
         self._on_stall = on_stall
@@ -139,14 +141,16 @@ class Watchdog:
 
 
 def exit_within(seconds: float, status: int) -> None:
-    """End the process with `status` after `seconds`, whatever hangs in it by then."""
+    """Start a timer that ends the process with exit status `status` after `seconds`, even if
+    threads hang."""
     timer = threading.Timer(seconds, exit_now, (status,))
     timer.daemon = True
     timer.start()
 
 
 def exit_now(status: int) -> None:
-    """End the process without waiting for its threads, one of which hangs."""
+    """End the process with exit status `status` without waiting for its threads, because one of
+    them hangs."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -1,8 +1,8 @@
 """Cores that do not sleep while a process serves, so that its threads wake at once.
 
-A round over gRPC passes some ten sleeping threads. On a core that has gone idle each of them costs
-the time in which the hardware, or the hypervisor, brings the core back: 5 us where idle cores
-poll, up to 200 us in a virtual machine. See docs/decisions/0012-busy-polling-cores.md.
+A round over gRPC wakes about ten sleeping threads. If a thread's core is idle, waking the thread
+takes as long as the hardware or the hypervisor needs to wake the core: 5 us if idle cores poll, up
+to 200 us in a virtual machine. See docs/decisions/0012-busy-polling-cores.md.
 
 core_selection.py          Selection of the CPU cores that a process keeps busy-polling.
 cores.py                   Busy-polling cores: claims CPU cores, keeps them awake and pins threads

@@ -18,8 +18,8 @@ def check_request(count: int, device: str) -> None:
 
 def claim_order(allowed: Iterable[int], siblings: Mapping[int, Set[int]]) -> list[int]:
     """Return the cores in the order in which they are claimed: the highest number first, because
-    interrupts tend to use the lowest. The second hardware thread of a physical core follows after
-    all first ones.
+    interrupts tend to use the lowest. The second hardware threads of physical cores come after the
+    first hardware threads of all cores.
 
     `siblings` are the hardware threads of each core's physical core; a core without an entry has no
     siblings.

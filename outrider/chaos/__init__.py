@@ -1,4 +1,4 @@
-"""Faults, links that are bad in a known way, and a checker of what clients heard meanwhile.
+"""Fault injection: faults, links that inject them, and a checker of what clients received.
 
 checker.py                 History checker: compares client histories with the answers of a
                            fault-free run.

@@ -34,7 +34,7 @@ class CheckViolation:
 
 
 AllowedError = Callable[[OutriderError], bool]
-"""Returns whether a client may receive this error."""
+"""Function that returns whether a client may receive this error."""
 
 
 def check_history(

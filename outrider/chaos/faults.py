@@ -121,8 +121,8 @@ class Fault:
     """Index of the target among the processes of its role; for a client, the number of its
     request."""
     phase: FaultPhase = FaultPhase.ROUND
-    """Phase at which the fault is injected: once a session is in it, and clients have received
-    `after` tokens."""
+    """Phase at which the fault is injected: once a session is in this phase and clients have
+    received `after` tokens."""
     after: int = 0
     lasts_s: float = 0.05
     """Duration in seconds of a fault that ends by itself, or time until an ended process is
@@ -144,4 +144,4 @@ CELLS: tuple[tuple[FaultKind, FaultRole, FaultPhase], ...] = tuple(
     for kind in kinds
     for phase in FaultPhase
 )
-"""Every fault kind with every role and phase."""
+"""All combinations of a role, a kind of fault for this role, and a phase."""

@@ -24,8 +24,8 @@ from outrider.wire import (
 from outrider.wire.v1 import control_pb2, exchange_pb2, inference_pb2, pool_pb2
 
 MAX_DECODE_S = 0.5
-"""Maximum processor time, in seconds, of decoding one frame of at most `MAX_FRAME_BYTES`. A frame
-that takes longer is a denial-of-service attack that works."""
+"""Maximum processor time, in seconds, of decoding one frame of at most `MAX_FRAME_BYTES`. If a
+frame took longer, peers could use it for a denial-of-service attack."""
 MAX_FRAME_BYTES = 1 << 16
 _BASES = 400
 _FRAMES_A_BASE = 200
@@ -214,7 +214,8 @@ def _fuzz(
 
 
 def _is_message(read: object) -> bool:
-    """Return whether all of a frame was; a malformed part of a bundle is an error in its place."""
+    """Return whether a whole frame was decoded. In a decoded bundle, an InvalidMessageError stands
+    in place of each malformed message."""
     return not (isinstance(read, list) and any(isinstance(m, InvalidMessageError) for m in read))
 
 

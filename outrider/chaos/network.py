@@ -55,7 +55,7 @@ class NetworkDirection:
         changed.set()
 
     async def wait_transit(self) -> None:
-        """Wait for the delay of this direction, and while it is blocked."""
+        """Wait for the delay of this direction, then until it is not blocked."""
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
         while self._blocks:
@@ -197,7 +197,8 @@ class ChaosNetwork:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def endpoint(self, name: str) -> Any:
-        """Return the endpoint with a name. Raises UnavailableError if there is none."""
+        """Return the endpoint of the process with this name. Raises UnavailableError if there is
+        none."""
         if name not in self._endpoints:
             raise UnavailableError(f"nothing serves {name}", reason="UNREACHABLE")
         return self._endpoints[name]
@@ -284,10 +285,10 @@ class ChaosDialer:
         return _Control(self, address)
 
     async def close_channel(self, address: str) -> None:
-        """Do nothing: connections belong to their holders."""
+        """Do nothing: there are no channels, and callers close their connections themselves."""
 
     async def close(self) -> None:
-        """Do nothing: connections belong to their holders."""
+        """Do nothing: callers close their connections themselves."""
 
     async def call(self, host: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of another process.

@@ -68,9 +68,9 @@ class TcpProxy:
         return len(self._writers) // 2
 
     def stall(self, *, there: bool = True, back: bool = True) -> None:
-        """Let no data pass until `heal`: a partition.
+        """Block all data until `heal` is called, as a network partition does.
 
-        With one direction only, a one-way partition.
+        `there` blocks data to the upstream, and `back` blocks data from it.
         """
         if there:
             self._there.open.clear()
@@ -86,7 +86,7 @@ class TcpProxy:
         self._there.corrupt = self._back.corrupt = share
 
     def truncate(self) -> None:
-        """Cut the next chunk from the upstream short, and end its connection."""
+        """Forward only a part of the next chunk from the upstream, then end its connection."""
         self._back.truncate = True
 
     def cut(self) -> None:

@@ -55,7 +55,7 @@ DRAFTING_SETS: dict[str, GenerateOptions] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSpec:
-    """Everything that determines a text."""
+    """All inputs that determine the text of an answer."""
 
     prompt: int
     """Index into `PROMPTS`."""

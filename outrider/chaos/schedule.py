@@ -60,7 +60,8 @@ class FaultSchedule:
     def from_seed(cls, seed: int) -> Self:
         """Create the schedule of a seed.
 
-        The first fault goes through all cells as the seed increases.
+        Consecutive seeds have different values of `CELLS` as their first faults, until all values
+        were used.
         """
         rng = random.Random(f"outrider-chaos-{seed}")
         kind, role, phase = CELLS[seed * _STRIDE % len(CELLS)]

@@ -1,8 +1,8 @@
 """Checkpoints as files: configurations, tensor names, shapes and dtypes, and what is supported.
 
-Nothing here reads the values of weights but for one comparison, and nothing imports torch: the
-engine loads a checkpoint only after these checks, and `outrider serve` runs the same checks before
-it starts a process.
+The modules do not import torch, and they read the values of weights only to compare a duplicate
+output projection with the embedding. The engine loads a checkpoint only after these checks, and
+`outrider serve` runs the same checks before it starts a process.
 
 directory.py               Reads and checks a model directory in the hub's layout: `config.json` and
                            safetensors files.

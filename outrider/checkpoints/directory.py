@@ -30,11 +30,12 @@ class ModelDirectory:
 
 
 def read_model_directory(path: Path, *, compare_all: bool = True) -> ModelDirectory:
-    """Read configuration and weight headers, and check that the model can be served.
+    """Read the configuration and the headers of the weight files, and check that the model can be
+    served.
 
     With `compare_all` an output projection that must equal the embedding is compared byte by byte,
-    otherwise in samples. Raises NotFoundError for a missing file and InvalidRequestError, with the
-    reason and what is supported, for all else.
+    otherwise in samples. Raises NotFoundError for a missing file. Raises InvalidRequestError, which
+    says why and what is supported, for any other problem.
     """
     if not path.is_dir():
         raise NotFoundError(f"{path}: no such model directory")
@@ -47,8 +48,8 @@ def read_model_directory(path: Path, *, compare_all: bool = True) -> ModelDirect
 def read_model_config(path: Path) -> ModelConfig:
     """Read `config.json` of a model directory.
 
-    Raises NotFoundError when there is none and InvalidRequestError when it is not understood or
-    asks for something that is not supported.
+    Raises NotFoundError if the file is missing, and InvalidRequestError if it is malformed or needs
+    something that is not supported.
     """
     file = path / "config.json"
     if not file.is_file():

@@ -10,9 +10,9 @@ from outrider.errors import InvalidRequestError
 
 
 def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a positive integer.
+    """Return a field that is a positive integer.
 
-    Without the key, or with null, it is `default`. Raises InvalidRequestError if the field is
+    If the key is missing or null, return `default`. Raises InvalidRequestError if the field is
     missing and has no default, or is no positive integer.
     """
     value = _find(raw, key, default)
@@ -22,7 +22,8 @@ def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 
 def read_positive(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Return a finite positive number; `default` and errors are those of `read_size`."""
+    """Return a field that is a finite positive number. `default` and the errors are as in
+    `read_size`."""
     value = _find(raw, key, default)
     if not _is_number(value) or value <= 0:
         raise _malformed(key, "a finite positive number", value)
@@ -30,7 +31,8 @@ def read_positive(raw: Mapping[str, Any], key: str, default: float | None = None
 
 
 def read_mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a JSON object, empty if the key is missing or null (InvalidRequestError)."""
+    """Return a field that is a JSON object; empty if the key is missing or null. Raises
+    InvalidRequestError for any other value."""
     value = raw.get(key)
     if value is None:
         return {}
@@ -40,7 +42,8 @@ def read_mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def read_token_ids(raw: Mapping[str, Any], key: str, vocab_size: int) -> tuple[int, ...]:
-    """Return token ids, given as one id or a list; none if the key is missing or null.
+    """Return a field that is a token id or a list of token ids; empty if the key is missing or
+    null.
 
     Raises InvalidRequestError for ids outside the vocabulary.
     """

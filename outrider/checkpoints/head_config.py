@@ -4,9 +4,8 @@ Two file formats are supported: the original EAGLE one (a flat Llama config) and
 one (the Llama config nested in `transformer_layer_config`).
 
 A tap is an auxiliary hidden state layer: a layer of the target whose output residual stream is
-recorded as a feature for the head. Taps of both formats are normalised to the 0-based id of the
-layer. One tap is no layer: FINAL_NORM (-1) stands for the hidden state after the target's final
-norm.
+recorded as a feature for the head. Taps of both formats are converted to 0-based layer ids. The tap
+FINAL_NORM (-1) is not a layer but the hidden state after the target's final norm.
 """
 
 from __future__ import annotations
@@ -50,13 +49,15 @@ class HeadConfig:
     """Taps in the order in which their features are concatenated: 0-based ids of target layers, or
     FINAL_NORM alone."""
     fc_norm: bool = False
-    """One RMSNorm for each tapped feature, before the concatenation."""
+    """Whether each tapped feature has an RMSNorm of its own, which is applied before the
+    concatenation."""
     norm_before_fc: bool = False
-    """One RMSNorm over the concatenated features (`input_norm` in checkpoints)."""
+    """Whether an RMSNorm is applied to the concatenated features (`input_norm` in checkpoints)."""
     norm_output: bool = False
-    """The final-normed output, not the raw one, is the feature of the next draft step."""
+    """Whether the feature of the next draft step is the output after the final norm instead of the
+    one before it."""
     norm_before_residual: bool = False
-    """The residual branch of the block starts from the normed feature."""
+    """Whether the residual branch of the block starts from the feature after its norm."""
     has_input_norm: bool = True
     """Whether the block norms its attention input (EAGLE-1/2 blocks usually do not)."""
     fc_bias: bool = False
@@ -105,7 +106,7 @@ def default_tap_layers(num_target_layers: int) -> tuple[int, int, int]:
 def load_head_config(path: str | Path, *, num_target_layers: int | None = None) -> HeadConfig:
     """Read `config.json` (or the directory holding it) of a head in either format.
 
-    `num_target_layers` supplies the default taps when the file names none. Raises
+    If the file names no taps, the default taps for `num_target_layers` are used. Raises
     InvalidRequestError (INVALID_HEAD) for a file that is missing, malformed or not supported.
     """
     file = Path(path)

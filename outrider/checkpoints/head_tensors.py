@@ -22,12 +22,13 @@ LM_HEAD: Final = "lm_head.weight"
 
 
 def read_head(path: Path, target: ModelConfig, *, kind: str | None = None) -> HeadConfig:
-    """Read configuration and weight header of a head, and check that the target can use it.
+    """Read the configuration and the weight header of a head, and check that the target can use the
+    head.
 
     `kind` is the kind of head that is needed (eagle3 or eagle); None accepts both. Tensors in a
-    pickle are not read here but checked when the head is loaded. Raises InvalidRequestError
-    (INVALID_HEAD) for a head that is damaged or not supported, and FailedPreconditionError for one
-    of another kind or for another target.
+    pickle file are not read here; they are checked when the head is loaded. Raises
+    InvalidRequestError (INVALID_HEAD) for a head that is damaged or not supported, and
+    FailedPreconditionError for one of another kind or for another target.
     """
     config = load_head_config(path, num_target_layers=target.num_layers)
     if kind is not None and config.kind != kind:
@@ -59,7 +60,8 @@ def canonical_name(name: str) -> str:
 
 
 def canonical_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the descriptions by canonical names, which must differ (InvalidRequestError)."""
+    """Return the descriptions by canonical names. Raises InvalidRequestError if two tensors have
+    the same canonical name."""
     named = {canonical_name(name): tensor for name, tensor in tensors.items()}
     if len(named) < len(tensors):
         raise _invalid(path, "two tensors have names that mean the same")
@@ -67,7 +69,8 @@ def canonical_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[s
 
 
 def fit_config(path: Path, config: HeadConfig, tensors: Mapping[str, StoredTensor]) -> HeadConfig:
-    """Complete a head's configuration by what only its tensors tell, by their canonical names."""
+    """Return a head's configuration, completed by the settings that only its tensors show.
+    `tensors` are keyed by canonical names."""
     block = "midlayer."
     try:
         return replace(
@@ -85,7 +88,8 @@ def fit_config(path: Path, config: HeadConfig, tensors: Mapping[str, StoredTenso
 def check_head_tensors(
     path: Path, config: HeadConfig, tensors: Mapping[str, StoredTensor]
 ) -> HeadConfig:
-    """Check that a head holds its tensors, by canonical names, and nothing else.
+    """Check that a head has all tensors that its configuration requires and no others. `tensors`
+    are keyed by canonical names.
 
     Returns the configuration completed by `fit_config`. Raises InvalidRequestError (INVALID_HEAD).
     """
@@ -95,7 +99,8 @@ def check_head_tensors(
 
 
 def head_table(config: HeadConfig) -> TensorTable:
-    """Return the tensors of a head by canonical names; `config` is completed by `fit_config`."""
+    """Return the requirements on a head's tensors, by canonical names. `config` must come from
+    `fit_config`."""
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     features = config.num_taps * config.target_hidden_size
     is_eagle3 = config.kind == "eagle3"
@@ -180,10 +185,10 @@ def _check_target(path: Path, head: HeadConfig, target: ModelConfig) -> None:
 def uses_head_embedding(
     path: Path, head: HeadConfig, has_own: bool, target_width: int | None
 ) -> bool:
-    """Return whether a head uses the embedding that it carries instead of the target's.
+    """Return whether a head uses the embedding of its checkpoint instead of the target's.
 
-    `target_width` is None without a target's embedding. Raises InvalidRequestError (INVALID_HEAD)
-    if neither fits.
+    `target_width` is the width of the target's embedding; None if there is none. Raises
+    InvalidRequestError (INVALID_HEAD) if neither embedding fits.
     """
     is_shared = target_width == head.hidden_size
     if has_own and (not is_shared or head.target_hidden_size != head.hidden_size):

@@ -16,7 +16,7 @@ ARCHITECTURES: Final = ("llama", "mistral", "qwen2", "qwen3")
 _FULL, _SLIDING = _LAYER_TYPES = ("full_attention", "sliding_attention")
 """Values of `layer_types` that are understood."""
 DEFAULT_SLIDING_WINDOW: Final = 4096
-"""Window of a `config.json` without the key `sliding_window`, as transformers reads it."""
+"""Window for a `config.json` without the key `sliding_window`, as in transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm over every query and key head before the rotary embedding (Qwen3)."""
+    """Whether an RMSNorm is applied to each query and key head before the rotary embedding
+    (Qwen3)."""
     sliding_window: int | None = None
     """A query at position p sees keys at positions above p - sliding_window; None sees all."""
     max_position_embeddings: int = 2048
@@ -68,7 +69,7 @@ class ModelConfig:
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Translate the fields of a Hugging Face `config.json`.
 
-    Raises InvalidRequestError, which names the key, for what is malformed or not supported.
+    Raises InvalidRequestError, which names the key, for values that are malformed or not supported.
     """
     kind = raw.get("model_type")
     if kind not in ARCHITECTURES:

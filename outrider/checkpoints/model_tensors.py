@@ -23,7 +23,8 @@ _SAMPLE_BYTES: Final = 1 << 12
 
 
 def model_table(config: ModelConfig, dtypes: tuple[str, ...] = WEIGHT_DTYPES) -> TensorTable:
-    """Return the tensors of a model; `dtypes` are those that its file format supports."""
+    """Return the requirements on a model's tensors. `dtypes` are the element types that the file
+    format supports."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
@@ -76,9 +77,9 @@ def check_model_tensors(
 ) -> None:
     """Check that a checkpoint holds a model's tensors and nothing else; `where` names it.
 
-    With `compare_all` an output projection beside a tied embedding is compared byte by byte,
-    otherwise in samples. Raises InvalidRequestError (INVALID_CHECKPOINT) with what was found and
-    what is supported.
+    If a model with tied embeddings also stores an output projection, it must equal the embedding:
+    with `compare_all` it is compared byte by byte, otherwise in samples. Raises InvalidRequestError
+    (INVALID_CHECKPOINT), which says what was found and what is supported.
     """
     table = model_table(config, dtypes)
     table.check(where, tensors, reason="INVALID_CHECKPOINT")

@@ -10,7 +10,7 @@ from outrider.errors import InvalidRequestError
 WEIGHT_DTYPES: Final = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights in safetensors files that are supported, by the names of that format."""
 INDEX_DTYPES: Final = ("I64", "I32")
-"""Dtypes of tables of token ids."""
+"""Dtypes of tensors of token ids that are supported."""
 SUPPORTED: Final = (
     "supported are unquantised safetensors weights (float32, float16, bfloat16 or float64) and "
     "GGUF files"

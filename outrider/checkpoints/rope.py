@@ -23,10 +23,10 @@ _FACTORS: Final = {
 
 
 def read_rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Return theta and the scaling (None, or `rope_type` with its factors).
+    """Return theta and the frequency scaling (None, or a mapping with `rope_type` and its factors).
 
     Newer files keep both under `rope_parameters`. Raises InvalidRequestError, which names the key,
-    for what is malformed or not supported.
+    for values that are malformed or not supported.
     """
     merged = {**read_mapping(raw, "rope_scaling"), **read_mapping(raw, "rope_parameters")}
     theta = read_positive({**merged, **_without_nulls(raw)}, "rope_theta", _DEFAULT_THETA)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from outrider.errors import InvalidRequestError
 
 MAX_HEADER_BYTES: Final = 100_000_000
-"""The format's own bound on the header's length."""
+"""Maximum size of the header in bytes, as the format defines it."""
 _LENGTH_BYTES: Final = 8
 _LFS_START: Final = b"version https://git-lfs"
 
@@ -23,7 +23,7 @@ class StoredTensor:
     """A tensor of a checkpoint as a file describes it."""
 
     dtype: str
-    """Element type by the name that the file's format gives to it, such as BF16 or Q4_K."""
+    """Name of the element type in the file's format, such as BF16 or Q4_K."""
     shape: tuple[int, ...]
     file: Path | None = None
     """File that holds the tensor; None if unknown."""

@@ -1,7 +1,7 @@
 """Table of the tensors that a model requires, and the check of a checkpoint against it.
 
-A checkpoint that holds anything else is refused: a tensor outside the table, such as the scale of a
-quantised weight, would be left out of the computation silently.
+A checkpoint with other tensors is refused, because a tensor outside the table, such as the scale of
+a quantised weight, would be ignored silently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.errors import InvalidRequestError
 _PREFIX: Final = "model."
 _LAYER: Final = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.(.+)")
 _IGNORED_SUFFIX: Final = "rotary_emb.inv_freq"
-"""Frequencies that some files store; they follow from the configuration."""
+"""Suffix of tensors that are ignored: RoPE frequencies, which follow from the configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class TensorTable:
     """Advice, by tensor name, that the error of a missing required tensor adds."""
 
     def find(self, name: str) -> TensorSpec | None:
-        """Return what the model needs of a tensor; None if the model has no such tensor."""
+        """Return the requirements on a tensor; None if the model has no such tensor."""
         if match := _LAYER.fullmatch(name):
             return self.layer.get(match[2]) if int(match[1]) < self.num_layers else None
         return self.single.get(name)

@@ -16,7 +16,7 @@ from outrider.wire.checks import quote_value
 ArgumentT = TypeVar("ArgumentT")
 
 MAX_TIMEOUT_S: Final = 365 * 86400.0
-"""Longest timeout of a request, one year; gRPC's arithmetic overflows at some centuries."""
+"""Longest timeout of a request, one year; gRPC's arithmetic overflows for timeouts of centuries."""
 
 
 def is_text(value: object) -> bool:

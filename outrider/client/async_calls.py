@@ -27,7 +27,8 @@ class AbortSender:
     def __init__(self, channels: ChannelPool[grpc.aio.Channel]) -> None:
         self.wanted = PendingRequests()
         self.calls: WeakSet[grpc.aio.UnaryStreamCall[bytes, bytes]] = WeakSet()
-        """Of streams, which a channel that is closed may leave as they are."""
+        """Calls of the open streams. They are cancelled explicitly, because closing a channel may
+        not end them."""
         self._channels = channels
         self._telling: set[asyncio.Future[list[Any]]] = set()
 

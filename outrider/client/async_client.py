@@ -164,19 +164,19 @@ class AsyncClient:
     ) -> AsyncStream:
         """Continue a prompt and stream the answer; the arguments are those of `generate`.
 
-        The request is sent at the first step of the iteration, which raises its errors.
+        The request is sent when the iteration begins, and its errors are raised by the iteration.
         """
         request = make_request(prompt, options)
         attempts = RequestAttempts(self._retry, resumable=request.resumable)
         return self._open(request, attempts, self._deadline(timeout_s), self._said(metadata))
 
     async def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
-        """Cancel requests by id; returns the ids that were queued or running."""
+        """Cancel requests by id and return the ids that were queued or running."""
         ids = check_request_ids(request_ids)
         return await self._call(ABORT, ids, INFO_TIMEOUT_S)
 
     async def server_info(self) -> ServerInfo:
-        """State of the router and its fleet."""
+        """Return the state of the router and its fleet."""
         return await self._call(SERVER_INFO, None, INFO_TIMEOUT_S)
 
     async def models(self) -> tuple[ModelInfo, ...]:
@@ -263,7 +263,7 @@ class AsyncStream:
     """Stream of an answer: an asynchronous iterator of deltas and a context manager.
 
     Leaving the context before the end cancels the request. A lost connection is reopened and the
-    stream continues where it was, unless the request has `resume=False`.
+    stream continues after the last received delta, unless the request has `resume=False`.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class AsyncStream:
     ) -> None:
         self._channels = channels
         self._channel: grpc.aio.Channel
-        """Channel of the current call."""
+        """Channel on which the current call runs."""
         self._address = address
         self._request = request
         self._attempts = attempts
@@ -295,12 +295,12 @@ class AsyncStream:
 
     @property
     def info(self) -> PromptInfo | None:
-        """Id and prompt length of the request, once the server has admitted it."""
+        """Id and prompt length of the request, or None until the server has admitted it."""
         return self._collected.info
 
     @property
     def finish(self) -> FinishInfo | None:
-        """Finish reason, usage and statistics, once the answer has ended."""
+        """Finish reason, usage and statistics, or None until the answer has ended."""
         return self._collected.finish
 
     @property
@@ -342,13 +342,13 @@ class AsyncStream:
         raise StopAsyncIteration
 
     async def result(self) -> GenerateResult:
-        """Read to the end and return the complete answer."""
+        """Read the stream to its end and return the complete answer."""
         async for _ in self:
             pass
         return self._collected.result()
 
     async def close(self) -> None:
-        """End the request. Idempotent."""
+        """Cancel the request if it is still running; idempotent."""
         if not self._over:
             await asyncio.shield(self._leave())
 

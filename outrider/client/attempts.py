@@ -23,8 +23,8 @@ MAX_ROUTER_LOOKUPS = 32
 """Maximum number of connections with which a client searches for the router that has its stream, if
 several routers share an address.
 
-All 32 connections reach other routers in one of ten thousand cases with four routers, and in one of
-seventy with eight.
+The probability that none of the 32 connections reaches the right router is 1/10,000 with four
+routers, and 1/70 with eight.
 """
 SHUTDOWN = "SHUTDOWN"
 """Error reason of a router that shuts down. The router may soon be back, with its requests if it
@@ -44,9 +44,9 @@ class RequestAttempts:
     """The attempts of one request.
 
     A request that could not be opened is retried as the retry policy says. If the connection broke,
-    the request may have arrived, so the client first asks for its stream before it sends the
-    request again. If the connection breaks after the request was admitted, the client tries to
-    resume the stream.
+    the request may have arrived, so before the client sends it again, the client tries to resume
+    its stream. If the connection breaks after the request was admitted, the client tries to resume
+    the stream.
     """
 
     def __init__(self, retry: RetryPolicy, *, resumable: bool) -> None:
@@ -64,7 +64,7 @@ class RequestAttempts:
         self._broke_at = 0.0
 
     def record_message(self) -> None:
-        """Record a received message: the connection works again."""
+        """Record that a message was received, so that the connection works again."""
         self._broke = None
         self._probing = False
         self._pauses = self._looks = 0

@@ -1,7 +1,8 @@
 """gRPC channel of a client, replaced when its connection breaks.
 
-A channel whose server was away reconnects late: a synchronous one 4.5 to 9.5 s after its server was
-back, whatever the reconnect options said (grpcio 1.76, loopback). A new one connects at once.
+A gRPC channel reconnects late after its server was down: a synchronous one 4.5 to 9.5 s after the
+server is back, regardless of the reconnect options (grpcio 1.76, loopback). A new channel connects
+at once.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from outrider.errors import CancelledRequestError, ConnectionLostError, Outrider
 ChannelT = TypeVar("ChannelT")
 
 MAX_OLD_CHANNELS: Final = 2 * MAX_ROUTER_LOOKUPS
-"""Channels that were replaced and are kept open: other calls may still end on those that broke, and
-go on on those that lead to another router than was looked for."""
+"""Maximum number of replaced channels that are kept open, because other calls may still use
+them."""
 
 
 class ChannelPool(Generic[ChannelT]):
-    """Gives out the channel that calls go by. Threads may share it."""
+    """Holds the channel for new calls and the replaced channels that older calls may still use.
+    Thread-safe."""
 
     def __init__(self, make: Callable[[], ChannelT]) -> None:
         self._make = make
@@ -33,7 +35,8 @@ class ChannelPool(Generic[ChannelT]):
 
     @property
     def current(self) -> ChannelT:
-        """Channel for the next call. Raises CancelledRequestError (CLIENT_CLOSED)."""
+        """Channel for the next call. Raises CancelledRequestError (CLIENT_CLOSED) if the client was
+        closed."""
         self.check_open()
         return self._current
 

@@ -82,5 +82,5 @@ class CollectedStream:
 
 
 def left_error() -> CancelledRequestError:
-    """Return the error of a stream that its reader closed."""
+    """Return the error of a stream that was closed by its reader."""
     return CancelledRequestError("the stream was closed before its end", reason="STREAM_CLOSED")

@@ -96,8 +96,9 @@ class RouterConnector:
     """Opens channels to one router."""
 
     def __init__(self, address: str, tls: TlsConfig | None) -> None:
-        """With `tls`, the router's certificate must come from `tls.ca`, or from an authority that
-        the system knows, and be for this address, or for the name in `tls.names` for routers.
+        """Create a connector for the router at `address`; None as `tls` means plain text. With
+        `tls`, the router's certificate must be signed by `tls.ca`, or by an authority that the
+        system trusts, and name this address, or the name in `tls.names` for routers.
 
         Raises FailedPreconditionError (BAD_TLS).
         """
@@ -107,8 +108,8 @@ class RouterConnector:
         self._name = named[0] if named else ""
 
     def channel(self) -> grpc.Channel:
-        """Open a synchronous channel. The iterating thread reads its streams itself, because gRPC's
-        extra thread would delay a first message by 0.3 to 0.4 ms."""
+        """Open a synchronous channel. The thread that iterates over a stream also reads it, because
+        gRPC's extra thread would delay a first message by 0.3 to 0.4 ms."""
         options: GrpcOptions = [*self._options(), (ChannelOptions.SingleThreadedUnaryStream, 1)]
         if self._files is None:
             return grpc.insecure_channel(self._address, options=options)

@@ -22,7 +22,7 @@ CA_HELP = "Certificate of the authority that signed the router's certificate; en
 
 
 def integer_at_least(low: int) -> Callable[[str], int]:
-    """Type of a flag that takes an integer of at least `low`."""
+    """Return an argparse type for integers of at least `low`."""
 
     def parse(text: str) -> int:
         try:
@@ -37,7 +37,7 @@ def integer_at_least(low: int) -> Callable[[str], int]:
 
 
 def number_at_least(low: float) -> Callable[[str], float]:
-    """Type of a flag that takes a finite number of at least `low`."""
+    """Return an argparse type for finite numbers of at least `low`."""
 
     def parse(text: str) -> float:
         try:
@@ -69,7 +69,7 @@ def parse_look_ahead(text: str) -> int | None:
 
 
 def parse_fan_out(text: str) -> int:
-    """Parse the number of outcomes that are drafted ahead."""
+    """Parse the number of outcomes per round for which drafts are made ahead."""
     value = integer_at_least(0)(text)
     if value > MAX_FAN_OUT:
         raise argparse.ArgumentTypeError(f"must be at most {MAX_FAN_OUT}, got {value}")

@@ -171,14 +171,14 @@ class Client:
     ) -> Stream:
         """Continue a prompt and stream the answer; the arguments are those of `generate`.
 
-        The request is sent at the first step of the iteration, which raises its errors.
+        The request is sent when the iteration begins, and its errors are raised by the iteration.
         """
         request = make_request(prompt, options)
         attempts = RequestAttempts(self._retry, resumable=request.resumable)
         return self._open(request, attempts, self._deadline(timeout_s), self._said(metadata))
 
     def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
-        """Cancel requests by id; returns the ids that were queued or running."""
+        """Cancel requests by id and return the ids that were queued or running."""
         ids = check_request_ids(request_ids)
         return self._call(ABORT, ids, INFO_TIMEOUT_S)
 
@@ -350,7 +350,7 @@ class Stream:
         raise StopIteration
 
     def result(self) -> GenerateResult:
-        """Read to the end and return the complete answer."""
+        """Read the stream to its end and return the complete answer."""
         for _ in self:
             pass
         return self._collected.result()

@@ -1,11 +1,12 @@
 """Compile process: loads one tokenizer, then forks a process for each grammar to compile.
 
-Started by `outrider.grammar.compiler` as `python -m outrider.grammar.compile_worker SETTINGS
-CONTROL`, the numbers of two stream sockets. SETTINGS carries one frame with the settings as JSON
-and one with the tokenizer. CONTROL carries one byte for each grammar, with a socket of its own. The
-forked process receives the grammar and its time limits over that socket, answers with an empty
-frame when it begins and with its verdict as JSON when it ends. The process ends when the other end
-of CONTROL is closed, and each forked process when the other end of its socket is.
+`outrider.grammar.compiler` starts it as `python -m outrider.grammar.compile_worker SETTINGS
+CONTROL`. The arguments are the file descriptors of two stream sockets. SETTINGS carries a frame
+with the settings as JSON and a frame with the tokenizer. CONTROL carries, for each grammar, one
+byte together with the descriptor of a new socket. The forked process receives the grammar and its
+time limits over the new socket. It sends an empty frame when it begins, and its verdict as JSON
+when it ends. The compile process ends when the other end of CONTROL is closed, and a forked process
+when the other end of its socket is closed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
-    """Serve the sockets whose numbers are the arguments."""
+    """Serve the two sockets whose file descriptors are the command-line arguments."""
     _die_with_parent()
     # Children are reaped by the system; the other end learns of their ends by their sockets.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -1,8 +1,8 @@
 """Test-compiles grammars in child processes, so that no grammar can hang or crash this process.
 
 A compile process (`outrider.grammar.compile_worker`) holds the tokenizer and forks a process for
-each grammar. A grammar that does not compile within `CompileLimits` there never reaches the library
-here.
+each grammar. A grammar that does not compile there within `CompileLimits` is never passed to the
+grammar library in this process.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class FirstTryEndedError(Exception):
 
 
 class Cancellation:
-    """Lets another thread end one `GrammarCompiler.validate`."""
+    """Lets another thread end one call of `GrammarCompiler.validate`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -138,7 +138,7 @@ class GrammarCompiler:
     ) -> GrammarCompiler | None:
         """Create the compiler for a tokenizer.json.
 
-        Returns None without the file or the grammar library.
+        Returns None if the file is missing or the grammar library is not installed.
         """
         if not is_installed() or not tokenizer_file.is_file():
             return None
@@ -172,12 +172,13 @@ class GrammarCompiler:
         *,
         is_first_try: bool = False,
     ) -> CompileOutcome:
-        """Compile a grammar in a process of its own; the verdict allows it. A first try is short:
-        it raises FirstTryEndedError, and leaves no verdict, for what does not compile in it.
+        """Test-compile a grammar in a separate process, unless its outcome is cached, and return
+        the outcome of a grammar that can be used. With `is_first_try` the time limit is short; a
+        grammar that exceeds it raises FirstTryEndedError, and no outcome is cached.
 
         Raises InvalidRequestError for a grammar that cannot be used, CancelledRequestError,
         FailedPreconditionError for a tokenizer that the library cannot read, and UnavailableError
-        where no process can be started.
+        if no process can be started.
         """
         verdict = self.find_verdict(structured)
         if verdict is None:

@@ -1,7 +1,7 @@
 """Complexity limits of grammar texts, checked before the grammar library reads them. Pure.
 
 The library compiles recursively, so nested brackets and chains of rules or references cost stack.
-These bounds keep what an accepted text needs far below
+These limits keep the stack that an accepted text needs far below
 `outrider.grammar.matcher_compiler.STACK_BYTES`.
 """
 
@@ -20,12 +20,13 @@ MAX_NESTING: Final = 128
 """Maximum nesting depth of brackets in a regular expression or a Lark grammar, and of arrays and
 objects in a JSON schema."""
 MAX_RULES: Final = 4_000
-"""Rules and terminals that a Lark grammar may define."""
+"""Maximum number of rules and terminals that a Lark grammar may define."""
 MAX_REFERENCES: Final = 4_000
-"""References that a JSON schema may have."""
+"""Maximum number of references in a JSON schema."""
 MAX_TOTAL_NESTING: Final = 16_000
-"""Nesting of a JSON schema and of everything that it refers to, added up; likewise of the rules of
-a Lark grammar, each of which counts one more. No recursion of the library can be deeper."""
+"""Maximum sum of the nesting depths of a JSON schema and of everything that it refers to, or of the
+rules of a Lark grammar, where each rule counts one more level. The library cannot recurse more
+deeply than this sum."""
 
 _TOKEN: Final = re.compile(
     r"""
@@ -46,8 +47,8 @@ def check_complexity(structured: StructuredOutput) -> None:
     """Refuse a text that is nested too deeply, has too many rules or references, or has numbers
     that the library cannot hold.
 
-    Raises InvalidRequestError with the reason INVALID_STRUCTURE, which says what is allowed. A text
-    that is not valid passes: the library says what is wrong with it.
+    Raises InvalidRequestError with the reason INVALID_STRUCTURE, which says what is allowed. A
+    malformed text passes, because the library reports what is wrong with it.
     """
     match structured.kind:
         case StructuredKind.JSON_SCHEMA:
@@ -71,7 +72,8 @@ def _require(found: int, most: int, what: str) -> None:
 
 
 def regex_nesting(text: str) -> int:
-    """Return the largest number of groups that are open at once, without character classes."""
+    """Return the maximum nesting depth of the groups in a regular expression. Parentheses in
+    character classes do not count."""
     text = _CLASS.sub("", re.sub(r"\\.", "", text, flags=re.DOTALL))
     depth = most = 0
     for mark in re.findall(r"[()]", text):

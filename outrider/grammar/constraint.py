@@ -69,7 +69,7 @@ def small_id_set(mask: Mask, most: int) -> list[int]:
 class Constraint(Protocol):
     """Token constraint of one session at its current position. Use from one thread at a time.
 
-    Accepted tokens are never taken back; draft tokens are tried and undone.
+    Accepted tokens are never undone; draft tokens are entered and undone.
     """
 
     @property
@@ -78,8 +78,8 @@ class Constraint(Protocol):
         ...
 
     def advance_to(self, output_ids: NDArray[np.int32]) -> None:
-        """Advance to the position after `output_ids`, all tokens that the session has emitted so
-        far. Tokens that an earlier call has advanced over are not processed again."""
+        """Advance to the position after `output_ids`, which are all tokens that the session has
+        emitted so far. Only tokens that earlier calls have not processed are processed."""
         ...
 
     def commit_tokens(self) -> None:
@@ -210,8 +210,8 @@ def _valid_ids(tokens: Sequence[int], vocab_size: int) -> list[int]:
 
 
 def is_slow(constraint: Constraint | None) -> bool:
-    """Return whether a session's masks are so slow that rounds run without the session
-    meanwhile."""
+    """Return whether a session's masks are so slow that rounds run without the session while its
+    masks are computed."""
     if constraint is None or (meter := constraint.meter) is None:
         return False
     return meter.is_slow and not constraint.failure

@@ -28,7 +28,7 @@ _SIGNS: Final = frozenset(b"+-")
 
 
 class JsonPosition(NamedTuple):
-    """Position at the end of a JSON text, as far as digits are concerned."""
+    """State at the end of a JSON text that determines how many digits may follow."""
 
     in_string: bool = False
     escaped: bool = False
@@ -36,7 +36,7 @@ class JsonPosition(NamedTuple):
     digits: int = 0
     """Number of consecutive digits at the end of the text, outside of strings."""
     in_exponent: bool = False
-    """Whether the text ends in the exponent of a number, before or behind its sign."""
+    """Whether the text ends in the exponent of a number, before or after the sign."""
 
     @property
     def digits_left(self) -> int:
@@ -63,14 +63,14 @@ class JsonPosition(NamedTuple):
 
 
 class DigitBound:
-    """Digit limit for one tokenizer; W words of a mask. Thread-safe."""
+    """Digit limit for one tokenizer. Thread-safe. In shapes, W is the number of words of a mask."""
 
     def __init__(self, tokenizer: LLTokenizer, words: int) -> None:
         self._text_of = functools.lru_cache(maxsize=1 << 16)(
             lambda token: tokenizer.decode_bytes([token])
         )
         runs = np.zeros(32 * words, dtype=np.int64)
-        """Digits with which the text of each token id begins."""
+        """Number of digits with which the text of each token id begins."""
         starts_with_zeros = np.zeros(32 * words, dtype=np.bool_)
         for token in range(tokenizer.vocab_size):
             text = tokenizer.decode_bytes([token])

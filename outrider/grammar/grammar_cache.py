@@ -39,7 +39,7 @@ _JSON_KINDS: Final = (StructuredKind.JSON_SCHEMA, StructuredKind.JSON_OBJECT)
 
 
 class CompiledGrammar:
-    """A compiled grammar; sessions begin from copies of it. Thread-safe."""
+    """A compiled grammar, whose matcher is copied for each session. Thread-safe."""
 
     def __init__(
         self,
@@ -52,17 +52,17 @@ class CompiledGrammar:
         digits: DigitBound | None = None,
         memory_bytes: int = 0,
     ) -> None:
-        """`masks`: limits of each session; `may_be_ambiguous`: see `MaskMeter`; `digits`: bounds
-        numbers, if the answer is JSON; `memory_bytes`: what the grammar takes, as far as that is
-        known."""
+        """Create a grammar. `masks` are the limits of each session. `may_be_ambiguous` is as in
+        `MaskMeter`. `digits` limits the digits of numbers if the answer is JSON. `memory_bytes` is
+        the memory of the grammar in bytes, as far as it is known."""
         self._digits = digits
         self._matcher, self._vocab_size, self._end_id = matcher, vocab_size, end_id
         self._masks, self._may_be_ambiguous = masks, may_be_ambiguous
         self.memory_bytes = memory_bytes
 
     def start_constraint(self, stop_ids: Sequence[int]) -> GrammarConstraint:
-        """Create the constraint of a new session, which the ids `stop_ids` (below the vocabulary
-        size) end."""
+        """Create the constraint of a new session. The session ends with one of `stop_ids`, which
+        must be below the vocabulary size."""
         return GrammarConstraint(
             self._matcher.deep_copy(),
             vocab_size=self._vocab_size,
@@ -74,8 +74,8 @@ class CompiledGrammar:
 
 
 class GrammarCache:
-    """Compiles grammars for one tokenizer. Thread-safe; compiling takes milliseconds to seconds, so
-    it does not belong on an event loop."""
+    """Compiles grammars for one tokenizer and caches them. Thread-safe. Compiling takes
+    milliseconds to seconds, so it must not run on an event loop."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class GrammarCache:
         limits: CompileLimits | None = None,
         masks: MaskLimits | None = None,
     ) -> None:
-        """`tokenizer_json`: the content of a tokenizer.json; `vocab_size`: of the logits, which may
-        be padded beyond the tokenizer's ids."""
+        """Create an empty cache. `tokenizer_json` is the content of a tokenizer.json. `vocab_size`
+        is the size of the logits, which may be padded beyond the tokenizer's ids."""
         self._json = tokenizer_json
         self._vocab_size = vocab_size
         self._masks = masks or MaskLimits()
@@ -110,8 +110,8 @@ class GrammarCache:
         limits: CompileLimits | None = None,
         masks: MaskLimits | None = None,
     ) -> GrammarCache | None:
-        """Create the cache for a tokenizer.json. Returns None without the file or the grammar
-        library.
+        """Create the cache for a tokenizer.json. Returns None if the file is missing or the grammar
+        library is not installed.
 
         Call it before the process serves: it takes a third of a second for 50,000 ids and blocks
         all other threads.
@@ -143,12 +143,14 @@ class GrammarCache:
     def compile_grammar(
         self, structured: StructuredOutput, cancellation: Cancellation | None = None
     ) -> CompiledGrammar:
-        """Return the grammar of a text; threads that ask for the same one share its compiling,
-        which the first one's `cancellation` ends for all.
+        """Return a compiled grammar, from the cache if possible. Threads that request the same
+        grammar at the same time share one compilation; the `cancellation` of the first of them ends
+        it for all.
 
-        Raises InvalidRequestError, with the library's reason, for what cannot be compiled within
-        the limits; FailedPreconditionError for a tokenizer that the library cannot read;
-        UnavailableError where no compile process can be started; CancelledRequestError.
+        Raises InvalidRequestError, with the library's reason, if the grammar cannot be compiled
+        within the limits; FailedPreconditionError if the library cannot read the tokenizer;
+        UnavailableError if no compile process can be started; and CancelledRequestError if the
+        compilation is cancelled.
         """
         with self._lock:
             found = self._kept.get(structured)

@@ -1,6 +1,6 @@
 """Grammar constraint: a session's state in its grammar, and the masks there and along a draft.
 
-Masks as in `outrider.grammar.constraint`.
+Masks are as in `outrider.grammar.constraint`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 class GrammarConstraint:
     """Token constraint of one session by a compiled grammar.
 
-    The ids that end the session are legal where the output is complete, and nowhere else unless
-    the grammar has them as text. Accepted tokens are never taken back; draft tokens are
-    tried and undone.
+    The session's stop ids are allowed where the output is complete. Elsewhere they are allowed only
+    if the grammar allows their text. Accepted tokens are never undone; draft tokens are entered and
+    undone.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class GrammarConstraint:
         meter: MaskMeter | None = None,
         digits: DigitBound | None = None,
     ) -> None:
-        """`matcher`: at the beginning, of this object alone; `end_id`: the id by which the matcher
-        says that the output is complete; `meter`: bounds what masks cost; `digits`: bounds the
-        digits of numbers, if the output is JSON."""
+        """Create a constraint. `matcher` must be at the start of the grammar and is used by this
+        object only. The matcher allows `end_id` where the output is complete. `meter` limits the
+        time of masks, and `digits` the digits of numbers if the output is JSON."""
         self._matcher = matcher
         self._vocab_size, self._end_id = vocab_size, end_id
         self._words = mask_words(vocab_size)
@@ -82,7 +82,8 @@ class GrammarConstraint:
         self._advance(new)
 
     def resume(self, output_ids: NDArray[np.int32]) -> None:
-        """Advance over tokens that were emitted elsewhere, regardless of their number.
+        """Advance over tokens that were emitted before this constraint was created, regardless of
+        their number.
 
         Takes up to seconds and lets other threads run meanwhile. Sets `failure` if the grammar does
         not allow a token, or if consuming the tokens takes too long.

@@ -1,8 +1,8 @@
 """Refuses JSON schemas with numbers that the grammar library cannot hold exactly. Pure.
 
 The library holds numbers in double precision and does not round decimals correctly, so that it
-would silently replace some numbers of a schema by others. A number within the bounds below is kept:
-it has as many digits as a double holds, and its power of ten is exact.
+would silently change some numbers of a schema. A number within the limits below is not changed: a
+double can hold all its digits, and its power of ten is exact.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from outrider.errors import InvalidRequestError
 MAX_INTEGER: Final = 2**53 - 1
 """Largest magnitude of an integer, written without a fraction and an exponent."""
 MAX_SIGNIFICANT_DIGITS: Final = 15
-"""Digits of a number with a fraction or an exponent, without zeros at either end."""
+"""Maximum number of digits of a number with a fraction or an exponent, without zeros at either
+end."""
 MIN_MAGNITUDE: Final = Decimal("1e-6")
 """Smallest magnitude of a number with a fraction or an exponent, other than 0."""
 MAX_MAGNITUDE: Final = Decimal("1e15")
-"""Magnitude below which a number with a fraction or an exponent must be."""
+"""Exclusive upper limit of the magnitude of a number with a fraction or an exponent."""
 ALLOWED_MAXIMA: Final = frozenset({str(2**63 - 1), str(2**64 - 1)})
-"""Values of `maximum` that are allowed all the same, because generators of schemas write them for
-64-bit integers: the library ends at 2^63 - 1 for both, so that no answer exceeds them."""
+"""Values of `maximum` that are allowed although they are not exact, because schema generators write
+them for 64-bit integers. For both the library allows integers up to 2^63 - 1, so no answer exceeds
+them."""
 MAX_SHOWN_CHARS: Final = 40
-"""Characters of a refused number that its error shows."""
+"""Maximum number of characters of a refused number that the error message shows."""
 
 _VALUES: Final = frozenset({"const", "enum"})
 """Keywords whose values are arbitrary JSON values that an answer may equal."""
@@ -37,7 +39,7 @@ _BOUNDS: Final = frozenset(
 _NAMED_SCHEMAS: Final = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )
-"""Keywords whose values are schemas by names, and the names are not keywords."""
+"""Keywords whose values map names to schemas. The names are not keywords."""
 _ANNOTATIONS: Final = frozenset({"default", "examples"})
 """Keywords whose values are data that no answer depends on."""
 
@@ -71,10 +73,10 @@ class NumberLiteral(str):
 
 
 def check_numbers(text: str) -> None:
-    """Refuse a JSON schema with numbers that the library would replace by others.
+    """Refuse a JSON schema with numbers that the library would change.
 
-    Raises InvalidRequestError with the reason INVALID_STRUCTURE, which says what is allowed. A text
-    that is not valid passes: the library says what is wrong with it.
+    Raises InvalidRequestError with the reason INVALID_STRUCTURE, which says what is allowed. A
+    malformed text passes, because the library reports what is wrong with it.
     """
     literals: list[NumberLiteral] = []
 

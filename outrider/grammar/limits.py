@@ -10,10 +10,11 @@ MAX_TIMEOUT_S: Final = 600.0
 MIN_MEMORY_MB: Final = 64
 MAX_PROCESSES: Final = 64
 MAX_FIRST_TRY_S: Final = 0.25
-"""Processor time of the first try of a grammar that a client sends to a router; one that needs more
-is compiled again, with the full limits, in a queue of its own."""
+"""Maximum processor time, in seconds, of the first try to compile a grammar that a client sends to
+a router. A grammar that needs more is compiled again, with the full limits, in a separate queue."""
 MAX_FIRST_TRY_WALL_S: Final = 1.0
-"""Seconds of the first try; more than its processor time, because a busy machine is slow."""
+"""Maximum wall-clock time of the first try in seconds. It is longer than the processor time because
+other processes may use the cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
 """Mask computation on worker threads; a job that exceeds its time budget is abandoned.
 
-The library cannot be interrupted, and one mask of an ambiguous grammar takes up to a second. So a
-matcher whose masks may be expensive is asked on a worker thread, and the caller stops waiting once
-the mask has taken its budget of processor time. Waiting for a core does not count.
+The library cannot be interrupted, and one mask of an ambiguous grammar takes up to a second. Masks
+that may be expensive are therefore computed on a worker thread, and the caller stops waiting once a
+mask has taken its budget of processor time. Time in which the worker waits for a core does not
+count.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 SLOW_SHARE: Final = 0.1
 """A mask is slow if it takes more than this share of its budget."""
 MAX_WALL_FACTOR: Final = 40.0
-"""Factor of the budget in wall-clock time after which a mask is late even without processor time,
-so that no caller waits forever."""
+"""Multiple of a mask's budget in wall-clock time after which the mask is late, regardless of its
+processor time, so that no caller waits forever."""
 _POLL_S: Final = 0.005
 """Time between two reads of a worker's processor time while a caller waits for masks, in
 seconds."""
@@ -97,8 +98,8 @@ class MaskJob:
     ) -> None:
         """Create a job.
 
-        The matcher first consumes the tokens `output` for good, then computes masks along `drafts`,
-        which are undone at the end. `words` is the number of words of a mask.
+        The matcher first consumes the tokens `output`, then computes masks along `drafts`. Only
+        `drafts` are undone at the end. `words` is the number of words of a mask.
         """
         self._matcher, self._mask_s = matcher, meter.mask_s
         self._output, self._drafts = list(output), list(drafts)

@@ -1,7 +1,7 @@
 """Compiles matchers with the grammar library, from its tokenizer, source text and limits.
 
-The compile process and the processes that serve compile by the same functions, so a text that
-compiled in one compiles in the other. No numpy, so that the compile process starts fast.
+The compile process and the serving processes use the same functions, so a text that compiled in one
+compiles in the other. The module does not import numpy, so that the compile process starts fast.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ STACK_BYTES: Final = 256 << 20
 """Stack size, in bytes, of the thread that compiles: the library recurses by rules and
 references."""
 NICE_INCREMENT: Final = 5
-"""Compiling yields to serving where both want the same core."""
+"""Increase of the niceness of compiling, so that serving has priority if both need the same
+core."""
 MAX_GRAMMAR_SYMBOLS: Final = 100_000
 INITIAL_LEXER_FUEL: Final = 1_000_000
-"""Work that building the lexer of a grammar may take; some tens of milliseconds."""
+"""Limit on the work of building a grammar's lexer, in units of the library; about some tens of
+milliseconds."""
 MAX_STEP_ITEMS: Final = 10_000
-"""Parser items that one mask may create; valid grammars in use need up to 5,000."""
+"""Maximum number of parser items that one mask may create; valid grammars in use need up to
+5,000."""
 MAX_LEXER_STATES: Final = 50_000
-"""Lexer states of one grammar, about 1 KiB each; valid grammars in use need up to 5,000."""
+"""Maximum number of lexer states of one grammar, about 1 KiB each; valid grammars in use need up to
+5,000."""
 MAX_ERROR_CHARS: Final = 500
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,32}"
 """White space allowed between the parts of a JSON value. Without a limit, a model that prefers line
@@ -45,7 +49,8 @@ _stack_size_lock = threading.Lock()
 
 
 def call_with_stack(function: Callable[[], ResultT], stack_bytes: int = STACK_BYTES) -> ResultT:
-    """Call a function in a thread with a large stack; returns or raises what the function does."""
+    """Call a function in a thread with a large stack, and return its result or raise its
+    exception."""
     results: list[ResultT] = []
     errors: list[BaseException] = []
 

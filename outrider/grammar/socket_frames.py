@@ -15,7 +15,8 @@ def write_frame(connection: socket.socket, content: bytes) -> None:
 
 
 def read_frame(connection: socket.socket) -> bytes:
-    """Receive one frame. Raises EOFError where the stream ends before it is complete, OSError."""
+    """Receive one frame. Raises OSError, and EOFError if the stream ends before the frame is
+    complete."""
     size = int.from_bytes(_read(connection, _LENGTH_BYTES), "big")
     if size > MAX_FRAME_BYTES:
         raise EOFError(f"a frame of {size} bytes")

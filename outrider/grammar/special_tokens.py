@@ -1,8 +1,8 @@
 """Hides the texts of special tokens from the grammar library. Pure.
 
-The library spells a literal as the tokenizer would, so a literal that reads like a special token,
-such as `<|im_end|>`, becomes that one control token and ends the answer in the middle. With random
-names, special tokens stay special, and the literal is spelled in ordinary tokens.
+The library tokenizes a literal as the tokenizer would. A literal with the text of a special token,
+such as `<|im_end|>`, would therefore become that control token and end the answer too early. If the
+special tokens have random texts instead, the literal becomes ordinary tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Token constraint of allowed ids and bad words, combined with a grammar if there is one.
 
-W words of a mask (`outrider.grammar.constraint`).
+In shapes, W is the number of words of a mask (`outrider.grammar.constraint`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class TokenConstraint:
     """Token constraint of one session by allowed ids and bad words, within its grammar if it has
     one. Use from one thread at a time.
 
-    Where the limits leave nothing of what the grammar allows, the grammar wins over both; where bad
-    words leave nothing of the allowed ids, the allowed ids win.
+    If the grammar allows only ids that the limits exclude, the limits are ignored. If bad words
+    exclude all allowed ids, the bad words are ignored.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Converts a GGUF file to a Hugging Face directory, with weights, configuration and tokenizer.
 
-Run as `python -m outrider.models.convert FILE.gguf DIRECTORY`; writes `[done, total]` lines, one a
-tensor. Weights are kept exactly as dequantised, in float32: a scale of 11 bits times a quantised
-value of 4 to 8 bits, plus an offset, fits neither float16 nor bfloat16.
+Run as `python -m outrider.models.convert FILE.gguf DIRECTORY`; writes a line `[done, total]` per
+tensor. The dequantised weights are stored exactly, in float32, because a scale of 11 bits times a
+quantised value of 4 to 8 bits, plus an offset, fits neither float16 nor bfloat16.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 1 with the reason on stderr when the file cannot be converted."""
+    """Convert the file and return the exit status: 1, with the reason on stderr, if it cannot be
+    converted."""
     try:
         convert(Path(arguments[0]), Path(arguments[1]))
     except OutriderError as error:

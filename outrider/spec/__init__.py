@@ -19,5 +19,5 @@ structured_output.py       Structured-output constraint of a request: kind and t
                            (torch-free).
 token_limits.py            Token limits of a request: allowed ids and bad words (torch-free).
 tree.py                    Draft trees as parallel arrays, and the validation that every received
-                           tree must pass, one by one or many at once.
+                           tree must pass.
 """

@@ -2,9 +2,9 @@
 
     digest(prefix + [t]) = mix64(digest(prefix) ^ mix64(t + TOKEN_OFFSET))
 
-mix64 is a bijection, so two prefixes of which one extends the other by a token never collide by
-construction of a step; unrelated prefixes collide with probability 2^-64. This is no defence
-against an adversary who wants a collision: a digest addresses a proposal, it proves nothing.
+mix64 is a bijection, so two different tokens appended to the same prefix never give the same
+digest. Unrelated prefixes collide with probability 2^-64. An adversary can construct collisions: a
+digest identifies the prefix of a proposal but is no proof of it.
 `outrider.engine.noise.extend_digests` is the same chain on torch int64 tensors.
 """
 

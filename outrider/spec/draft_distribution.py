@@ -28,7 +28,7 @@ class DraftDistribution:
     counts: NDArray[np.uint16]
 
     def entries(self, slot: int) -> tuple[NDArray[np.int32], NDArray[np.uint16]]:
-        """Views of a slot's ids and counts; both empty if the slot is empty."""
+        """Return views of a slot's ids and counts; both are empty if the slot is empty."""
         begin, end = int(self.offsets[slot]), int(self.offsets[slot + 1])
         return self.ids[begin:end], self.counts[begin:end]
 
@@ -41,7 +41,7 @@ class DraftDistribution:
 
 
 DistributionEntries = tuple[NDArray[np.int32], NDArray[np.uint16]]
-"""ids and counts of one slot."""
+"""Ids and counts of one slot."""
 
 
 def make_distribution(
@@ -71,9 +71,10 @@ def validate_distribution(
 ) -> None:
     """Check a distribution against its (already valid) tree. Raises InvalidMessageError.
 
-    Types and lengths; offsets rise from 0 to M; ids in range and strictly increasing within a
-    slot; counts >= 1; a slot is filled if and only if its node has children; every child's token
-    is among its parent's ids (a token outside cannot have been drawn from that distribution).
+    A valid distribution has arrays of the right types and lengths, offsets that rise from 0 to M,
+    ids in [0, vocab_size) that strictly increase within a slot, and counts >= 1. A slot has entries
+    if and only if its node has children. Every child's token is among its parent's ids, because
+    other tokens cannot have been drawn from that distribution.
     """
     for name, array, dtype in (
         ("offsets", distribution.offsets, np.int32),

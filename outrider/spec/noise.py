@@ -8,22 +8,25 @@ Definition, modulo 2^64 (mix64 and GOLDEN64: `outrider.spec.mix64`):
     U = (floor(bits / 2^12) + 1/2) * 2^-52        an odd multiple of 2^-53, exact in float64
     G = -log(-log U)                              Gumbel(0, 1), in [-3.61, 36.74]
 
-The seed and the digests are 8 bytes, least significant first. From bits one gets back to a stream's
-key, mix64 being invertible, but from there to the seed or to another stream only by trying seeds:
-so a drafter may hold the key of the stream that it draws from and does not learn the random draws
-that judge its drafts, as long as the seed itself cannot be guessed.
+The seed and the BLAKE2b output are 8 bytes, least significant first. mix64 is invertible, so a
+stream's key can be computed from noise bits. The seed and the keys of other streams can be found
+only by trying seeds. A drafter may therefore hold the key of the stream from which it draws: it
+does not learn the random draws that decide on its drafts, as long as the seed cannot be guessed.
 
-So the ids of one position read one SplitMix64 sequence whose state is the key: a kernel needs
-one multiply-add and one finaliser an id, and no state. U takes the top 52 bits and not 53: with
-53 the sum `x + 1/2` rounds in float64 and U = 1 would be possible. Here 0 < U < 1 always.
+The bits of the ids at one position are a SplitMix64 sequence whose initial state is the key, so a
+kernel needs one multiply-add and one mix64 per id, and no state. U uses the top 52 bits instead of
+53, because with 53 bits the sum `x + 1/2` is rounded in float64 and U = 1 would be possible. With
+52 bits, 0 < U < 1 always holds.
 
-The integer part is the same everywhere (numpy here, torch in `outrider.engine.noise`); log may
-differ by an ulp between platforms, which can cost acceptance at a near tie but never exactness.
+The integer arithmetic gives the same results everywhere (numpy here, torch in
+`outrider.engine.noise`). The logarithm may differ by an ulp between platforms, which can lower the
+acceptance rate at near ties but never makes the output inexact.
 
-The four streams have different keys and are used once per position each: TARGET chooses the token
+The four streams have different keys, and each is used once per position: TARGET chooses the token
 in coupled sampling (and the drafter's guess of it), DRAFT draws the children of a proposal from the
-draft distribution, ACCEPT gives the random draws, RECOVER draws the token emitted after a rejection
-and the bonus token. Sharing two of them biases the output.
+draft distribution, ACCEPT gives the random draws of the acceptance tests, and RECOVER draws the
+token emitted after a rejection and the bonus token. Using one stream for two purposes would bias
+the output.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Speculation plan of a session: draft method, tree shape and look-ahead (torch-free).
 
-The router decides it.
+The router chooses the plan.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ MAX_DRAFT_TOKENS = 256
 MAX_DRAFT_TOP_K = 32
 MAX_PROPOSAL_TIMEOUT_MS = 60_000
 MAX_LOOK_AHEAD = 1
-"""Rounds that may be drafted ahead: the outcomes of an outcome are too many to pay."""
+"""Maximum number of rounds that may be drafted ahead. Two rounds would need drafts for every
+outcome of every outcome, which costs too much."""
 MAX_FAN_OUT = 64
 
 
 def default_depth(num_nodes: int) -> int:
-    """Default number of levels of a tree of `num_nodes` nodes: 4 for 7 nodes, 5 for 16, 6 for 32, 7
-    for 64.
+    """Return the default number of levels of a tree of `num_nodes` nodes: 4 for 7 nodes, 5 for 16,
+    6 for 32, 7 for 64.
 
-    Fewer levels are cheaper to draft, but the lost acceptance costs more: SmolLM2-135M's trees of 7
-    emit 3.10 tokens a round at T = 0 with 3 levels and 3.37 with 4 (14 prompts, 80 tokens).
+    Fewer levels are cheaper to draft, but the lower acceptance costs more: with trees of 7 nodes,
+    SmolLM2-135M emits 3.10 tokens per round with 3 levels and 3.37 with 4 at temperature 0 (14
+    prompts, 80 tokens).
     """
     return max(2, (num_nodes + 1).bit_length())
 
@@ -67,21 +69,23 @@ class SpeculationPlan:
     """Speculation settings of one session."""
 
     method: DraftMethod = DraftMethod.NONE
-    """Draft source; `none` decodes plainly."""
+    """Draft method; `none` decodes without drafts."""
     draft_tokens: int = 4
-    """Nodes of a proposal, the root not counted. In [0, 256]."""
+    """Number of nodes of a proposal, without the root, in [0, 256]."""
     top_k: int = 1
-    """Children tried per expanded node; 1 drafts a chain. In [1, 32]."""
+    """Number of children of an expanded node, in [1, 32]; 1 drafts a chain."""
     depth: int = 0
-    """Levels of a tree; 0 lets the drafter choose. A chain's depth is draft_tokens."""
+    """Number of levels of a tree; 0 lets the drafter choose. A chain always has draft_tokens
+    levels."""
     look_ahead: int = 0
-    """Rounds drafted ahead of the verdict, in [0, 1]; 0 is lock-step. If the verifier's planner
-    decides, 1 allows look-ahead but does not force it."""
+    """Number of rounds that are drafted ahead of the verdict, in [0, 1]; with 0, drafting waits for
+    each verdict. If the verifier's planner decides, 1 allows look-ahead but does not force it."""
     fan_out: int = 0
-    """Predicted outcomes pre-drafted per round when look_ahead > 0, in [0, 64]; 0 lets the drafter
-    choose."""
+    """Number of predicted outcomes per round for which drafts are made ahead if look_ahead > 0, in
+    [0, 64]; 0 lets the drafter choose."""
     proposal_timeout_ms: int = 1000
-    """Longest wait of a row for its proposal before it decodes plainly."""
+    """Maximum time in milliseconds that a session waits for its proposal before it decodes without
+    drafts."""
 
     def __post_init__(self) -> None:
         _require(

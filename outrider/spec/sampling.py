@@ -58,10 +58,11 @@ def _check_bias(entries: tuple[tuple[int, float], ...]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Validated sampling parameters; the logits processor of both sides reads nothing else."""
+    """Validated sampling parameters: the only settings that the logits processors of verifier and
+    drafter use."""
 
     temperature: float = 0.0
-    """0 decodes greedily; otherwise logits are divided by it. In [0, 100]."""
+    """Divisor of the logits, in [0, 100]; 0 decodes greedily."""
     top_k: int = 0
     """Keep the k largest logits; 0 keeps all."""
     top_p: float = 1.0
@@ -69,11 +70,11 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop ids less probable than min_p times the most probable one. In [0, 1]."""
     repetition_penalty: float = 1.0
-    """CTRL's penalty over prompt and output ids; positive, 1 is off."""
+    """Repetition penalty of CTRL over prompt and output ids; positive, and 1 disables it."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of every id in the output. In [-2, 2]."""
+    """Amount subtracted once from the logit of every id in the output, in [-2, 2]."""
     frequency_penalty: float = 0.0
-    """Subtracted per occurrence in the output. In [-2, 2]."""
+    """Amount subtracted from an id's logit for each occurrence in the output, in [-2, 2]."""
     banned_ids: tuple[int, ...] = ()
     """Token ids that are never emitted."""
     logit_bias: tuple[tuple[int, float], ...] = ()

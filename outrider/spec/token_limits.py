@@ -20,9 +20,9 @@ def _require(ok: bool, message: str, param: str = "") -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimits:
-    """Allowed ids and bad words of a request: a function of the emitted tokens alone.
+    """Allowed ids and bad words of a request. What they exclude depends only on the emitted tokens.
 
-    Raises InvalidRequestError for limits that limit nothing and for those beyond the bounds.
+    Raises InvalidRequestError if both are empty or one exceeds its maximum size.
     """
 
     allowed_ids: tuple[int, ...] = ()

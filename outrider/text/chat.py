@@ -18,12 +18,13 @@ from outrider.text.generation_block import GenerationBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """End of a conversation's rendered text. InvalidRequestError for both options at once."""
+    """Options for the end of a conversation's rendered text. Raises InvalidRequestError if both are
+    set."""
 
     add_generation_prompt: bool = True
-    """The text goes on to where the assistant's next answer begins."""
+    """Whether the text ends where the assistant's next answer begins."""
     continue_final_message: bool = False
-    """The text ends with the content of the last message, which the model is to continue."""
+    """Whether the text ends with the content of the last message, which the model continues."""
 
     def __post_init__(self) -> None:
         if self.add_generation_prompt and self.continue_final_message:
@@ -34,14 +35,14 @@ class ChatOptions:
 
 
 NEXT_ANSWER = ChatOptions()
-"""The text ends where the assistant's next answer begins."""
+"""Options with which the text ends where the assistant's next answer begins."""
 
 
 class ChatTemplate:
-    """A compiled chat template. A default system message is the template's own business."""
+    """A compiled chat template. Default system messages come only from the template itself."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` maps names such as `bos_token` to their text.
+        """Compile a template. `special_tokens` maps names such as `bos_token` to their texts.
 
         Raises InvalidRequestError if `source` is not a template.
         """
@@ -66,8 +67,8 @@ class ChatTemplate:
     ) -> str:
         """Return the conversation as text.
 
-        Raises InvalidRequestError if the template refuses the messages, or if a last message to
-        continue does not appear in the text.
+        Raises InvalidRequestError if the template refuses the messages, or if the last message is
+        to be continued and does not appear in the text.
         """
         if not options.continue_final_message:
             return self._render(messages, add_generation_prompt=options.add_generation_prompt)

@@ -19,7 +19,7 @@ _SAMPLES = (
 )
 """Conversations that show how a template writes its special tokens."""
 _ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
-"""Roles of the API's own; any other one is a text of the client's choice."""
+"""Roles that the API defines. Any other role is text from the client."""
 
 
 class PlainChat:
@@ -35,7 +35,8 @@ class PlainChat:
     def __init__(
         self, source: str, names: Mapping[str, str], tokens: SpecialTokens, usual: ChatTemplate
     ) -> None:
-        """`source` and `names` (`bos_token` and others to their text) are those of `usual`."""
+        """Create a template from `usual`. `source` is its source, and `names` maps names such as
+        `bos_token` to the texts of its special tokens."""
         self._tokens = tokens
         self._template = usual
         self._is_marked = False

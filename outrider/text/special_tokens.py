@@ -20,9 +20,9 @@ _NONCE_BITS: Final = 96
 class SpecialTokens:
     """A copy of a tokenizer in which every special token has a private name.
 
-    A text that is encoded by the copy may hold the usual strings of special tokens
-    (`<|im_end|>`): they are ordinary text there, and only private names become special ids. The
-    ids of both tokenizers are the same. Names hold a random number, so clients cannot guess them.
+    For the copy, the usual strings of special tokens (`<|im_end|>`) are ordinary text, and only
+    private names become special ids. The ids of both tokenizers are the same. Names contain a
+    random number, so clients cannot guess them.
     """
 
     def __init__(self, raw: bytes) -> None:
@@ -67,8 +67,8 @@ class SpecialTokens:
         return self._string.sub(lambda found: self._names[self._number[found[0]]], text)
 
     def hide(self, text: str) -> str:
-        """Return `text` with placeholders in place of the strings of special tokens; `mark` leaves
-        placeholders alone, and for `encode` and `unmark` they stand for these strings."""
+        """Return `text` with placeholders in place of the strings of special tokens. `mark` does
+        not change placeholders; `encode` and `unmark` replace them by the strings."""
         return self._string.sub(lambda found: self._hidden[self._number[found[0]]], text)
 
     def unmark(self, text: str) -> str:
@@ -76,12 +76,12 @@ class SpecialTokens:
         return self._any.sub(self._string_of, text)
 
     def marked_ids(self, text: str) -> list[int]:
-        """Ids of the private names in `text`, in their order."""
+        """Return the ids of the private names in `text`, in order."""
         return [self._ids[int(number)] for number in self._name.findall(text)]
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of a marked text, without those that open a document: private names give special
-        ids, everything else ordinary ones."""
+        """Return the ids of a marked text. Private names become special ids, and everything else
+        becomes ordinary ids. No BOS or other document ids are added."""
         shown = self._concealed.sub(self._string_of, text)
         # The call for one text would hold up all other threads.
         (found,) = self._fast.encode_batch_fast([shown], add_special_tokens=False)

@@ -33,7 +33,7 @@ class StopStringFilter:
         """The stop string that ended the text."""
 
     def push_text(self, text: str, *, may_end: bool = True) -> str:
-        """Add text; returns the text that is safe to show now, and nothing after a match.
+        """Add text and return the text that can be shown now; "" after a match.
 
         `may_end`: whether a stop string that `text` completes ends the answer.
         """
@@ -56,7 +56,8 @@ class StopStringFilter:
         return "" if self._include else held
 
     def _first_match(self, text: str, num_old: int) -> tuple[int, str] | None:
-        """(end, text) of the stop string that is complete first after `num_old` characters."""
+        """Return (end, text) of the stop string that is complete first after `num_old`
+        characters."""
         best: tuple[int, str] | None = None
         for stop in self._stops:
             start = text.find(stop, max(0, num_old + 1 - len(stop)))
@@ -65,7 +66,8 @@ class StopStringFilter:
         return best
 
     def _partial_len(self, text: str) -> int:
-        """Length of the longest suffix of `text` that begins a stop string."""
+        """Return the length of the longest suffix of `text` that is the beginning of a stop
+        string."""
         longest = min(len(text), len(self._stops[0]) - 1)
         for length in range(longest, 0, -1):
             suffix = text[-length:]

@@ -2,7 +2,7 @@
 
 The decoders of the served model families (byte-level BPE; SentencePiece with byte fallback) are
 concatenations of per-token bytes, apart from a space stripped at the very start. Working on bytes
-makes incremental detokenizing exact: the text of a stream is the text of the whole.
+makes incremental detokenizing exact: the pieces of a stream together equal the text of all its ids.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TokenByteTable:
         self._byte_fallback = byte_fallback
         self._replacements = replacements
         self.strip_start = strip_start
-        """Spaces removed from the start of a whole text."""
+        """Number of spaces that are removed from the start of a whole text."""
         added = fast.get_added_tokens_decoder()
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
         self._cache: dict[int, bytes] = {}
@@ -61,7 +61,8 @@ class TokenByteTable:
 
     @classmethod
     def from_tokenizer(cls, fast: FastTokenizer) -> TokenByteTable:
-        """Read the tokenizer's decoder; FailedPreconditionError if it is of another kind."""
+        """Create the table of a tokenizer. Raises FailedPreconditionError if its decoder is not
+        supported."""
         if fast.decoder is None:
             raise _unsupported("none")
         spec = json.loads(fast.decoder.__getstate__())

@@ -28,18 +28,20 @@ LONG_INPUT = 4_000
 on a thread, where other threads can run meanwhile."""
 _PIECE_CHARS = 1 << 14
 _MAX_CHARS_PER_TOKEN = 8
-"""Texts with fewer characters for each token that is allowed are encoded without a look ahead."""
+"""A text with at most this many characters per allowed token is encoded without a check of its
+length."""
 _MAX_EXCESS = 1.25
-"""A text is refused by the tokens of its pieces if these exceed the bound by this factor. Tokens
-differ only around the cuts, by a few of the hundreds that a piece has."""
+"""A text is refused if its pieces together have more tokens than this multiple of the limit plus
+LONG_INPUT. The pieces' tokens differ from those of the whole text only at the cuts, by a few of the
+hundreds of tokens in a piece."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def tokenizer_hash(path: str | Path) -> str:
     """Return the sha256 (hexadecimal) of the bytes of tokenizer.json.
 
-    `path` is that file or the model directory that holds it; a GGUF file has its tokenizer
-    beside it. Returns "" where there is none, which peers take as "unknown".
+    `path` is that file or the model directory that holds it; a GGUF file has its tokenizer beside
+    it. Returns "" if there is none, which peers treat as unknown.
     """
     file = tokenizer_file(path)
     if not file.is_file():
@@ -56,7 +58,7 @@ def tokenizer_file(path: str | Path) -> Path:
 
 
 class Tokenizer:
-    """Text to ids and back, the chat template, and the ids that end a turn. Thread-safe."""
+    """Tokenizer, chat template and end-of-turn ids of a model. Thread-safe."""
 
     def __init__(
         self,
@@ -88,8 +90,8 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         """Load from a model directory (or the path of tokenizer.json).
 
-        Raises NotFoundError without a tokenizer.json, InvalidRequestError for a broken file,
-        FailedPreconditionError for a decoder that cannot be streamed.
+        Raises NotFoundError if there is no tokenizer.json, InvalidRequestError for a broken file,
+        and FailedPreconditionError for a decoder that cannot be streamed.
         """
         from tokenizers import Tokenizer as FastTokenizer
 
@@ -135,11 +137,12 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> tuple[int, ...]:
-        """Ids of `text`; with `add_special_tokens` also those that open a document (a BOS).
+        """Return the ids of `text`, with `add_special_tokens` including those that open a document
+        (BOS).
 
-        A text that has far more than `max_tokens` tokens raises InvalidRequestError
-        (PROMPT_TOO_LONG), in time that grows with `max_tokens` and not with the text. A text that
-        has a few more is encoded.
+        Raises InvalidRequestError (PROMPT_TOO_LONG) for a text with far more than `max_tokens`
+        tokens, in a time that depends on `max_tokens` but not on the length of the text. A text
+        with only a few tokens more is encoded.
         """
         if len(text) <= LONG_INPUT:
             return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -173,13 +176,14 @@ class Tokenizer:
         parse_special_tokens: bool = False,
         max_tokens: int | None = None,
     ) -> tuple[int, ...]:
-        """Ids of a conversation ({"role", "content"} each), which `options` say the end of.
+        """Return the ids of a conversation; each message has "role" and "content". See
+        `ChatOptions` for `options`.
 
-        The template writes its own special tokens, and its own default system message. The string
-        of a special token in a message is ordinary text, unless `parse_special_tokens` makes it
-        that token; a conversation without such strings has the same ids in both cases.
-        `max_tokens` is that of `encode`. Raises InvalidRequestError if the model has no template
-        or the template refuses.
+        The template writes its own special tokens and its own default system message. The string of
+        a special token in a message is ordinary text, or with `parse_special_tokens` the special
+        token; a conversation without such strings has the same ids in both cases. `max_tokens` is
+        as in `encode`. Raises InvalidRequestError if the model has no template or the template
+        refuses the messages.
         """
         if self._template is None:
             raise InvalidRequestError(
@@ -198,7 +202,8 @@ class Tokenizer:
         return tokens.encode(text)
 
     def decode(self, token_ids: Sequence[int], *, with_special: bool = False) -> str:
-        """Text of `token_ids` at once, special tokens left out unless asked for."""
+        """Return the complete text of `token_ids`, with special tokens only if `with_special` is
+        set."""
         ids, skip = list(token_ids), not with_special
         if len(ids) <= LONG_INPUT:
             return self._fast.decode(ids, skip_special_tokens=skip)

@@ -78,13 +78,13 @@ class _InProcessEnd(Generic[SendT, ReceiveT]):
         self._inbox.close(closed, discard=True)
 
     def end(self, error: OutriderError) -> None:
-        """The peer reads what was sent, then this error; both sides can send no more."""
+        """End both directions. The peer receives the messages sent so far, then `error`."""
         self._outbox.close(error)
         self._inbox.close(_lost(self._peer))
 
 
 class _InProcessHost:
-    """What runs on behalf of one address."""
+    """Endpoints of one address, with their tasks and connections."""
 
     def __init__(self) -> None:
         self.verifier: VerifierEndpoint | None = None
@@ -99,7 +99,7 @@ class _InProcessHost:
         return task
 
     async def die(self, address: str) -> None:
-        """Break everything that others hold of this address, then end what is left."""
+        """Break all connections to this address, then cancel the tasks that do not end in time."""
         for end in list(self.ends):
             end.end(_lost(address))
         if self.tasks:
@@ -141,7 +141,7 @@ class InprocNetwork:
         return InprocDialer(self)
 
     def process(self, address: str) -> _InProcessHost:
-        """Return the endpoint at an address. Raises UnavailableError if there is none."""
+        """Return the host of an address. Raises UnavailableError if there is none."""
         process = self._processes.get(address)
         if process is None:
             raise UnavailableError(f"nothing serves {address}", reason="UNREACHABLE")
@@ -202,7 +202,7 @@ def open_local_sessions(endpoint: VerifierEndpoint) -> RouterConnection:
 
 
 _LOCAL: set[asyncio.Task[None]] = set()
-"""Endpoints that serve a local stream; they end with it."""
+"""Tasks in which endpoints serve local streams; a task ends with its stream."""
 
 
 def make_byte_pipe(
@@ -230,7 +230,7 @@ def _found(endpoint: EndpointT | None, kind: str, address: str) -> EndpointT:
 
 @contextmanager
 def _typed_errors() -> Generator[None]:
-    """What a bug in the endpoint looks like from another process."""
+    """Convert errors to those that a caller in another process would receive."""
     try:
         yield
     except Exception as error:

@@ -66,8 +66,7 @@ class ExchangeConnection(Protocol[SendT, ReceiveT]):
         """Return the messages that `receive` would give without waiting, up to the first malformed
         one.
 
-        What stopped it, a malformed message or the loss of the connection, is raised by the
-        `receive` that comes to it.
+        The error of a malformed message, or of a lost connection, is raised by a later `receive`.
         """
         ...
 
@@ -94,19 +93,20 @@ class VerifierControl(Protocol):
         ...
 
     async def sessions(self) -> RouterConnection:
-        """Open a stream of sessions; closing or losing it ends all that were opened on it.
+        """Open a session stream. Its sessions end when the stream is closed or lost.
 
-        Raises UnavailableError. `outrider.transport.session_stream` follows sessions over it.
+        Raises UnavailableError. `outrider.transport.session_stream` has a client for the stream.
         """
         ...
 
     def open_session(self, spec: SessionSpec) -> AsyncIterator[SessionEvent]:
-        """Follow one session by itself, on a stream shared by all that are followed so.
+        """Open a session and yield its events. All sessions that are opened in this way share one
+        stream.
 
-        An async generator (use `contextlib.aclosing`); closing it closes the session. Its first
-        step raises InvalidRequestError (ids out of range, too long), AlreadyExistsError or
-        ResourceExhaustedError (does not fit now); any step raises UnavailableError (verifier
-        lost).
+        This is an async generator (use `contextlib.aclosing`); closing it ends the session. Its
+        first step raises InvalidRequestError if ids are out of range or the session is too long,
+        AlreadyExistsError, or ResourceExhaustedError if the session does not fit now. Any step
+        raises UnavailableError if the verifier is lost.
         """
         ...
 

@@ -32,7 +32,7 @@ messages.py                Internal messages between router, verifier and drafte
                            dataclasses.
 pool_codec.py              Codec of the messages of `PoolService`: adding and removing drafters.
 round_codec.py             Codec of `Verdicts` and `Proposals` that avoids copies of arrays.
-rounds.py                  Messages of a whole round or draft batch: columns with one entry a
+rounds.py                  Messages of a whole round or draft batch: columns with one entry per
                            session.
 server_info.py             Self-description of a verifier or drafter: identity, capacity, load.
 server_info_codec.py       Codec of abort requests, server info and the model list of the public

@@ -1,13 +1,13 @@
 """Public entry point of `outrider.wire`: every internal message to bytes and back.
 
-    encode_X(message) -> bytes        never fails on a valid dataclass; the same bytes every time
-    decode_X(bytes) -> message        InvalidMessageError for anything else than a valid message
-    encode_verdicts(verdicts)         their bytes in pieces, features without a copy
-    encode_Xs(messages) -> frames     several exchange messages a frame
-    decode_Xs(frame) -> messages      the InvalidMessageError in a malformed one's place
+    encode_X(message) -> bytes        never fails on a valid dataclass; deterministic
+    decode_X(bytes) -> message        raises InvalidMessageError for anything but a valid message
+    encode_verdicts(verdicts)         returns the bytes in pieces; features are not copied
+    encode_Xs(messages) -> frames     joins several exchange messages into a frame
+    decode_Xs(frame) -> messages      returns an InvalidMessageError for each malformed message
 
-Decoding bounds every size and checks every field that means the same to all receivers. The reader
-checks the entries of a round (`valid_proposals` for a verifier).
+Decoding limits every size and checks every field whose valid values are the same for all receivers.
+The receiver checks the entries of a round (a verifier by `valid_proposals`).
 """
 
 from __future__ import annotations

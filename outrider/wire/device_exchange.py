@@ -15,7 +15,7 @@ from outrider.wire.arrays import TensorDtype
 
 
 class MemoryKind(StrEnum):
-    """Memory that a pair's exchange buffers are in."""
+    """Memory that contains the exchange buffers of a verifier and a drafter."""
 
     DEVICE = "device"
     """Memory of a device, which the other device maps."""
@@ -60,9 +60,10 @@ class ReplicaOffer:
     memory: MemoryKind
     """Memory that the verifier wants the exchange buffers in."""
     fan_out: int = 0
-    """Number of outcomes per session that are drafted while a round runs; 0 disables look-ahead."""
+    """Number of outcomes per session for which drafts are made while a round runs; 0 disables
+    look-ahead."""
     ahead_rows: int = 0
-    """Largest number of decode rows in a round for which outcomes are drafted."""
+    """Largest number of decode rows in a round with look-ahead."""
     gpu: str = ""
     """UUID of the verifier's GPU; empty on a CPU. A drafter on the same GPU refuses the replica."""
 
@@ -117,7 +118,7 @@ class ReplicaRoundLaunched:
     is_sampled: bool
     """Whether any session processes its draft logits or draws its drafts."""
     is_ahead: bool = False
-    """Whether outcomes of the next round are drafted for while it runs."""
+    """Whether drafts for outcomes of the next round are made while that round runs."""
     has_rejection: bool = False
     """Whether any session uses the rejection rule, so that its drafts need distributions. Only set
     in a round with `is_sampled`.

@@ -272,7 +272,7 @@ class VerifierSummary:
     draining: bool = False
     """Whether the verifier refuses new sessions because it is about to stop."""
     waiting_sessions: int = 0
-    """Sessions without KV: preempted, or not started."""
+    """Number of sessions without KV: preempted, or not started."""
     preemptions_swap: int = 0
     """Preemptions since the start whose KV was swapped to host memory."""
     preemptions_recompute: int = 0

@@ -1,7 +1,7 @@
 """Codec of the public API's requests; `inference_response_codec` has the answers.
 
-`*_from_pb` validate the received message (InvalidMessageError, an InvalidRequestError); `*_to_pb`
-turn values that the contract cannot hold into InvalidRequestError.
+`*_from_pb` raise InvalidMessageError, a subclass of InvalidRequestError, for invalid messages.
+`*_to_pb` raise InvalidRequestError for values that do not fit their protobuf fields.
 """
 
 from __future__ import annotations

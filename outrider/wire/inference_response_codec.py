@@ -1,6 +1,6 @@
 """Codec of responses of the inference API: generate results, stream events and resumed streams.
 
-`*_from_pb` validate the received message (InvalidMessageError, an InvalidRequestError).
+`*_from_pb` raise InvalidMessageError, a subclass of InvalidRequestError, for invalid messages.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ MAX_NODES = MAX_DRAFT_TOKENS
 MAX_ROUND_SESSIONS = 4096
 """Largest number of entries in one message of verdicts or proposals."""
 MAX_HANDLES = 1 << 20
-"""Number of session handles of a connection; every handle is smaller."""
+"""Exclusive upper limit of the session handles of a connection."""
 MAX_DISTRIBUTION_ENTRIES = 1 << 22
 """Largest number of (id, count) pairs in all draft distributions of a message."""
 MAX_VOCAB_SIZE = 1 << 24
@@ -52,27 +52,28 @@ MAX_ERROR_BYTES = 8192
 replica.
 """
 MAX_REPLICA_SLOTS = 1 << 16
-"""Session slots of a replica, its padding slot left out."""
+"""Largest number of session slots of a replica, without its padding slot."""
 MAX_ROUND_ROWS = 1 << 16
-"""Decode rows of a round that a replica follows."""
+"""Largest number of decode rows in a round of a replica."""
 MAX_ROUND_CHUNKS = 1024
-"""Prefill chunks of a round that a replica follows."""
+"""Largest number of prefill chunks in a round of a replica."""
 MAX_CHUNK_TOKENS = 1024
-"""Tokens of one of these prefill chunks."""
+"""Largest number of tokens in a prefill chunk of a replica."""
 MAX_DRAFT_LENGTH = 64
-"""Tokens of a draft chain of a replica."""
+"""Largest number of tokens in a draft chain of a replica."""
 MAX_SLOT_ENTRIES = 4096
-"""Entries of one draft distribution of a replica."""
+"""Largest number of entries in a draft distribution of a replica."""
 MAX_EXCHANGE_DEPTH = 64
-"""Rounds that a verifier may be ahead of a replica."""
+"""Largest number of rounds by which a verifier may be ahead of a replica."""
 MAX_FAN_OUT = 64
-"""Outcomes of a round that a replica drafts for, a session."""
+"""Largest number of outcomes per session and round for which a replica makes drafts."""
 MAX_AHEAD_ROWS = 64
+"""Largest number of decode rows in a round with look-ahead of a replica."""
 MAX_GPU_BYTES = 64
-"""Decode rows of a round whose outcomes a replica drafts for."""
+"""Largest size in bytes of the UUID of a GPU."""
 MAX_KV_BLOCKS = 1 << 24
-"""KV blocks of a verifier's pool."""
+"""Largest number of KV blocks in a verifier's pool."""
 MAX_BLOCK_TOKENS = 1024
-"""KV slots of a block."""
+"""Largest number of KV slots (tokens) in a block."""
 MAX_TABLE_BLOCKS = 1 << 20
-"""Blocks of a session's block table."""
+"""Largest number of blocks in a session's block table."""

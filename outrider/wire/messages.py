@@ -61,9 +61,10 @@ class Hello:
     protocol_version: int
     drafter_id: DrafterId
     incarnation: str
-    """Random per process start; tells a restarted drafter from a stalled one."""
+    """Random value of each process start, which distinguishes a restarted drafter from a stalled
+    one."""
     vocab_size: int
-    """Size of the id space that drafts are written in; must equal the verifier's."""
+    """Vocabulary size of the token ids in drafts; must equal the verifier's."""
     tokenizer_hash: str
     """sha256 of tokenizer.json, "" if the drafter has none (then only vocab_size is compared)."""
     methods: tuple[DraftMethod, ...]
@@ -78,7 +79,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Says that the sender's event loop is alive; `sequence` counts up."""
+    """Shows that the sender's event loop is alive. `sequence` increases with every heartbeat."""
 
     sequence: int
 
@@ -142,7 +143,8 @@ class ShmOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """The verifier's answer to `Hello`; a misfit is answered by an error status instead."""
+    """The verifier's answer to `Hello`. An incompatible drafter receives an error status
+    instead."""
 
     protocol_version: int
     verifier_id: VerifierId
@@ -167,7 +169,8 @@ class SessionStart:
     max_len: int
     """Upper bound of the session's length in tokens (prompt + output)."""
     prompt_len: int
-    """Tokens of the prefix that are prompt (penalties treat prompt and output differently)."""
+    """Number of tokens of the prefix that belong to the prompt (penalties treat prompt and output
+    differently)."""
     structured_output: StructuredOutput | None = None
     """Grammar of the output; None if unrestricted."""
     stop_token_ids: tuple[int, ...] = ()
@@ -177,7 +180,7 @@ class SessionStart:
     token_limits: TokenLimits | None = None
     """Restrictions of the output's token ids; None if there are none."""
     traceparent: str = ""
-    """As in `SessionSpec`."""
+    """W3C Trace Context of the parent of the session's spans; "" if the session is not traced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +193,7 @@ class PlanChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnd:
-    """The session is over for this drafter; free its state."""
+    """The drafter no longer serves the session and must free its state."""
 
     handle: int
 
@@ -238,7 +241,7 @@ class SessionSpec:
     sampling: SamplingParams
     plan: SpeculationPlan
     drafter_id: DrafterId | None = None
-    """The drafter that serves the session; None decodes plainly."""
+    """The drafter that serves the session; None decodes without drafts."""
     priority: int = 0
     """Priority in [-MAX_PRIORITY, MAX_PRIORITY]. Higher priorities are served first and may preempt
     lower ones.
@@ -354,7 +357,7 @@ class SessionEvents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFailure:
-    """A session was refused or failed; nothing follows for it."""
+    """A session was refused or failed; no further messages about it follow."""
 
     handle: int
     code: str

@@ -4,7 +4,7 @@ Both are protobuf messages (`exchange.proto`) whose arrays are `bytes` fields. T
 writes their outermost fields itself: encoding copies each array once and features not at all, and
 decoded arrays are views of the received bytes unless stated otherwise.
 
-Shapes: S entries. Decoding only checks that all lengths agree. The receiver checks the single
+Shapes: S entries. Decoding only checks that all lengths agree. The receiver checks the individual
 entries, because it knows its vocabulary and the session that an invalid entry belongs to.
 """
 

@@ -1,8 +1,9 @@
-"""Messages of a whole round or draft batch: columns with one entry a session.
+"""Messages of a whole round or draft batch: columns with one entry per session.
 
-S entries; T tokens, N nodes, F feature rows of all entries together; H feature width. An entry owns
-a consecutive part of each flat array, in the order of the entries. Decoded arrays are read-only
-views of the received bytes. `Verdict` and `Proposal` are single entries.
+In shapes, S is the number of entries; T, N and F are the numbers of tokens, nodes and feature rows
+of all entries together; and H is the feature width. Each entry owns a consecutive part of each flat
+array, in the order of the entries. Decoded arrays are read-only views of the received bytes.
+`Verdict` and `Proposal` are single entries.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ ScalarT = TypeVar("ScalarT", bound=np.generic)
 class Verdict:
     """Committed tokens of one session, and features of positions with written KV.
 
-    Prefill is a verdict too: its tokens are the prompt and the first sampled token. A chunked
-    prefill is told chunk by chunk; only the last one has `draft_wanted`. Invariant after each
-    verdict with features: num_features == num_tokens - 1 (the root's KV is unwritten) once
-    prefill is complete.
+    The result of a prefill is a verdict too: its tokens are the prompt and the first sampled token.
+    A chunked prefill gives one verdict per chunk; only the last one has `draft_wanted`. Invariant
+    after each verdict with features: num_features == num_tokens - 1 (the root's KV is unwritten)
+    once prefill is complete.
     """
 
     handle: int
@@ -133,10 +134,11 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Proposal:
-    """A draft tree of one session, usable iff `prefix_digest` is the session's current one.
+    """A draft tree of one session. It can be used only if `prefix_digest` is the session's current
+    one.
 
-    A tree without nodes says that there is no draft for this prefix: the verifier decodes it
-    plainly at once instead of waiting for its proposal timeout to end.
+    A tree without nodes means that there is no draft for this prefix, so that the verifier decodes
+    without drafts at once instead of waiting for the proposal timeout.
     """
 
     handle: int

@@ -32,7 +32,7 @@ class AttachedDrafter:
     unknown.
     """
     same_host: bool = False
-    """Whether it is known to be on the verifier's host."""
+    """Whether the drafter is known to be on the verifier's host."""
     answers: int = 0
     """Number of usable proposals since the verifier started."""
     proposal_timeouts: int = 0
@@ -142,7 +142,7 @@ class DrafterInfo:
     feature_fingerprint: str
     sessions: int
     verifiers: tuple[str, ...]
-    """Addresses of the verifiers it is connected to."""
+    """Addresses of the verifiers to which the drafter is connected."""
     draft_ms_p50: float = 0.0
     handicap: str = ""
     """How benchmarks slow the drafter down; empty otherwise."""

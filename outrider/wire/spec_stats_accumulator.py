@@ -50,12 +50,13 @@ def add_round(
 ) -> SpecStats:
     """Return the statistics after one more round.
 
-    proposed: nodes verified; accepted_len: nodes accepted (<= proposed); emitted: tokens that
-    reached the stream, usually accepted_len + 1, fewer when a stop cut the round short; fallback:
-    the plan is speculative but there was no proposal; target_only: the rejection rule was asked for
-    and judged without its draft distribution; planned: flags of what the planner had in force, 0
-    where it decides nothing; looked_ahead: the plan has look-ahead, and a proposal was used or
-    wanted in vain; hit: it had come before its prefix did.
+    `proposed` is the number of draft nodes verified, and `accepted_len` the number accepted (<=
+    proposed). `emitted` is the number of tokens that reached the stream: usually accepted_len + 1,
+    fewer if a stop ended the session. `fallback` says that the plan is speculative but there was no
+    proposal. `target_only` says that the rejection rule used target-only because the draft
+    distribution was missing. `planned` holds the event flags of the planner's decision, or 0 if it
+    decides nothing. `looked_ahead` says that the plan has look-ahead and the round used a proposal
+    or wanted one. `hit` says that this proposal arrived before its prefix was known.
     """
     assert 0 <= accepted_len <= proposed, (accepted_len, proposed)
     per_depth = stats.accepted_per_depth

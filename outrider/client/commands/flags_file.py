@@ -17,12 +17,13 @@ _NOT_IN_FILES: Final = frozenset({"config", "help"})
 
 
 def read_flags(path: Path, add_arguments: Callable[[argparse.ArgumentParser], None]) -> list[str]:
-    """Return the flags that a file gives, as a command line; all are checked.
+    """Return the flags in a file as command-line arguments, after checking all of them.
 
-    Keys are the flags' names without their dashes, with hyphens or underscores; a switch is `true`
-    or `false`, a list is joined by commas, or repeats a flag that may be repeated. Raises
-    NotFoundError for a missing file and InvalidRequestError (INVALID_CONFIG) for one that is
-    malformed, has an unknown key or a value that the flag does not take.
+    Keys are the flags' names without their dashes, with hyphens or underscores; the value of a
+    switch is `true` or `false`. A list becomes a repeated flag if the flag may be repeated, and
+    otherwise one value joined by commas. Raises NotFoundError for a missing file and
+    InvalidRequestError (INVALID_CONFIG) for one that is malformed, has an unknown key or a value
+    that the flag does not take.
     """
     parser = _FileParser(path)
     add_arguments(parser)

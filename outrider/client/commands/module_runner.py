@@ -20,7 +20,7 @@ _FOLDERS = {
     "outrider_chaos": "benchmarks",
     "outrider_ray": "deploy/ray",
 }
-"""Where a checkout keeps packages that may not be installed."""
+"""Folders of a checkout that contain packages which may not be installed, by package."""
 
 
 def run_module(module: str, args: Sequence[str]) -> NoReturn:

@@ -14,8 +14,8 @@ STRATEGIES = PACK, SPREAD, STRICT_PACK, STRICT_SPREAD = (
     "strict-pack",
     "strict-spread",
 )
-"""Placement strategies of Ray: on few nodes or on many; a strict one on exactly one, or on one
-node for each actor."""
+"""Placement strategies of Ray: PACK places actors on few nodes, SPREAD on many, STRICT_PACK on
+exactly one, and STRICT_SPREAD each on a node of its own."""
 
 
 def add_ray_arguments(parser: argparse.ArgumentParser) -> None:

@@ -189,8 +189,8 @@ class LocalCluster:
     def _ready(self, process: ChildProcess) -> str:
         """Wait until a process serves and return its address.
 
-        One of several routers serves once it has found a verifier. Raises UnavailableError, also if
-        another process ends meanwhile.
+        If there are several routers, each serves once it has found a verifier. Raises
+        UnavailableError, also if another process ends meanwhile.
         """
         end = time.monotonic() + START_TIMEOUT_S
         while True:

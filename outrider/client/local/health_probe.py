@@ -36,8 +36,8 @@ class HealthRecord:
     times."""
 
     def __init__(self, health_timeout_s: float, now: float) -> None:
-        """`health_timeout_s` is the time without an answer after which the process must be
-        restarted, in seconds. `now` is the time of the monotonic clock."""
+        """Create a record. `health_timeout_s` is the time without an answer after which the process
+        must be restarted, in seconds. `now` is the time of the monotonic clock."""
         self._health_timeout_s = health_timeout_s
         self._answered = self._served = self._looked = now
 

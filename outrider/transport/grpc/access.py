@@ -45,7 +45,7 @@ class AccessRules:
     on_refused: Callable[[str], None] = _nobody_counts
     """Called with the error reason for each call that is refused because of its certificate."""
     on_handshake: Callable[[], None] = _nobody_listens
-    """Called at the begin of each TLS handshake, on another thread."""
+    """Called at the beginning of each TLS handshake, on another thread."""
 
 
 class AccessGuard:

@@ -24,8 +24,8 @@ def server_credentials(
     """Return server credentials that use the certificate files' present content for each new
     connection.
 
-    `on_handshake` is called at the begin of each TLS handshake, on a thread of gRPC; the end of a
-    handshake cannot be observed. Raises FailedPreconditionError (BAD_TLS) if files are missing or
+    `on_handshake` is called at the beginning of each TLS handshake, on a thread of gRPC; the end of
+    a handshake cannot be observed. Raises FailedPreconditionError (BAD_TLS) if files are missing or
     invalid.
     """
     if config.cert is None or (require_client and config.ca is None):

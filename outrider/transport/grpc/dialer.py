@@ -46,7 +46,8 @@ class _GrpcClient:
     def __init__(
         self, line: Callable[[], DrainingChannel], address: str, config: GrpcConfig
     ) -> None:
-        """`line` is asked at each call: certificates may have been replaced since the last."""
+        """Create a client. `line` returns the channel and is called for each call, because
+        certificates may have been replaced since the last one."""
         self._line = line
         self._address = address
         self._config = config
@@ -69,7 +70,8 @@ class GrpcVerifier(_GrpcClient, SessionIteratorMixin):
         config: GrpcConfig,
         shm_channels: Callable[[], ShmListener | None],
     ) -> None:
-        """`shm_channels`: where verifiers of this host join; None: they do not."""
+        """Create a client. `shm_channels` returns the listener for verifiers on this host, or None
+        if shared-memory channels are not used. `line` is as in `_GrpcClient`."""
         super().__init__(line, address, config)
         self._shm_channels = shm_channels
 
@@ -91,7 +93,8 @@ class GrpcVerifier(_GrpcClient, SessionIteratorMixin):
         return await _answered(call, self._address, self._config)
 
     async def _by_shm_channel(self, listener: ShmListener) -> FrameStream:
-        """Frames of a stream that goes by a shared-memory channel if the verifier joins it."""
+        """Return the frames of a session stream, which uses a shared-memory channel if the verifier
+        joins it."""
         offer = listener.make_offer()
         try:
             call = await self._begun(offer_metadata(offer))
@@ -141,7 +144,8 @@ class GrpcDialer:
     """Dials other processes; all calls to an address share one channel."""
 
     def __init__(self, config: GrpcConfig | None = None, *, tls: TlsConfig | None = None) -> None:
-        """With `tls`, others are who their certificates say, wherever they are.
+        """Create a dialer. With `tls`, peers are identified by the names in their certificates,
+        regardless of their addresses.
 
         Raises FailedPreconditionError (BAD_TLS).
         """
@@ -150,10 +154,11 @@ class GrpcDialer:
         self._files = None if self._tls is None else TlsFiles(self._tls)
         self._lines: dict[str, DrainingChannel] = {}
         self._shown: dict[str, TlsMaterial] = {}
-        """What the channels were opened with, by address."""
+        """Certificates and keys with which the channels were opened, by address."""
         self._listener: ShmListener | None = None
         self._retired: set[DrainingChannel] = set()
-        """Those with certificates that were replaced, for the calls that still run on them."""
+        """Channels whose certificates were replaced, kept open for the calls that still run on
+        them."""
 
     def channel(
         self, address: str, role: CertificateRole = CertificateRole.VERIFIER
@@ -220,7 +225,7 @@ class GrpcDialer:
 
     @property
     def num_retired_channels(self) -> int:
-        """Channels that were replaced and have calls that go on."""
+        """Number of channels that were replaced and still have running calls."""
         return len(self._retired)
 
     async def close(self) -> None:
@@ -237,7 +242,7 @@ class GrpcDialer:
 async def _answered(
     call: grpc.aio.StreamStreamCall[bytes, bytes], address: str, config: GrpcConfig
 ) -> grpc.aio.StreamStreamCall[bytes, bytes]:
-    """Return the call, once its handler runs. Raises UnavailableError."""
+    """Wait until the call's handler runs and return the call. Raises UnavailableError."""
     try:
         async with asyncio.timeout(config.connect_timeout_s):
             # Answered by the server's initial metadata: the handler is running.
@@ -261,7 +266,8 @@ async def _read(
     call: grpc.aio.StreamStreamCall[bytes, bytes],
     peer: str,
 ) -> bytes | None:
-    """Return the next message of a stream, None at its end; a typed error if it broke."""
+    """Return the next message of a stream, or None at its end. Raises a typed error if the stream
+    broke."""
     try:
         frame = await call.read()
     except grpc.aio.AioRpcError as error:

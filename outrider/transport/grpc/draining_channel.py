@@ -13,8 +13,8 @@ Call = grpc.aio.UnaryUnaryCall[bytes, bytes] | grpc.aio.StreamStreamCall[bytes, 
 
 
 class DrainingChannel:
-    """Counts the calls of one channel, to close the channel when all have ended. For use on a
-    single event loop."""
+    """A gRPC channel that counts its calls and can be closed when all have ended. Use it on one
+    event loop only."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel

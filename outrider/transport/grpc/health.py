@@ -11,13 +11,14 @@ from outrider.errors import NotFoundError, ResourceExhaustedError
 from outrider.transport.grpc.error_status import Context
 
 SERVICE_NAME = "grpc.health.v1.Health"
-"""The health service itself also has a status: serving as long as the process answers."""
+"""Name of the health service. Its own status is serving as long as the process answers."""
 MAX_WATCHERS = 64
-"""Streams of changes at once: they are open to everybody."""
+"""Maximum number of simultaneous `Watch` streams. It is limited because anybody may open them."""
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Health service; holds the serving status by service name, "" being the whole server."""
+    """Health service: the serving status of each service by name; "" is the name of the whole
+    server."""
 
     def __init__(self) -> None:
         self._status: dict[str, int] = {}

@@ -33,7 +33,8 @@ class GrpcConfig:
     max_message_bytes: int = MAX_MESSAGE_BYTES
     """Largest size of one message in bytes, in both directions."""
     max_receive_bytes: int = MAX_MESSAGE_BYTES
-    """Bound of one message that a server takes; at most max_message_bytes counts."""
+    """Largest size in bytes of one message that a server accepts; values above max_message_bytes
+    have no effect."""
     max_connections: int = 1024
     """Largest number of connections that a server accepts at once; further ones are closed."""
     max_calls: int = 8192
@@ -48,8 +49,8 @@ class GrpcConfig:
     """Whether other processes may listen on the same port; the system assigns each connection to
     one of them."""
     shm_channels: bool = False
-    """Whether streams of sessions go by shared-memory channels where both ends are on one host and
-    wish so."""
+    """Whether session streams use shared-memory channels if both ends are on one host and enable
+    them."""
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     """Heartbeats of exchanges, and of a router's end of a session stream."""
     sessions_heartbeat: HeartbeatConfig = field(default_factory=router_heartbeat)

@@ -18,7 +18,7 @@ from outrider.transport.grpc.options import GrpcConfig, server_options
 from outrider.transport.tls import CertificateRole
 
 _HEALTH_PORT = GrpcConfig(max_connections=16, max_calls=64, max_receive_bytes=4096)
-"""Settings of a port that serves health alone."""
+"""Settings of a port that serves only the health service."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +26,18 @@ class GrpcService:
     """A service to serve: its name, its registration and the certificate roles that it accepts."""
 
     name: str
-    """Full name, package included; also its health service."""
+    """Full name, including the package; also the service's name in the health service."""
     register: Callable[[grpc.aio.Server], None]
-    """Adds the handlers, e.g. a generated `add_XServicer_to_server` bound to a servicer."""
+    """Function that adds the handlers to a server, such as a generated `add_XServicer_to_server`
+    bound to a servicer."""
     roles: tuple[CertificateRole, ...] = ()
     """Roles of the client certificates that the port accepts, if it requires certificates; empty
     accepts every role."""
 
 
 class GrpcServer:
-    """Serves services on one address; health reports not serving until it is set."""
+    """Serves gRPC services on one address, with health checks and reflection. Health reports
+    NOT_SERVING until `set_serving`."""
 
     def __init__(
         self,
@@ -46,10 +48,11 @@ class GrpcServer:
         access: AccessRules | None = None,
         health_address: str = "",
     ) -> None:
-        """address: host:port; port 0 takes a free one. Without `access` anybody may call, in plain
-        text. `health_address`: host:port of a port that serves health alone, in plain text and to
-        few callers, so that no certificate and no crowd of clients keeps a supervisor out of it;
-        "" serves none."""
+        """Create a server. `address` is host:port; with port 0 the system chooses a free port.
+        Without `access`, connections are plain text and anybody may call. `health_address` is the
+        host:port of a second port that serves only the health service, in plain text and with few
+        connections, so that a supervisor can always reach it, without a certificate and regardless
+        of the load; "" disables it."""
         self._address = address
         self._health_address = health_address
         self._services = tuple(services)
@@ -61,17 +64,18 @@ class GrpcServer:
 
     @property
     def address(self) -> str:
-        """host:port that is listened on; the real port once started."""
+        """Address on which the server listens, host:port; contains the real port after `start`."""
         return self._address
 
     @property
     def health_address(self) -> str:
-        """host:port of the port for health alone; the real port once started; "" if none."""
+        """Address of the health port, host:port; contains the real port after `start`; "" if there
+        is none."""
         return self._health_address
 
     async def start(self, *, serving: bool = True) -> str:
-        """Bind and serve; the address. FailedPreconditionError if it cannot be bound, or its
-        certificate is no good."""
+        """Bind the address, start to serve, and return the address with the real port. Raises
+        FailedPreconditionError if the address cannot be bound or the certificate cannot be used."""
         guard = AccessGuard(self._access, {each.name: each.roles for each in self._services})
         server = grpc.aio.server(
             interceptors=(ErrorInterceptor(guard),),
@@ -117,7 +121,7 @@ class GrpcServer:
         self._health_server = server
 
     def _bind(self, server: grpc.aio.Server) -> int:
-        """Return the port. Raises RuntimeError if it cannot be had."""
+        """Bind the address and return the port. Raises RuntimeError if it cannot be bound."""
         access = self._access
         if access.tls.cert is None:
             return server.add_insecure_port(self._address)
@@ -133,12 +137,13 @@ class GrpcServer:
             self._health.set_serving(names, serving=serving)
 
     def set_live(self, live: bool) -> None:
-        """Announce whether the process works at all: what liveness probes ask for."""
+        """Set whether liveness probes, which ask for the health service's own status, succeed."""
         if self._health is not None:
             self._health.set_serving((health.SERVICE_NAME,), serving=live)
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Announce NOT_SERVING, let running RPCs finish within the grace, then cancel them."""
+        """Report NOT_SERVING, wait at most `grace_s` seconds for running RPCs, and cancel those
+        that remain."""
         if self._server is not None:
             server, self._server = self._server, None
             self.set_serving(False)

@@ -1,7 +1,7 @@
 """gRPC servicers (VerifierService, ExchangeService, DrafterService) of an endpoint.
 
 Handlers take and return bytes, which the codec of `outrider.wire` parses. A malformed exchange
-message is thereby dropped alone instead of failing the stream.
+message is therefore dropped without ending the stream.
 """
 
 from __future__ import annotations

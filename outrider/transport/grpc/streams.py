@@ -24,10 +24,9 @@ INBOX_FRAMES = 64
 class StreamFrames:
     """Frames over a pair of read and write coroutines.
 
-    read: the next frame, None at the end of the stream; raises a typed error.
-    write: sends a frame; raises a typed error.
-    half_close, cancel: on the side that owns the call, announce the end of its frames and end the
-    call; the other side's call ends when its handler returns.
+    `read` returns the next frame, or None at the end of the stream; `write` sends a frame. Both
+    raise typed errors. On the side that owns the call, `half_close` announces the end of its frames
+    and `cancel` ends the call. The other side has neither: its call ends when its handler returns.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class StreamFrames:
         return self._inbox.take_all()
 
     async def close(self) -> None:
-        """Flush for a bounded time, then end the call."""
+        """Send the queued frames for at most `FLUSH_TIMEOUT_S`, then end the call."""
         if self._closing:
             return
         self._closing = True

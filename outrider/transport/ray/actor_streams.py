@@ -21,9 +21,10 @@ from outrider.transport.ray.frames import (
 )
 
 _PULLS = 2
-"""Pulls in flight: one waits at the host while the other's answer travels."""
+"""Number of simultaneous pull calls: one waits at the host while the answer of the other is
+transferred."""
 _PUSHES = 4
-"""Pushes in flight."""
+"""Maximum number of simultaneous push calls."""
 _FLUSH_TIMEOUT_S = 1.0
 
 

@@ -133,5 +133,5 @@ class RayDialer:
         await self._streams.close_channel(address)
 
     async def close(self) -> None:
-        """Close every channel; connections by actor calls belong to their holders."""
+        """Close every gRPC channel. Connections over actor calls must be closed by their users."""
         await self._streams.close()

@@ -119,7 +119,8 @@ class HostFrames:
         self._inbox.close(closed_error(self._peer))
 
     def close_remote(self) -> None:
-        """Handle that the dialing side has closed. The frames that it sent can still be read."""
+        """Record that the dialing side has closed the exchange. The frames that it sent can still
+        be read."""
         gone = ConnectionLostError(f"{self._peer} ended the exchange", reason="PEER_CLOSED")
         self._inbox.close(gone)
         self._outbox.close(gone, discard=True)
@@ -261,7 +262,7 @@ class EndpointHost:
         return await self._answer(lambda: self._exchange(key).pull(min(wait_s, _MAX_WAIT_S)))
 
     async def end_exchange(self, key: int) -> CallResult:
-        """Handle that the dialing side has closed an exchange; idempotent."""
+        """Record that the dialing side has closed an exchange; idempotent."""
         frames = self._exchanges.get(key)
         if frames is not None:
             frames.close_remote()

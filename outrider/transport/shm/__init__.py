@@ -7,7 +7,7 @@ packets of a Unix socket, large ones through a ring buffer in shared memory. No 
 other thread has to wake up.
 
 channel.py                 Shared-memory channel: frames between working threads of two processes
-                           on one host; and the channels of one thread.
+                           on one host.
 handshake.py               Handshake of a shared-memory channel: one process listens, the other
                            joins with a token.
 ring_buffer.py             Ring buffer in memory shared by two processes: one writes frames, the

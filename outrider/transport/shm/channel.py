@@ -38,7 +38,7 @@ FrameT = TypeVar("FrameT", bytes, bytes | memoryview)
 
 MAX_PART_BYTES: Final = RING_BYTES // 4
 """Maximum bytes of a frame that is sent in one piece. Larger frames are sent in parts of this size,
-for which the ring has space again and again."""
+each of which needs space in the ring only for a short time."""
 MAX_INLINE_BYTES: Final = 32 << 10
 """Maximum bytes of a frame that is sent in a socket packet instead of the ring."""
 _INLINE, _IN_RING, _GOES_ON, _DESCRIPTOR = b"\0", b"\1", b"\2", b"\3"
