@@ -18,7 +18,7 @@ KINDS = (FaultKind.KILL, FaultKind.TERMINATE, FaultKind.STOP)
 
 @dataclass(frozen=True, slots=True)
 class FaultTarget:
-    """A process that faults may hit."""
+    """A process that may be the target of an injected fault."""
 
     role: FaultRole
     pid: int

@@ -26,7 +26,8 @@ QUERY_ROWS: Final = 8
 
 @dataclass(slots=True, kw_only=True)
 class SegmentPath:
-    """Rows of one segment that lie on the same path."""
+    """Rows of one segment that are on one path: they follow each other in a text, or on a path from
+    the root of a draft tree to a leaf."""
 
     rows: Tensor
     """Rows of the segment, int64 [n], in the order of their positions."""

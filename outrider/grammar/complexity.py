@@ -44,8 +44,8 @@ _CLASS: Final = re.compile(r"\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]", re.DOTALL
 
 
 def check_complexity(structured: StructuredOutput) -> None:
-    """Refuse a text that is nested too deeply, has too many rules or references, or has numbers
-    that the library cannot hold.
+    """Refuse a schema, pattern or grammar that is nested too deeply, has too many rules or
+    references, or has numbers that llguidance, the grammar library, cannot hold.
 
     Raises InvalidRequestError with the reason INVALID_STRUCTURE, which says what is allowed. A
     malformed text passes, because the library reports what is wrong with it.

@@ -379,8 +379,8 @@ class SessionMoved:
 
 @dataclass(frozen=True, slots=True)
 class SessionsDraining:
-    """Notice that the verifier is about to stop, so that its sessions should move to other
-    verifiers.
+    """Message with which a verifier says that it is about to stop. Routers should move its sessions
+    to other verifiers.
     """
 
     seconds: float

@@ -52,8 +52,8 @@ def restart_process(process: ChildProcess) -> bool:
 
 
 def wait_drafters(fleet: LocalCluster, wanted: ChildProcess) -> None:
-    """Wait until no session runs, and `wanted` and at least one other drafter draft for all
-    verifiers. Further drafters may still be starting. Raises UnavailableError at a timeout."""
+    """Wait until no session runs and two drafters are connected to all verifiers: `wanted`, and any
+    other one. Further drafters may still be starting. Raises UnavailableError at a timeout."""
     wanted.wait_ready(START_TIMEOUT_S)
 
     def has_drafters(info: ServerInfo) -> bool:

@@ -49,8 +49,8 @@ class ActorKeeper:
         return None if self._endpoint is None else self._endpoint.where
 
     async def start(self) -> None:
-        """Start the actor and wait until it is ready. Raises UnavailableError, or the error of its
-        endpoint."""
+        """Start the actor and wait until it is ready. Raises UnavailableError, or the error with
+        which the actor's server failed to start."""
         began = time.monotonic()
         self._endpoint = await self._serve()
         seconds = round(time.monotonic() - began, 2)

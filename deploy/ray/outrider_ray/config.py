@@ -219,7 +219,7 @@ class RayFleetConfig:
 
     @property
     def members(self) -> tuple[FleetMember, ...]:
-        """Actors at the start."""
+        """Actors that the deployment starts with, before it is scaled."""
         return members_of(*self.counts)
 
     @property

@@ -103,7 +103,8 @@ def _size(step: DraftStep, count: int) -> int:
 
 
 class VerdictWait(NamedTuple):
-    """Class of waits for a verdict: the connection, and the event that started the wait."""
+    """Category of waits for a verdict, for which durations are measured separately: the connection,
+    and the kind of event that started the wait."""
 
     connection: int
     follows_hit: bool

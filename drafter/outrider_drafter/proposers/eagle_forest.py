@@ -46,7 +46,7 @@ class EagleKVBudget:
         self.used_rows += rows
 
     def return_rows(self, rows: int) -> None:
-        """Return reserved rows."""
+        """Free a number of rows that `reserve_rows` reserved."""
         self.used_rows -= rows
 
 

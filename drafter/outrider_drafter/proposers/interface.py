@@ -127,7 +127,8 @@ class OutcomeScores:
         tokens: Sequence[NDArray[np.int32]],
         logprobs: Sequence[NDArray[np.float32]],
     ) -> OutcomeScores:
-        """Return scores with these candidates of each proposal."""
+        """Build the scores from candidates: the tokens and log-probabilities of the candidates of
+        each proposal in `lives`."""
         places = NodeIndex.of_trees([live.tree for live in lives])
         return cls(
             tokens=tokens, logprobs=logprobs, places=places, digests=node_digests(places, lives)

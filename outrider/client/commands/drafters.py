@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_drafter(pool: str, address: str, tls: TlsConfig | None = None) -> None:
-    """Let the router with its PoolService at `pool` connect to a drafter. Raises OutriderError."""
+    """Tell the router whose PoolService is at the address `pool` to connect to the drafter at
+    `address`. Raises OutriderError."""
     request = add_drafter_to_pb(address).SerializeToString()
     _call(pool, "AddDrafter", request, INFO_TIMEOUT_S, tls)
 

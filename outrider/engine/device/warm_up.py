@@ -32,10 +32,11 @@ kernels."""
 def compile_shapes(
     rounds: RoundLauncher, device: torch.device, check: Callable[[], None] | None = None
 ) -> None:
-    """Compile the kernels of all shapes, without reading weights.
+    """Compile most kernels of all shapes in advance, without reading weights.
 
-    `check` is called between shapes and raises an error to abort. Only one shape of each group that
-    shares most kernels is compiled; `warm_up_shapes` compiles kernels that only other shapes need.
+    Shapes that use the same kernels form a group, and one shape of each group is compiled. A few
+    kernels that only other shapes of a group use are compiled later, by `warm_up_shapes`. `check`
+    is called between shapes and raises an error to abort.
     """
 
     def run(wait_cached: Callable[[], bool]) -> None:

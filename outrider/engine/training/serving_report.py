@@ -104,8 +104,8 @@ def simulate_rounds(
 
 
 def accept_draft(tree: DraftTree, answer: Sequence[int], root: int) -> SimulatedVerdict:
-    """Return the verdict on a draft below index `root` of an answer, whose last token is never
-    drafted."""
+    """Return the verdict on a draft that follows token `root` of a known answer. The last token of
+    the answer is not counted as drafted, even if the draft has it."""
     children = {
         (parent, token): node
         for node, (parent, token) in enumerate(

@@ -48,8 +48,8 @@ class GraphCache:
 
     @contextmanager
     def capture_by(self, trial: TrialCapture) -> Iterator[None]:
-        """Record new keys by `trial` within this context. `trial` discards the graphs: nothing
-        runs, and the cache does not change."""
+        """Within the `with` block, `run_graph` only captures the graphs of new keys, by means of
+        `trial`, which discards them. No graph runs, and the cache does not change."""
         self._trial = trial
         try:
             yield

@@ -34,8 +34,9 @@ def compact_kv(
     slot context[b] + rows[b, j] to slot context[b] + j.
 
     storage: [2, L, G, S, d], keys, then values. rows: int32 [B, N], ascending, rows[b, j] >= j.
-    counts, context: int32 [B]. tables: int32 [X, T]. slots: int32 [B]. Slots past the end of the
-    table are not moved. Raises InvalidRequestError for rows of another shape.
+    counts, context: int32 [B]. tables: int32 [X, T], the KV blocks of each session. slots: int32
+    [B], the row of `tables` of each session. Positions beyond the T blocks are not moved. Raises
+    InvalidRequestError for rows of another shape.
     """
     if rows.dim() != 2 or rows.shape[0] != slots.shape[0]:
         raise InvalidRequestError(f"rows {tuple(rows.shape)} for {slots.shape[0]} sessions")
