@@ -81,8 +81,8 @@ class ExchangeBuffer:
     """On a CPU: for each bank, the round number and the bank's arrays as tensors, in order."""
 
     def bank(self, number: int) -> tuple[Tensor, ...]:
-        """Return the tensors of the bank of round `number`. A bank is the part of the buffer for one
-        round. Only buffers in CPU memory have tensors, which the PyTorch references use."""
+        """Return the tensors of the bank of round `number`. A bank is the part of the buffer for
+        one round. Only buffers in CPU memory have tensors, which the PyTorch references use."""
         return self.views[number % self.depth]
 
 
