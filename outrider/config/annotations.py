@@ -10,7 +10,8 @@ from typing import Any
 class OneOf:
     """Allowed values of a text field, as in `Annotated[str, OneOf(DTYPES)]`.
 
-    The schema and the reference show these values; the dataclass itself must refuse others.
+    The JSON schema of the configuration and its page in the documentation list these values. This
+    class does not check them: a dataclass that uses it checks its own fields.
     """
 
     choices: tuple[str, ...]

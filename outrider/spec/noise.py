@@ -96,7 +96,8 @@ def prefix_keys(stream_keys: Words, digests: Words) -> NDArray[np.uint64]:
 
 
 def bits_from_keys(keys: NDArray[np.uint64], ids: Words) -> NDArray[np.uint64]:
-    """Return the 64 noise bits of each key and token id (>= SHARED_DRAW_ID), by broadcasting."""
+    """Return the 64 noise bits of each key and token id, by broadcasting. The id may also be
+    SHARED_DRAW_ID (-1), for a draw that belongs to no token."""
     with np.errstate(over="ignore"):
         counters = (_words(ids) + np.uint64(1)) * np.uint64(GOLDEN64)
         return mix64_array(np.asarray(keys + counters, dtype=np.uint64))

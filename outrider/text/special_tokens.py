@@ -72,7 +72,8 @@ class SpecialTokens:
         return self._string.sub(lambda found: self._hidden[self._number[found[0]]], text)
 
     def unmark(self, text: str) -> str:
-        """Return `text` with the strings of special tokens in place of names and placeholders."""
+        """Return `text` with the strings of special tokens in place of their private names, which
+        `mark` wrote, and of the placeholders that `hide` wrote."""
         return self._any.sub(self._string_of, text)
 
     def marked_ids(self, text: str) -> list[int]:

@@ -124,8 +124,8 @@ class ProposalShape(NamedTuple):
         return SCORE_SIZES[not self.is_chain]
 
     def rows_needed(self, depths: NDArray[np.int64]) -> int:
-        """Return the number of draft rows that must be reserved for a session, whatever its
-        depth."""
+        """Return the number of draft rows that must be reserved for a session, so that they suffice
+        for a draft of any depth."""
         return self.num_nodes
 
 

@@ -55,8 +55,8 @@ class FeatureProjection:
 
 
 def projection_fingerprint(config: HeadConfig, tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 hex digest of the head's kind, hidden size, taps and stored projection
-    tensors.
+    """Return the SHA-256 hex digest of the head's kind, hidden size, tapped layers (the layers of
+    the target whose hidden states it reads) and stored projection tensors.
 
     The digest is computed before any dtype conversion, so drafter and verifier agree whatever dtype
     each uses.

@@ -221,8 +221,9 @@ class RingBuffer:
         """Return a view of the next frame. The writer could change it at any time, so data must be
         copied before it is checked.
 
-        The space is reused once nothing refers to the view. While half of the ring is lent, a copy
-        is returned. Raises InvalidMessageError for a position outside the ring.
+        The space is reused once nothing refers to the view. While such views hold half of the
+        ring or more, a copy is returned instead. Raises InvalidMessageError for a position outside
+        the ring.
         """
         place = self._frame(offset, size)
         if self._lent_bytes + size > self._size // 2:

@@ -69,7 +69,8 @@ class DrafterHealth:
         self.silent_since = None
 
     def record_requests(self, wishes: int) -> None:
-        """Add credit for `wishes` drafts that were requested from the drafter."""
+        """Record that `wishes` drafts were requested. The drafter may then send more proposals
+        before it counts as flooding the verifier."""
         self._credit = min(
             self._credit + ENTRIES_PER_REQUEST * wishes,
             BURST_ENTRIES + ENTRIES_PER_REQUEST * wishes,

@@ -118,9 +118,9 @@ def expected_accepted_tokens(message: Proposals) -> NDArray[np.float64]:
     """Return the number of draft tokens that the drafter expects to be accepted, for each entry of
     the message: float64 [entries].
 
-    This is the sum of the path probabilities. It is NaN for an entry with a draft distribution: a
-    tree sampled from a distribution must not be chosen by its tokens' probabilities, since that
-    would change the distribution. NaN compares as neither more nor less.
+    This is the sum of the path probabilities. It is NaN for an entry with a draft distribution:
+    choosing between sampled drafts by the probabilities of their tokens would change the
+    distribution of the output. NaN compares as neither more nor less.
     """
     owners = np.arange(len(message)).repeat(message.node_counts)
     weights = np.exp(message.logprobs, dtype=np.float64)

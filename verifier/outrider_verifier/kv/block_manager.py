@@ -337,8 +337,11 @@ class BlockManager:
         )
 
     def can_recompute(self, session: Session) -> bool:
-        """Return whether a running session that frees its blocks would find as many free blocks
-        afterwards."""
+        """Return whether a running session could free its blocks and allocate as many again.
+
+        Blocks that it shares with other sessions do not become free, so there must be free blocks
+        in their place.
+        """
         shared = self._pool.ledger.shared_blocks(session.kv.blocks)
         return len(shared) <= self._pool.free_blocks
 

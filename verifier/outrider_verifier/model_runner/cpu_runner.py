@@ -150,7 +150,8 @@ class CpuModelRunner:
 
     @staticmethod
     def pin_memory(memory: NDArray[np.uint8]) -> bool:
-        """Return False: features are not written to shared memory directly."""
+        """Return False: this runner copies features to shared memory from ordinary memory, and so
+        needs no pinned memory."""
         return False
 
     def set_feature_allocator(self, reserve: ShmAllocator) -> None:

@@ -38,7 +38,8 @@ _MAX_COUNT = tl.constexpr(MAX_COUNT)
 
 
 class TakenDistributions(NamedTuple):
-    """Checked distributions in private memory of the verifier's device; static tensors."""
+    """Draft distributions that the verifier took from the drafter, after their values were checked.
+    The tensors are static and lie in memory to which the drafter cannot write."""
 
     sizes: Tensor
     """int32 [X, K]: number of entries of the distribution of each token; 0 if it has no valid
