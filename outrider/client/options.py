@@ -198,7 +198,8 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
 
 
 def make_prompt(prompt: PromptLike) -> Prompt:
-    """Return the prompt of a value, which is recognised by its type and the type of its items.
+    """Convert a text, chat messages or token ids to a prompt. The types of the value and of its
+    items decide which of the three it is.
 
     Raises InvalidRequestError (INVALID_PROMPT).
     """

@@ -171,7 +171,8 @@ def min_rows(linears: Iterable[Linear]) -> int:
 
 
 def plain_weights(linear: object) -> PlainLinear:
-    """Return the layer if its weights are plain. Raises FailedPreconditionError otherwise."""
+    """Return the layer if its weights are not packed for oneDNN. Raises FailedPreconditionError
+    otherwise."""
     if not isinstance(linear, PlainLinear):
         raise FailedPreconditionError(
             "the device engine needs plain weights: load the model with packed=False",

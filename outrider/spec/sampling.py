@@ -136,7 +136,8 @@ class SamplingParams:
     def stream_key(self, stream: NoiseStream) -> int:
         """Return the 64-bit key of a noise stream.
 
-        Raises InvalidRequestError if the key is withheld.
+        Raises InvalidRequestError if this is a drafter's copy (`for_drafter`), which has only the
+        key of the stream that drafts are drawn from.
         """
         if self.draft_key is None:
             return stream_key(self.seed, stream)

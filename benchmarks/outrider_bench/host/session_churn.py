@@ -54,8 +54,9 @@ class ChurningSide(PlainSide):
 
 
 def run(counts: Sequence[int], rounds: int, answers: int) -> None:
-    """Print the mean microseconds of each step and of a whole round, by number of sessions and case
-    of WAYS.
+    """Print the mean microseconds of a round and of each of its steps on the verifier's CPU.
+
+    They are printed for each number of sessions and for each case of WAYS.
 
     Answers have about `answers` tokens. The cases take turns round by round.
     """

@@ -105,8 +105,11 @@ Action = Create | Drain
 
 @dataclass(slots=True)
 class Memory:
-    """Start times of a pool's hot and cold states (None if it is not in that state), and time of
-    its last change (None if it never changed). All times are in seconds of one clock."""
+    """What the autoscaler remembers of a pool between two looks at its load.
+
+    All times are in seconds of one clock: since when the pool has been overloaded (`hot`) or
+    underused (`cold`), None if it is not; and when its size last changed, None if never.
+    """
 
     hot_since: float | None = None
     cold_since: float | None = None

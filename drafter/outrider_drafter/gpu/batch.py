@@ -256,7 +256,8 @@ class DraftBatch:
         return newest
 
     def release_features(self) -> None:
-        """Release the memory of the features after the end of the launch."""
+        """Release the memory of the features. Call this after the launch that reads them has
+        ended."""
         self._lying = None
 
     def _bucket(self, size: int, num_rows: int) -> StagedRows:

@@ -109,8 +109,11 @@ class DraftedRows:
 
     @torch.no_grad()
     def extend(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Run a row for each token [B, W], below the rows in columns `parents` [B, W]. Return the
-        columns of the new rows."""
+        """Add W nodes to each of B draft trees, and run the head for them.
+
+        tokens: [B, W], of the new nodes. parents: [B, W], the indices of their parents. Returns the
+        indices of the new nodes, [B, W].
+        """
         answers, width = tokens.shape
         depth = self._depths.gather(1, parents) + 1
         features = _take(self.x, parents).flatten(0, 1)

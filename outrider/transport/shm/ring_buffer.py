@@ -179,9 +179,9 @@ class RingBuffer:
         """Reserve `size` bytes into which a device writes. Returns them as an array, or None if
         there is no space or the memory is not pinned.
 
-        The array, from its first byte on, can then be the second of two pieces of a frame
-        (`write_frame`), which is sent without a copy. The space is reused once the array is
-        garbage-collected and the reader has finished the frame.
+        To send the array without a copy, pass a view that begins at its first byte to `write_frame`
+        as the second of two pieces. The space is reused once the array is garbage-collected and the
+        reader has finished the frame.
         """
         if self._memory_array is None or size > MAX_RESERVED_BYTES:
             return None

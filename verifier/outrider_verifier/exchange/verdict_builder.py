@@ -372,7 +372,8 @@ class VerdictBuilder:
         )
 
     def forget_session(self, session: Session) -> None:
-        """Mark the session as not announced."""
+        """Record that no drafter knows the session, so that it is announced before its next
+        verdict."""
         if session.handle >= 0:
             self._links[session.handle] = NO_LINK
 

@@ -67,7 +67,8 @@ class ReplicaSlots(NamedTuple):
 
 
 class ReplicaRound(NamedTuple):
-    """A round as the verifier's host announces it."""
+    """Shape and options of a round. The verifier sends them by message before the data arrive in
+    the exchange buffers."""
 
     rows: int
     """Number of rows to draft for, including padding of the bucket; 0 for none."""

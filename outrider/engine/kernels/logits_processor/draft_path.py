@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class OutputPath(NamedTuple):
-    """Drafted tokens that count as output at the rows of a bucket."""
+    """For each row of a launch, the draft tokens before it, which penalties count as output."""
 
     columns: Tensor
     """int32 [B, W], last dimension contiguous: columns of the logits; -1 for none."""

@@ -197,10 +197,8 @@ class ResumableAnswer:
             self._timer = None
 
     def interrupt(self, error: OutriderError) -> None:
-        """End the call of a client that reads too slowly, if the request's task waits for it.
-
-        The request fails with `error`, and its task must not wait for this client. If the task does
-        not wait for a client, this has no effect.
+        """End the call of a client with `error` if the request's task is waiting for this client,
+        which reads slowly. The task can then continue.
         """
         listener = self._listener
         if self._telling and listener is not None:
