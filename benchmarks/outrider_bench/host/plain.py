@@ -76,8 +76,8 @@ def measure(sessions: int, rounds: int) -> dict[str, Steps]:
 
 
 def run(counts: Sequence[int], rounds: int) -> None:
-    """Print the microseconds of each step and of a whole round, by number of sessions and case of
-    WAYS."""
+    """Print the microseconds of a round and of each of its steps on the verifier's CPU, for each
+    number of sessions and each case of WAYS."""
     found = {
         f"{count}, {name}": steps
         for count in counts

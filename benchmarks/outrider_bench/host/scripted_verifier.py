@@ -237,8 +237,8 @@ class VerifierSide:
         self.deliver_verdicts()
 
     def deliver_verdicts(self) -> int:
-        """Send the drafter's messages since the last call and return their number. Other effects
-        are dropped."""
+        """Send the messages for the drafter that the verifier's core has made since the last call,
+        and return their number. Messages for routers are dropped."""
         effects = self.service.outbox.take_effects()
         told = [effect for effect in effects if isinstance(effect, SendMessage)]
         for link_id, messages in messages_by_link(told).items():

@@ -168,7 +168,8 @@ def spans_of(events: Sequence[Event]) -> tuple[list[TrackSpan], list[str]]:
 
 
 def middle_ms(spans: Sequence[TrackSpan]) -> float:
-    """Return the time in milliseconds by which half of the spans have begun, not counting waits."""
+    """Return the time in milliseconds by which half of the spans have begun. Spans of waiting are
+    left out."""
     work = [span.start_ms for span in spans if not span.name.startswith(_WAITS)]
     return median(work) if work else 0.0
 

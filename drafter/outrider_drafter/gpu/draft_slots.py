@@ -71,7 +71,8 @@ class DraftSlotTable:
 
     def describe_session(self, session: FollowedSession, *, warps: bool) -> None:
         """Fill the columns that depend on a session's plan and sampling parameters; call this
-        whenever the plan changes. `warps`: whether the session processes its logits."""
+        whenever the plan changes. `warps`: whether the session has penalties,
+        biases, bans, top-k, top-p or min-p, so that its draft logits are processed."""
         plan, sampling, slot = session.plan, session.sampling, session.slot
         rule = sampling.effective_rule
         by_noise = plan.top_k > 1 and rule is Rule.COUPLED

@@ -279,8 +279,8 @@ class GpuProposer(GpuProposerBase):
 
     @torch.inference_mode()
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
-        """Process new tokens and features and score, with one launch for all proposals of a
-        shape."""
+        """Compute the KV of new tokens and features, and score the outcomes of proposals. There is
+        one launch for all proposals of a shape."""
         ahead = self._ahead
         if ahead is None:
             return empty_scores(lives)

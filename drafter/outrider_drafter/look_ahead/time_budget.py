@@ -291,8 +291,10 @@ class LookAheadBudget:
     def order_by_value(
         self, step: DraftStep, ones: Sequence[LookAheadSession], found: SelectedOutcomes
     ) -> SelectedOutcomes:
-        """Return outcomes, given most likely first, ordered by the time that a draft for each is
-        expected to save, best first."""
+        """Sort outcomes by the time that a draft for each is expected to save, best first.
+
+        `found` lists the outcomes by probability, the likeliest first.
+        """
         if not (self._is_timed and len(ones) > 1 and len(found.gains)):
             return found
         ends = self.steps.expected_s(step._replace(kind="branch"), len(found.gains))

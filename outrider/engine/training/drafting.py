@@ -86,7 +86,7 @@ def _rows_of(
 
 
 class DraftedRows:
-    """The root's row and the draft rows below it, for B answers. Column 0 is the root."""
+    """Draft trees of B answers, one tree for each. Node 0 of a tree is its root."""
 
     @torch.no_grad()
     def __init__(self, head: DraftHead, stable: StableRows, roots: Sequence[int]) -> None:

@@ -73,9 +73,10 @@ def tokens_per_round(hits: Sequence[DraftHits], chain: int, *, look_ahead: bool 
     """Return the mean number of tokens per round of greedy chains of `chain` drafts over whole
     answers.
 
-    With look-ahead, every chain but the first continues from the head's own features of the round
-    before, so its first draft is as many steps deep as that round emitted tokens. `hits` must then
-    have at least 2 * chain + 1 steps.
+    With look-ahead, a chain is drafted before the target's features of the round before exist, so
+    the head continues from its own features: if that round emitted n tokens, the first token of the
+    chain is the head's n-th step without the target. `hits` must then have at least 2 * chain + 1
+    steps.
     """
     rounds = emitted = 0
     for sample in hits:

@@ -27,7 +27,8 @@ TREE: Final = {"num_nodes": 60, "top_k": 10, "depth": 6}
 
 
 def chains_by_choice(bench: Bench) -> list[dict[str, Any]]:
-    """Measure steps and chains of five that choose after a softmax or by argmax alone.
+    """Measure draft steps and chains of five draft tokens. Each token is chosen by argmax, with or
+    without a softmax before it.
 
     Heads have the usual draft vocabulary, or the target's. A step is defined as in `gpu draft`.
     """

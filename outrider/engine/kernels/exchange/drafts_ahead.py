@@ -238,8 +238,8 @@ def put_outcomes_triton(
     digests: Tensor,
     tokens: Tensor,
 ) -> None:
-    """Launch the Triton kernels of `put_outcomes`: one program per row and outcome, then one for
-    the number."""
+    """Launch the Triton kernels of `put_outcomes`: one program per row and outcome, then one that
+    publishes the round number."""
     rows, outcomes, length = tokens.shape
     _put_outcomes[(rows, outcomes)](
         buffer.addresses,

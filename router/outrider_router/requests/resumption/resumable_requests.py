@@ -99,8 +99,8 @@ class ResumableRequests:
         return answer
 
     def interrupt_answer(self, entry: RequestEntry, error: OutriderError) -> None:
-        """End the write to a client that delays a request which fails with `error`. Has no effect
-        for requests that are not resumable.
+        """End a write to a slow client for which the task of a request waits. The request fails
+        with `error`. Has no effect for requests that are not resumable.
         """
         answer = self._answers.get_answer(entry.request_id)
         if answer is not None and answer.entry is entry:

@@ -199,8 +199,8 @@ class DeviceSlotTable:
         self, device_slots: Sequence[DeviceSlot], prompts: Sequence[PrefillRow], *, own: bool
     ) -> frozenset[int]:
         """Record which sessions have an in-process draft for their prefix after a launch of these
-        rows and prompts, which drafts in process or does not. Return the rows that have no such
-        draft to verify in this launch."""
+        rows and prompts. `own`: whether the launch makes such drafts. Return the rows that have no
+        such draft to verify in this launch."""
         if self._in_process_drafter is None and self._remote_drafter is None:
             return _NOBODY
         if not own:
