@@ -3,10 +3,10 @@
 Shapes are those of `attention`. Each row reads the keys of its own path in the order of their
 positions: the committed slots, then the nodes from the root of a draft tree to the row. The rows of
 one path are computed together, with the number of queries padded to a multiple of QUERY_ROWS and
-the number of keys to a multiple of `key_block`. With these sizes PyTorch's attention on x86 gives a
-row the same bits among any other rows and beside any number of hidden keys. This was found by
-comparison and is not documented by PyTorch, so tests compare it (torch 2.13: 16-bit dtypes keep
-their bits with blocks of 64 keys, float32 with the 512 keys that PyTorch multiplies at once).
+the number of keys to a multiple of 64, or of 512 in float32, as many as PyTorch multiplies at once.
+With these sizes PyTorch's attention on x86 gives a row the same bits among any other rows and
+beside any number of hidden keys. This was found by comparison (torch 2.13) and is not documented by
+PyTorch, so tests compare it.
 """
 
 from __future__ import annotations
@@ -88,14 +88,12 @@ def plan_invariant_segment(
     positions = sequence.positions(0, start + count)
     paths = []
     for members, entries in _paths(start, count, mask):
-        own = entries.shape[0] - members.shape[0] + torch.arange(members.shape[0])
-        paths.append(
-            SegmentPath(
-                rows=members,
-                read_slots=_pad_slots(slots[entries], dtype),
-                mask=_path_mask(positions[entries], own, window, dtype),
-            )
-        )
+        own = torch.arange(len(entries) - len(members), len(entries))
+        path_mask = _path_mask(positions[entries], own, window, dtype)
+        # The mask hides the padding, which repeats the first slot.
+        hidden = slots[:1].expand(path_mask.shape[1] - len(entries))
+        read_slots = torch.cat((slots[entries], hidden))
+        paths.append(SegmentPath(rows=members, read_slots=read_slots, mask=path_mask))
     return InvariantSegmentPlan(
         rows=rows,
         write_slots=slots[start:],
@@ -104,15 +102,9 @@ def plan_invariant_segment(
     )
 
 
-def key_block(dtype: torch.dtype) -> int:
-    """Return the number of keys to a multiple of which those of a path are padded."""
-    return 512 if dtype.itemsize > 2 else 64
-
-
 def _paths(start: int, count: int, mask: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-    """Return the rows and the slots of each path of a segment with `start` committed slots.
-
-    The last rows of a path are those of the pair's first element; every row is in one pair.
+    """Return the paths of a segment with `start` committed slots, each as a pair: its rows, which
+    belong to no other pair, and its slots of the sequence, of which the rows' own are the last.
     """
     if mask is None:
         return [(torch.arange(count), torch.arange(start + count))]
@@ -133,14 +125,8 @@ def _paths(start: int, count: int, mask: Tensor | None) -> list[tuple[Tensor, Te
     return found
 
 
-def _pad_slots(slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Repeat the first slot, which is hidden there, up to a multiple of the key block."""
-    padding = -len(slots) % key_block(dtype)
-    return torch.cat((slots, slots[:1].expand(padding)))
-
-
 def _path_mask(positions: Tensor, own: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask of rows that are the entries `own` of a path.
+    """Return the padded additive mask of rows that are the entries `own` of a path.
 
     positions: of the path's entries, int64 [c].
     """
@@ -149,7 +135,8 @@ def _path_mask(positions: Tensor, own: Tensor, window: int | None, dtype: torch.
     if window is not None:
         visible &= positions > positions[own][:, None] - window
     # Padding rows see the first entry: a row that sees nothing would be NaN.
-    shape = (len(own) + -len(own) % QUERY_ROWS, len(entry) + -len(entry) % key_block(dtype))
+    key_block = 512 if dtype.itemsize > 2 else 64
+    shape = (len(own) + -len(own) % QUERY_ROWS, len(entry) + -len(entry) % key_block)
     additive = torch.full(shape, float("-inf"), dtype=dtype)
     additive[:, 0] = 0
     additive[: len(own), : len(entry)] = torch.where(visible, 0.0, float("-inf")).to(dtype)

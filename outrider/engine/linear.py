@@ -126,10 +126,8 @@ class BlockedLinear:
         """Apply the layer to x [N, in] and return [N, out]."""
         rows = x.shape[0]
         padded = F.pad(x, (0, 0, 0, -rows % BLOCK_ROWS))
-        if len(padded) == BLOCK_ROWS:
-            return self._block(padded)[:rows]
         blocks = [self._block(block) for block in torch.split(padded, BLOCK_ROWS)]
-        return torch.cat(blocks)[:rows] if blocks else self._block(x)
+        return (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[:rows]
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return `residual + self(x)` as a new tensor."""

@@ -6,8 +6,9 @@ small draft model uses the same class with other weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -100,7 +101,11 @@ class TargetModel:
         """`batch_invariant`: on a CPU, `forward` gives a row the same bits whatever the batch holds
         beside its path. This needs weights whose products pad single rows (see `load_target`)."""
         self.config = config
-        self._batch_invariant = batch_invariant
+        self._plan_segment: Callable[..., SegmentPlan | InvariantSegmentPlan] = (
+            plan_invariant_segment
+            if batch_invariant
+            else partial(plan_segment, num_heads=config.num_heads)
+        )
         self.pool = pool
         self.weights = weights
         self._min_rows = min_rows(
@@ -178,7 +183,15 @@ class TargetModel:
         start = 0
         for segment in batch.segments:
             segment.sequence.begin(segment.positions)
-            plans.append(self._plan(segment, slice(start, start + segment.num_rows)))
+            plan = self._plan_segment(
+                segment.sequence,
+                self.pool,
+                slice(start, start + segment.num_rows),
+                mask=segment.mask,
+                window=config.sliding_window,
+                dtype=self.dtype,
+            )
+            plans.append(plan)
             start += segment.num_rows
         positions = torch.cat([segment.positions for segment in batch.segments])
         # Padding rows belong to no segment: they attend to nothing and are dropped.
@@ -199,26 +212,6 @@ class TargetModel:
             ),
             segments=plans,
             attention_RQd=self.embedding.new_zeros((num_rows + padding, width)),
-        )
-
-    def _plan(self, segment: Segment, rows: slice) -> SegmentPlan | InvariantSegmentPlan:
-        if self._batch_invariant:
-            return plan_invariant_segment(
-                segment.sequence,
-                self.pool,
-                rows,
-                mask=segment.mask,
-                window=self.config.sliding_window,
-                dtype=self.dtype,
-            )
-        return plan_segment(
-            segment.sequence,
-            self.pool,
-            rows,
-            mask=segment.mask,
-            window=self.config.sliding_window,
-            num_heads=self.config.num_heads,
-            dtype=self.dtype,
         )
 
     def _final_norm(self, x: Tensor) -> Tensor:

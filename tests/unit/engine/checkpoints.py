@@ -106,6 +106,16 @@ def chain(sequence: Any, count: int) -> Segment:
     return Segment(sequence=sequence, num_rows=count, positions=positions)
 
 
+def tree(sequence: Any, parents: Sequence[int]) -> Segment:
+    """A root and the nodes of a draft tree; parents: the row of each row's parent, -1 for none."""
+    mask = torch.eye(len(parents), dtype=torch.bool)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            mask[row] |= mask[parent]
+    positions = sequence.len + mask.sum(1) - 1
+    return Segment(sequence=sequence, num_rows=len(parents), positions=positions, mask=mask)
+
+
 def feed(model: TargetModel, sequence: Any, token_ids: Tensor) -> Tensor:
     """Run and commit tokens one after another in one forward; returns logits [N, V]."""
     count = token_ids.shape[0]

@@ -13,9 +13,9 @@ from torch import Tensor
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.linear import can_pack
 from outrider.engine.model_loader import load_target
-from outrider.engine.target import Segment, TargetModel
+from outrider.engine.target import TargetModel
 from outrider.errors import FailedPreconditionError
-from tests.unit.engine.checkpoints import chain, random_ids, run, write_checkpoint
+from tests.unit.engine.checkpoints import chain, random_ids, run, tree
 
 LENGTH = 150
 PARENTS = (-1, 0, 0, 2, 2, 1, 4, 6)
@@ -26,18 +26,6 @@ DTYPES = (torch.bfloat16, torch.float32)
 pytestmark = pytest.mark.skipif(
     not can_pack(torch.bfloat16, torch.device("cpu")), reason="this CPU cannot pack bfloat16"
 )
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-
-    def get(family: str) -> Path:
-        if not (root / family).is_dir():
-            write_checkpoint(family, root / family)
-        return root / family
-
-    return get
 
 
 @pytest.fixture(
@@ -115,17 +103,9 @@ def test_nodes_of_a_tree_have_the_bits_of_the_prompt(
     model: TargetModel, text: Text, context: int
 ) -> None:
     sequence = text.prefix(context)
-    mask = torch.eye(len(PARENTS), dtype=torch.bool)
-    depths = torch.zeros(len(PARENTS), dtype=torch.int64)
-    for row, parent in enumerate(PARENTS[1:], 1):
-        mask[row] |= mask[parent]
-        depths[row] = depths[parent] + 1
     ids = random_ids(len(PARENTS), seed=5)
     ids[list(PATH)] = text.ids[context : context + len(PATH)]
-    segment = Segment(
-        sequence=sequence, num_rows=len(PARENTS), positions=context + depths, mask=mask
-    )
-    logits = run(model, [segment], ids).logits[list(PATH)]
+    logits = run(model, [tree(sequence, PARENTS)], ids).logits[list(PATH)]
     sequence.commit(PATH)
     end = context + len(PATH)
     text.check(logits, kv_of(model, sequence, context, end), context)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.model_loader import load_target
@@ -23,24 +22,12 @@ from tests.unit.engine.checkpoints import (
     random_ids,
     reference,
     run,
+    tree,
     write_checkpoint,
 )
 
 TREE_PARENTS = (-1, 0, 0, 1, 1, 2, 3)
 """Row 0 is the root; rows 3 and 4 are children of row 1, and so on."""
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-
-    def get(family: str) -> Path:
-        path = root / family
-        if not path.is_dir():
-            write_checkpoint(family, path)
-        return path
-
-    return get
 
 
 @pytest.fixture(scope="module")
@@ -55,26 +42,8 @@ def sequence(model: TargetModel) -> Iterator[KVSequence]:
     allocated.release()
 
 
-def ancestor_mask() -> Tensor:
-    mask = torch.eye(len(TREE_PARENTS), dtype=torch.bool)
-    for row, parent in enumerate(TREE_PARENTS):
-        if parent >= 0:
-            mask[row] |= mask[parent]
-    return mask
-
-
 def path_to(row: int) -> list[int]:
     return [*(path_to(TREE_PARENTS[row]) if TREE_PARENTS[row] >= 0 else []), row]
-
-
-def tree_segment(sequence: KVSequence) -> Segment:
-    depths = torch.tensor([len(path_to(row)) - 1 for row in range(len(TREE_PARENTS))])
-    return Segment(
-        sequence=sequence,
-        num_rows=len(TREE_PARENTS),
-        positions=sequence.len + depths,
-        mask=ancestor_mask(),
-    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -115,7 +84,7 @@ def test_a_tree_row_equals_its_path_run_alone(
     sequence, alone = target.pool.allocate(32), target.pool.allocate(32)
     feed(target, sequence, prompt)
     feed(target, alone, prompt)
-    output = run(target, [tree_segment(sequence)], nodes, tap_layers=(2,))
+    output = run(target, [tree(sequence, TREE_PARENTS)], nodes, tap_layers=(2,))
     assert output.taps is not None
     for row in range(len(TREE_PARENTS)):
         path = path_to(row)
@@ -131,7 +100,7 @@ def test_after_a_commit_of_tree_rows_decoding_equals_a_recompute(
 ) -> None:
     prompt, nodes, following = random_ids(9), random_ids(7, seed=1), random_ids(3, seed=2)
     feed(model, sequence, prompt)
-    run(model, [tree_segment(sequence)], nodes)
+    run(model, [tree(sequence, TREE_PARENTS)], nodes)
     sequence.commit(accepted)
     assert sequence.len == 9 + len(accepted)
     logits = feed(model, sequence, following)
@@ -207,14 +176,14 @@ def test_sessions_in_one_ragged_batch_equal_each_alone(model: TargetModel) -> No
     nodes, chunk = random_ids(7, seed=8), random_ids(6, seed=9)
     ids = torch.cat([nodes, nodes[:1], nodes[:3], chunk])
     segments = [
-        tree_segment(together[0]),
+        tree(together[0], TREE_PARENTS),
         chain(together[1], 1),
         chain(together[2], 3),
         chain(newcomer, 6),
     ]
     logits = run(model, segments, ids).logits
     expected = [
-        run(model, [tree_segment(alone[0])], nodes).logits,
+        run(model, [tree(alone[0], TREE_PARENTS)], nodes).logits,
         run(model, [chain(alone[1], 1)], nodes[:1]).logits,
         run(model, [chain(alone[2], 3)], nodes[:3]).logits,
         run(model, [chain(newcomer_alone, 6)], chunk).logits,
@@ -239,7 +208,7 @@ def test_a_fragmented_sequence_reads_the_same_as_a_contiguous_one(
     prompt, nodes = random_ids(9), random_ids(7, seed=1)
     assert_near(feed(target, fragmented, prompt), feed(target, contiguous, prompt))
     for sequence in (fragmented, contiguous):
-        run(target, [tree_segment(sequence)], nodes)
+        run(target, [tree(sequence, TREE_PARENTS)], nodes)
         sequence.commit([0, 2, 5])
     assert_near(feed(target, fragmented, nodes[:2]), feed(target, contiguous, nodes[:2]))
 
@@ -260,7 +229,7 @@ def test_a_forward_without_a_commit_leaves_no_trace(
 ) -> None:
     feed(model, sequence, random_ids(5))
     before = run(model, [chain(sequence, 2)], random_ids(2, seed=1)).logits
-    run(model, [tree_segment(sequence)], random_ids(7, seed=2))
+    run(model, [tree(sequence, TREE_PARENTS)], random_ids(7, seed=2))
     assert sequence.len == 5
     again = run(model, [chain(sequence, 2)], random_ids(2, seed=1)).logits
     assert torch.equal(before, again)

@@ -14,20 +14,6 @@ from outrider.engine.model_loader import load_target
 from outrider.engine.target import TargetModel
 from outrider.engine.weight_copies import NUM_THREADS, WeightCopies
 from outrider.errors import InvalidRequestError
-from tests.unit.engine.checkpoints import write_checkpoint
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-
-    def get(family: str) -> Path:
-        path = root / family
-        if not path.is_dir():
-            write_checkpoint(family, path)
-        return path
-
-    return get
 
 
 def _tensors(target: TargetModel) -> list[torch.Tensor]:

@@ -55,7 +55,7 @@ async def serving(
 ) -> AsyncIterator[VerifierService]:
     """A service over the tiny target: on the device engine, or (None) on the host's."""
     place = device or "cpu"
-    # The host's engine keeps the bits of rows with packed weights alone.
+    # The CPU engine keeps the bits of rows only if its weights are packed.
     invariant_host = device is None and bool(settings.get("batch_invariant"))
     target = load_target(
         target_dir,

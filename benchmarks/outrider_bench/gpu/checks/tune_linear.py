@@ -380,8 +380,8 @@ def _forward(
     x: Tensor,
     _: int,
 ) -> Tensor:
-    """Run the norms and products of a forward pass. Queries stand in for the result of attention,
-    and the gate for the activation that cuBLAS does not apply."""
+    """Run the norms and products of a forward pass. Queries replace the result of attention, and
+    the gate replaces the activation that cuBLAS does not apply."""
     for weights in layers:
         qkv = steps[0](rms_norm(x, norm, _EPS), weights[0])
         x = steps[1](qkv[:, : LAYER[1].k], weights[1], residual=x)
