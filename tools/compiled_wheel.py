@@ -69,6 +69,7 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
         "checkpoint",
         "draft_sampling",
         "gguf",
+        "invariant_segments",
         "layers",
         "linear",
         "logits_processor",

@@ -68,6 +68,24 @@ def test_a_tuple_that_says_how_many_it_is_of_is_not_compiled() -> None:
     assert not lying
 
 
+def test_no_compiled_class_has_an_attribute_of_type_slice() -> None:
+    """mypyc looks for the name of this type in the wrong module when the class is imported."""
+    failing = [
+        (name, node.name)
+        for name, module in sources()
+        if name in NAMES
+        for node in ast.walk(module)
+        if isinstance(node, ast.ClassDef)
+        and any(
+            isinstance(part, ast.AnnAssign)
+            and isinstance(part.annotation, ast.Name)
+            and part.annotation.id == "slice"
+            for part in node.body
+        )
+    ]
+    assert not failing
+
+
 def test_all_that_is_to_be_compiled_can_be(tmp_path: Path) -> None:
     compile_modules(ROOT, tmp_path, translate_only=True)
     assert any((tmp_path / "c").rglob("*.c"))
