@@ -1,23 +1,25 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false
-"""Batch-invariant attention over the paged KV cache: the bits of a row depend on its path alone.
+"""Batch-invariant attention over the paged KV cache: the result of a row does not depend on other
+rows.
 
-B rows of the bucket, N nodes a row, M = B * N token rows, Q query heads, G key/value heads,
-g = Q / G, d head dimension, S pool slots, X session slots, T blocks of a table, D entries
-of a path.
+Shapes: B sessions of the batch bucket, N nodes per session, M = B * N token rows, Q query heads, G
+key/value heads, g = Q / G, d head dimension, S KV slots of the pool, X session slots, T blocks of a
+block table, D entries of a path.
 
-A row at position p attends to the positions 0..p of its own path: the context, then the nodes from
-the root to itself. Its result is defined by these positions alone, so it is the same for a decoding
-row, a node of a chain or of a tree, and a row of a prompt, whatever runs beside it:
+A row at position p attends to the positions 0 to p of its own path: the context, then the nodes
+from the root to itself. The result is defined by these positions alone. It is therefore the same,
+bit for bit, for a decoding row, a node of a chain or of a tree, and a row of a prompt, in any
+batch:
 
 * Positions are cut into KV tiles of 64 at multiples of 64. A tile has its own maximum m of the
   scores, weights exp((s - m) * scale) rounded to the cache's dtype, their sum, and the weighted sum
   of the values, which starts from zero.
-* Tiles are joined from left to right within splits of 8 tiles, at multiples of 512 positions, and
-  splits from left to right (the online softmax of Milakov and Gimelshein 2018). Positions after p
-  leave a join as it was, bit for bit.
+* Eight consecutive tiles (512 positions) form a split. The tiles of a split are joined from left to
+  right, and then the splits, with the online softmax of Milakov and Gimelshein (2018). Joining
+  positions after p changes no bit of the result.
 
-Fixed splits cost partial results that a split by load would not need, as Flash-Decoding (Dao et al.
-2023) chooses it.
+Splits of a fixed length write more partial results than splits whose number depends on the load, as
+in Flash-Decoding (Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -40,20 +42,21 @@ from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.errors import InvalidRequestError
 
 _MAX_TILE_PARTS = 32
-"""Number of KV tiles up to which each tile is a part of its own; more tiles are joined by splits
-before they are stored."""
+"""Maximum number of KV tiles whose results are stored one by one. With more tiles, the tiles of a
+split are joined before the result is stored."""
 _SINGLE_PROGRAMS = 64
-"""Programs from which one for each tile of query rows is faster than several and a second
-kernel."""
+"""Number of tiles of query rows from which one program per tile is faster than several programs
+per tile and a second kernel."""
 
 
 class InvariantConfig(NamedTuple):
-    """Launch parameters, none of which changes a result."""
+    """Launch parameters of `invariant_attention`. None of them changes a result."""
 
     block_rows: int
-    """Query rows of a program: a power of two, at least 16."""
+    """Number of query rows of a program: a power of two, at least 16."""
     programs: int
-    """Programs that share the parts of a session; 0 for one program that needs no second kernel."""
+    """Number of programs that share the context of a session; 0 for one program per tile of query
+    rows, without a second kernel."""
     num_warps: int
     num_stages: int
     max_parts: int = _MAX_TILE_PARTS
@@ -62,7 +65,8 @@ class InvariantConfig(NamedTuple):
 def choose_invariant_config(
     *, batch: int, num_nodes: int, num_heads: int, num_kv_heads: int, max_len: int, tree: bool
 ) -> InvariantConfig:
-    """Launch parameters for a shape; `max_len`: longest context that it may have."""
+    """Return the launch parameters for a shape. max_len: longest context that a session may have.
+    tree: whether the rows form trees."""
     rows = num_nodes * (num_heads // num_kv_heads)
     block_rows = min(max(next_power_of_2(rows), 16), 64)
     base = batch * num_kv_heads * cdiv(rows, block_rows)
@@ -71,7 +75,8 @@ def choose_invariant_config(
         base = batch * num_kv_heads * cdiv(rows, block_rows)
     if base >= _SINGLE_PROGRAMS and not tree:
         return InvariantConfig(block_rows, 0, 4, 2 if block_rows == 64 else 3)
-    programs = min(max(cdiv(SM_COUNT, base), 4), cdiv(max_len, TILE_SLOTS.value))
+    wanted = cdiv(SM_COUNT * (1 if tree else 3), base)
+    programs = min(max(wanted, 4), cdiv(max_len, TILE_SLOTS.value))
     return InvariantConfig(block_rows, programs, 4, 2 if block_rows == 64 else 3)
 
 
@@ -93,22 +98,23 @@ def invariant_attention(
     config: InvariantConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of each token row to its session's context and its own path.
+    """Compute attention of each token row to its session's context and its own path.
 
-    Row (b, j), token row b * N + j, sees every slot below context[b]; with `paths` the slots
-    context[b] + paths[b, j, e] for the entries e up to its depth, else the slots context[b] to
-    context[b] + j. All slots up to context[b] + N must hold finite values. Slots past the table's
-    end are not seen.
+    Token row b * N + j is node j of session b. It attends to the KV slots 0 to context[b] - 1, and
+    to its path: the slots context[b] + paths[b, j, e] for each e up to the depth of the node, or,
+    if `paths` is None, the slots context[b] to context[b] + j. All slots up to context[b] + N must
+    hold finite values. Slots past the end of the block table are ignored.
 
     Args:
         q: [M, Q, d], each row contiguous.
         keys, values: [G, S, d] in q's dtype, each head contiguous.
-        tables: int32 [X, T]: pool blocks of the sessions.
-        slots, context: int32 [B]: session slots, and KV slots before the rows.
-        positions: int32 [M]: context[b] plus the row's depth.
-        paths: int32 [B, N, D]: nodes on the way from the root to the row; None for chains.
-        max_len: no row has more than max_len = context + N slots.
-        window: hides positions that are at most positions[row] - window.
+        tables: int32 [X, T]: block table of each session slot.
+        slots: int32 [B]: session slot of each session.
+        context: int32 [B]: number of KV slots before the session's rows.
+        positions: int32 [M]: context[b] plus the depth of the row's node.
+        paths: int32 [B, N, D]: nodes from the root to the row's node; None for chains.
+        max_len: upper bound of context[b] + N.
+        window: sliding window: a row ignores positions <= positions[row] - window.
         scale: positive factor of the scores; None for 1 / sqrt(d).
         out: contiguous memory for the result; None for a new tensor.
 
@@ -164,8 +170,8 @@ def invariant_attention_torch(
     config: InvariantConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `invariant_attention` up to rounding, by torch operators; `config` is for the
-    kernels."""
+    """Compute `invariant_attention` with PyTorch operators, equal up to rounding. `config` is
+    ignored."""
     return tree_attention_torch(
         q,
         keys,
@@ -202,8 +208,8 @@ def invariant_attention_triton(
     config: InvariantConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `invariant_attention` in one kernel, or two where several programs share a
-    context."""
+    """Compute `invariant_attention` with one Triton kernel, or with two if several programs share
+    the context of a session."""
     (num_rows, num_heads, dim), num_kv_heads = q.shape, keys.shape[0]
     config = config or choose_invariant_config(
         batch=slots.shape[0],
@@ -261,7 +267,9 @@ def invariant_attention_triton(
         **shared,
     )
     if not single:
-        joining_kernel[(num_rows, num_kv_heads)](
+        # The heads of a group share what a tree's row reads; those of a chain share nothing.
+        heads = 1 if paths is None else group
+        joining_kernel[(num_rows, num_heads // heads)](
             q,
             keys,
             values,
@@ -279,7 +287,8 @@ def invariant_attention_triton(
             0 if paths is None else paths.shape[2],
             config.max_parts,
             allocated,
-            MEMBERS=max(next_power_of_2(group), 1 if paths is None else 16),
+            HEADS=heads,
+            MEMBERS=1 if paths is None else max(next_power_of_2(group), 16),
             num_warps=1 if paths is None else 4,
             **shared,
         )
@@ -287,7 +296,7 @@ def invariant_attention_triton(
 
 
 def _mask_of_paths(paths: Tensor, positions: Tensor, context: Tensor) -> Tensor:
-    """Return uint8 [B, N, N]: 1 where row j has node w on its path."""
+    """Return bool [B, N, N]: entry (b, j, w) says whether node w is on the path of node j."""
     batch, num_nodes, entries = paths.shape
     depth = positions.view(batch, num_nodes) - context[:, None]
     there = torch.arange(entries, device=paths.device) <= depth[:, :, None]

@@ -3,11 +3,10 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false
 """Triton kernels of batch-invariant attention over the paged KV cache.
 
-They are launched by `outrider.engine.kernels.attention.invariant`, whose docstring says how the
-result of a row is defined. A row attends to the positions 0..p of its own path. The positions are
-cut into KV tiles of TILE_SLOTS at absolute multiples, and the tiles into splits of SPLIT_TILES at
-absolute multiples. Everything that decides how fast this runs (rows of a program, splits that run
-side by side) leaves the order of the sums alone.
+They are launched by `outrider.engine.kernels.attention.invariant`, whose docstring defines the
+result of a row. A row attends to the positions 0 to p of its own path. A KV tile begins at each
+multiple of TILE_SLOTS positions, and a split at each multiple of SPLIT_TILES tiles. The launch
+parameters (rows of a program, splits that run in parallel) do not change the order of the sums.
 """
 
 from __future__ import annotations
@@ -19,20 +18,22 @@ from outrider.engine.kernels.attention.kernel import load_slots
 from outrider.engine.kernels.runtime import dot
 
 TILE_SLOTS = tl.constexpr(64)
-"""Positions of a KV tile, whose scores share one maximum."""
+"""Number of positions of a KV tile. The scores of a tile share one maximum."""
 SPLIT_TILES = tl.constexpr(8)
-"""KV tiles of a split: they are joined from left to right, then the splits are."""
+"""Number of KV tiles of a split. The tiles of a split are joined from left to right, then the
+splits are joined in the same way."""
 _TWO = tl.constexpr(0x40000000)
 """Bits of the float32 2.0."""
 _WEIGHT_UNIT = tl.constexpr(2.0**-22)
-"""Distance of the float32 values in [2, 4)."""
+"""Distance between neighbouring float32 values in [2, 4)."""
 
 
 @triton.jit
 def _attend_tile(q, k, v, seen, scale, ROWS: tl.constexpr, DIMS: tl.constexpr):
-    """Attention of `q` [ROWS, DIMS] to one KV tile: maximum, sum of weights and weighted values.
+    """Compute attention of `q` [ROWS, DIMS] to one KV tile. Return the maximum score, the sum of
+    the weights and the weighted sum of the values of each row.
 
-    The sum of the weights is formed in integers, so that no layout of threads decides its order.
+    The weights are summed as integers, so that the order of the sum does not change the result.
     """
     scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE_SLOTS], tl.float32))
     scores = tl.where(seen, scores, float("-inf"))
@@ -48,7 +49,8 @@ def _attend_tile(q, k, v, seen, scale, ROWS: tl.constexpr, DIMS: tl.constexpr):
 
 @triton.jit
 def _join(top, norm, acc, next_top, next_norm, next_acc, scale):
-    """Join what stands so far with the part to the right of it; an empty part changes no bit."""
+    """Join the result so far with the result of the part to the right of it. An empty part changes
+    no bit."""
     new_top = tl.maximum(top, next_top)
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     decay = tl.exp2((top - shift) * scale)
@@ -62,15 +64,17 @@ def _join(top, norm, acc, next_top, next_norm, next_acc, scale):
 
 @triton.jit
 def _divide(norm, acc):
-    """Return the weighted mean; zeros for a row that saw nothing. A NaN stays one."""
+    """Return the weighted mean of the values; zeros for a row that attends to no position. NaN
+    stays NaN."""
     return acc * tl.div_rn(1.0, tl.where(norm == 0, 1.0, norm))[:, None]
 
 
 @triton.jit
 def _tiles(context, num_nodes, table_slots, TREE: tl.constexpr, WINDOW: tl.constexpr):
-    """First KV tile that any row of a session sees, and the end of those that rows share.
+    """Return the first KV tile that any row of a session attends to, and the end (exclusive) of the
+    tiles that its rows share.
 
-    The rows of a tree share the tiles that hold nothing but context.
+    The rows of a tree share the tiles in which all positions belong to the context.
     """
     first = context * 0
     if WINDOW > 0:
@@ -84,7 +88,8 @@ def _tiles(context, num_nodes, table_slots, TREE: tl.constexpr, WINDOW: tl.const
 
 @triton.jit
 def _part_tiles(first, end, max_parts):
-    """KV tiles of one part: one, or a whole split where single tiles would be too many parts."""
+    """Return the number of KV tiles of one part: 1, or a whole split if there would be more than
+    `max_parts` parts."""
     return tl.where(end - first <= max_parts, 1, SPLIT_TILES)
 
 
@@ -118,11 +123,13 @@ def shared_tiles_kernel(
     TREE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Some parts of the tiles that the rows of a session share, for one tile of query rows.
+    """Compute attention of one tile of query rows to the KV tiles that all rows of the session
+    share.
 
-    SINGLE: all of them, and the result itself goes to `out`. Else the maximum, the sum of weights
-    and the weighted values of each part go to `stats` [rows, heads, allocated, 2] and `out`
-    [rows, heads, allocated, DIM], for `joining_kernel`.
+    With SINGLE, a program processes all of these KV tiles and writes the result to `out`. Else it
+    processes some parts of them (a part is one KV tile or one split), and `joining_kernel` joins
+    the parts. The maximum and the sum of weights of each part go to `stats` [rows, heads,
+    allocated, 2], the weighted values to `out` [rows, heads, allocated, DIM].
     """
     kv_head = tl.program_id(0) % KV_HEADS
     b = tl.program_id(2)
@@ -220,17 +227,19 @@ def joining_kernel(
     DIM: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
     MEMBERS: tl.constexpr,
     TREE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Join the parts of one token row and key/value head, and for a tree its own tiles.
+    """Join the parts that `shared_tiles_kernel` stored for one token row and key/value head.
 
-    The own tiles of a tree's row are those from the first one that is not all context: there the
-    row reads the keys and values of its path, in the order of their positions.
+    For a row of a tree, also compute attention to the remaining KV tiles, beginning with the first
+    one that has positions after the context. In these, the row reads the keys and values of its own
+    path, in the order of their positions.
     """
     row = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) * HEADS // GROUP
     b = row // num_nodes
     context = tl.load(context_ptr + b)
     position = tl.load(positions_ptr + row)
@@ -242,8 +251,8 @@ def joining_kernel(
         end = tl.minimum(end, own_end)
 
     member = tl.arange(0, MEMBERS)
-    exists = member < GROUP
-    head = kv_head * GROUP + member
+    exists = member < HEADS
+    head = tl.program_id(1) * HEADS + member
     dims = tl.arange(0, DIMS)
     used = exists[:, None] & (dims < DIM)[None, :]
     place = tl.arange(0, TILE_SLOTS)
@@ -270,7 +279,7 @@ def joining_kernel(
             if index == 0:
                 there = there | ((part_tiles > 1) & (tile < end))
             at = out_row * allocated + (part - first_part)
-            is_read = member < tl.where(there, GROUP, 0)
+            is_read = member < tl.where(there, HEADS, 0)
             part_top = tl.load(stats_ptr + 2 * at, mask=is_read, other=float("-inf"))
             part_norm = tl.load(stats_ptr + 2 * at + 1, mask=is_read, other=0.0)
             at_values = (at * DIM)[:, None] + dims[None, :]
