@@ -1,8 +1,8 @@
-"""`python benchmarks/widen.py --model DIR --head DIR --out DIR`: a small model, a large one's cost.
+"""Widen a small model to the cost of a large one: `widen.py --model DIR --head DIR --out DIR`.
 
 Writes OUT/target and OUT/head, which load like any checkpoint and compute the same function as the
-originals (see `outrider_bench.gpu.support.widening`). The default shape is 14.4 GB in bfloat16;
-benchmarks build it in memory instead.
+originals (see `outrider_bench.gpu.support.widening`). The default shape has 14.4 GB of weights in
+bfloat16. Benchmarks build it in memory instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["main", "widen_head", "widen_target", "write_head", "write_target"]
 
 
 def main() -> int:
-    """Run the tool; the exit status."""
+    """Run the tool and return the exit status."""
     shape = WideSpec()
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument

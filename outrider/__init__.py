@@ -1,7 +1,7 @@
 """Outrider: speculative decoding with the drafter and the target in separate processes.
 
-build_info.py              Detects compiled (mypyc) builds and refuses packages of different builds
-                           (decision 48).
+build_info.py              Detection of packages compiled by mypyc, and refusal to mix them with
+                           others (decision 48).
 errors.py                  Error tree: every error that can reach a client or a peer derives from
                            `OutriderError`.
 extras.py                  Install hints for missing optional packages: maps each package to its pip

@@ -1,4 +1,4 @@
-"""Detects compiled (mypyc) builds and refuses packages of different builds (decision 48)."""
+"""Detection of packages compiled by mypyc, and refusal to mix them with others (decision 48)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ _SPEC: Final = Path(__file__).parent / "spec"
 
 
 def is_extension(file: str) -> bool:
-    """Return whether a module in this file is compiled."""
+    """Return whether the file of a module is a compiled extension."""
     return file.endswith(tuple(EXTENSION_SUFFIXES))
 
 
 def has_extensions(folder: Path) -> bool:
-    """Return whether a folder, or a folder within it, holds compiled modules."""
+    """Return whether a folder or one of its subfolders contains compiled modules."""
     return any(is_extension(entry.name) for entry in folder.rglob("*"))
 
 
 COMPILED: Final = has_extensions(_SPEC)
-"""Whether this installation is compiled."""
+"""Whether this installation of `outrider` is compiled by mypyc."""
 
 
 def require_one_build(package: str) -> None:
-    """Raise ImportError if the package with this `__file__` is from another build than this
-    package. Compiled modules depend on each other's object layouts."""
+    """Raise ImportError if a package is compiled and `outrider` is not, or the other way round.
+
+    `package` is the `__file__` of the package. The builds must agree, because compiled modules
+    depend on each other's object layouts.
+    """
     if has_extensions(Path(package).parent) != COMPILED:
         raise ImportError(
             f"{Path(package).parent} and {_SPEC.parent} are of different builds, one is compiled: "

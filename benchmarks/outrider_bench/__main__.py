@@ -61,7 +61,7 @@ BENCHMARKS: Final = {
 
 
 def main() -> int:
-    """Run one benchmark; return the exit status."""
+    """Run the benchmark that the command line names, and return the exit status."""
     try:
         _run(sys.argv[1:])
     except OutriderError as error:

@@ -1,8 +1,10 @@
-"""`outrider bench local`: speculative, plain and transformers decoding, interleaved in one run.
+"""`outrider bench local`: speculative decoding, plain decoding and transformers, interleaved in one
+run.
 
-Every prompt goes through the three methods in turn, in a rotating order, so that a drift of the
-machine's speed affects all of them equally. A method's result is its tokens per second, including
-prefill. Answers that loop are measured but left out of the ratios.
+Each prompt goes through the three methods one after another, in an order that rotates from prompt
+to prompt, so that a drift of the machine's speed affects all methods equally. The speed of a method
+is its number of tokens per second, including prefill. Prompts whose answers loop are left out of
+the ratios; the speeds are reported both with and without them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ DecodePrompt = Callable[[BenchPrompt], tuple[tuple[int, ...], float]]
 
 @dataclass(slots=True)
 class DecodingMethod:
-    """A decoding method and its measurements, prompt by prompt."""
+    """A decoding method, with the number of tokens and the seconds of its answer to each prompt."""
 
     name: str
     run: DecodePrompt
@@ -40,11 +42,12 @@ class DecodingMethod:
     seconds: list[float] = field(default_factory=list)
 
     def tokens_per_s(self, keep: list[int]) -> float:
-        """Return the tokens per second over the prompts in `keep`."""
+        """Return the tokens per second over all prompts whose indices are in `keep`."""
         return sum(self.tokens[i] for i in keep) / sum(self.seconds[i] for i in keep)
 
     def ratio_to(self, other: DecodingMethod, keep: list[int]) -> list[float]:
-        """Return the speed relative to another method, for each prompt in `keep`."""
+        """Return this method's tokens per second divided by those of `other`, for each prompt index
+        in `keep`."""
         return [
             (self.tokens[i] / self.seconds[i]) / (other.tokens[i] / other.seconds[i]) for i in keep
         ]
@@ -97,8 +100,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _look_ahead(config: LocalFleetConfig) -> int:
-    """Return the look-ahead setting with which the automatic planner begins: lock-step on a CPU,
-    where drafter and target share their cores."""
+    """Return the value of the request option `look_ahead`: 0 (lock-step) on a CPU, where drafter
+    and target share their cores, else 1. The automatic planner begins with the same value."""
     return int(config.device != CPU)
 
 

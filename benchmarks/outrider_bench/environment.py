@@ -1,4 +1,5 @@
-"""Environment stored with every result: commit, versions, machine, date."""
+"""Description of the environment that is stored with every result: commit, versions, machine,
+date."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "ray", "numpy", "trit
 
 
 def describe() -> dict[str, Any]:
-    """Return commit, date, versions and processor; unknown entries are omitted."""
+    """Return the fields that every result contains: commit, date, Python and package versions,
+    processor, number of cores, and GPUs with their driver. Packages that are not installed and GPUs
+    that do not exist are omitted."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -33,7 +36,8 @@ def describe() -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, object]:
-    """Return the accelerators that torch sees, their driver and torch's CUDA version."""
+    """Return the fields of the GPUs that torch sees, with their driver and torch's CUDA version.
+    The result is empty without a GPU."""
     try:
         import torch
 
@@ -55,7 +59,8 @@ def _driver() -> str:
 
 
 def _commit() -> str:
-    """Return OUTRIDER_COMMIT if it is set, for sources without git, else the commit from git."""
+    """Return OUTRIDER_COMMIT if it is set, which is needed for source trees without git, else the
+    commit from git."""
     given = os.environ.get("OUTRIDER_COMMIT")
     if given:
         return given

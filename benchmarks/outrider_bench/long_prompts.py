@@ -3,9 +3,9 @@
     python -m outrider_bench.long_prompts --tokens 3300 --count 128 --out cold.jsonl
     python -m outrider_bench.long_prompts --tokens 3300 --count 8 --out cached.jsonl
 
-With as many prompts as a wave has requests (`--waves 1`), each is new to the prefix cache. With 8
-prompts, the second wave finds all of them there. Each text has a first line of its own, the bundled
-prompts in an order of its own, and a question at the end.
+If there are as many prompts as a wave has requests (`--waves 1`), the prefix cache contains none of
+them. If there are 8 prompts, the prefix cache contains all of them from the second wave on. Each
+text has its own first line, the bundled prompts in its own order, and a question at the end.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _QUESTION: Final = "\n\nWhich of these questions is the hardest one? Say why, in
 
 
 def make_prompt(tokenizer: Tokenizer, texts: list[str], number: int, tokens: int) -> str:
-    """Return text number `number`, of about `tokens` tokens. The number is not exact: a cut text
-    may be tokenized differently, and a chat template adds tokens."""
+    """Return text number `number`, with about `tokens` tokens. The number of tokens is not exact,
+    because a cut text may be tokenized differently and a chat template adds tokens."""
     order = random.Random(number)
     parts = [f"Collection {number}."]
     end = tokenizer.encode(_QUESTION, add_special_tokens=False).ids
@@ -39,7 +39,7 @@ def make_prompt(tokenizer: Tokenizer, texts: list[str], number: int, tokens: int
 
 
 def main() -> None:
-    """Write the file of prompts."""
+    """Write the prompts to the file that --out names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=3300, help="of a prompt; default: 3300")
     parser.add_argument("--count", type=int, default=8, help="prompts; default: 8")

@@ -1,4 +1,4 @@
-"""Model, head and process selection of the benchmarks, with their shared flags."""
+"""Selection of models, head and processes in the benchmarks, with the flags that they share."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def describe_placement(config: LocalFleetConfig) -> dict[str, object]:
-    """Return the fields of a result that say where the models ran, and whether acceptance was
-    simulated."""
+    """Return the fields of a result that state the device, dtype and placement of the models, and
+    whether acceptance was simulated."""
     placing: dict[str, object] = {
         "dtype": config.element_type,
         "device": config.device,
@@ -48,8 +48,8 @@ def describe_placement(config: LocalFleetConfig) -> dict[str, object]:
 def local_config(
     args: argparse.Namespace, *, max_sessions: int | None = None, queue_limit: int | None = None
 ) -> LocalFleetConfig:
-    """Return the configuration of the fleet that the flags select. Raises InvalidRequestError if no
-    head ships for the model."""
+    """Return the configuration of the fleet that the flags select. Raises InvalidRequestError if
+    there is no head for the model."""
     files = find_model(args.model, head=args.head)
     if files.head is None:
         raise InvalidRequestError(f"no head ships for {args.model}: give --head DIR")

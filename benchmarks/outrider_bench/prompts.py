@@ -10,21 +10,22 @@ from pathlib import Path
 DEFAULT_PROMPTS = Path(__file__).parent / "prompts" / "eval40.jsonl"
 LOOP_NGRAM = 8
 LOOP_SHARE = 0.25
-"""An answer is a loop if more than this share of its 8-grams occurred earlier in it. A small model
-repeats itself at temperature 0, and drafts of a loop are nearly always right."""
+"""An answer counts as a loop if more than this share of its 8-grams occurred earlier in it. A small
+model repeats itself at temperature 0, and drafts of repeated text are nearly always right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPrompt:
-    """One user message and the task that it belongs to."""
+    """Text of one user message, and the name of the task that it belongs to."""
 
     task: str
     text: str
 
 
 def load_prompts(path: Path = DEFAULT_PROMPTS, limit: int | None = None) -> list[BenchPrompt]:
-    """Read a JSONL file of {"task"?, "prompt"} or {"category"?, "turns": [..]} objects; only the
-    first turn is used. Tasks are interleaved, so that a limit keeps the mixture."""
+    """Read prompts from a JSONL file of {"task"?, "prompt"} or {"category"?, "turns": [..]}
+    objects. Only the first turn is used. Prompts of different tasks alternate, so that the first
+    `limit` prompts are of all tasks."""
     by_task: dict[str, list[BenchPrompt]] = {}
     # Not splitlines(): JSON strings may hold the other characters that it splits at.
     for line in path.read_text(encoding="utf-8").strip("\n").split("\n"):
@@ -39,8 +40,8 @@ def load_prompts(path: Path = DEFAULT_PROMPTS, limit: int | None = None) -> list
 
 
 def repeated_share(token_ids: Sequence[int], n: int = LOOP_NGRAM) -> float:
-    """Return the share of n-grams that occurred earlier in the sequence; 0 for a sequence shorter
-    than n."""
+    """Return the share of the n-grams that occurred earlier in the sequence; 0 for a sequence
+    shorter than n."""
     grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 

@@ -1,4 +1,4 @@
-"""Output of the benchmarks: progress on stderr, a table on stdout, optionally JSON."""
+"""Output of the benchmarks: progress on stderr, a table on stdout, and JSON on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def print_progress(line: str) -> None:
-    """Print a line of progress."""
+    """Print a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -25,7 +25,7 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> st
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return p50, p90, p95 and p99; an empty dict without values."""
+    """Return the percentiles by name (p50, p90, p95 and p99); an empty dict without values."""
     if not values:
         return {}
     found = np.percentile(np.asarray(values), PERCENTILES)
@@ -33,8 +33,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def print_result(args: argparse.Namespace, result: dict[str, object]) -> None:
-    """Print the result as a table, and with --json as one object in the last line; write it to
-    --out."""
+    """Print the result as a table and, with --json, as one JSON object in the last line. With --out
+    also write it to a file."""
     flat = [(key, value) for key, value in result.items() if not isinstance(value, dict | list)]
     print(format_table(("figure", "value"), flat))
     for key, value in result.items():

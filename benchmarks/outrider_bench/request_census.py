@@ -1,9 +1,8 @@
 """Modules and classes that take part in a request in a router, up to its first text.
 
-A router runs in a thread of this process and uses the verifiers and drafters of a fleet whose own
-router is not used. All calls of that thread are recorded from the moment a client sends its request
-until it has the first text. Polls of the fleet are stopped meanwhile, because they belong to no
-request.
+A second router runs in a thread of this process and uses the verifiers and drafters of a fleet. All
+calls of that thread are recorded from the moment a client sends a request until it receives the
+first text. The router does not poll the fleet in the meantime, because polls belong to no request.
 """
 
 from __future__ import annotations
@@ -37,17 +36,20 @@ from outrider_bench.hooks.call_census import CallCensus
 READY_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.1
 _MAX_TOKENS: Final = 64
-"""Length of an answer in tokens: long enough that it has not ended when its first text arrives."""
+"""Maximum number of tokens of an answer. It is so large that the answer is incomplete when its
+first text arrives."""
 
 
 def count_requests(
     fleet: LocalCluster, config: LocalFleetConfig, *, text: str, drafter: str
 ) -> dict[str, dict[str, dict[str, list[str]]]]:
-    """Return the `files` and `kinds` of a request, by API and then by process.
+    """Return the `files` and `kinds` of a request, as `CallCensus` defines them: {API: {process:
+    {"files": [...], "kinds": [...]}}}.
 
-    The APIs are "grpc_request" and "http_request"; the process is always "router". The second
-    request of each API is recorded. `text` is the user's message, `drafter` the method that drafts.
-    Raises UnavailableError if the router does not become ready.
+    The APIs are "grpc_request" and "http_request", and the process is always "router". The second
+    request of each API is recorded, because the first one also does work that later ones do not
+    need. `text` is the user's message, `drafter` is the draft method. Raises UnavailableError if
+    the router does not become ready.
     """
     census = CallCensus()
     loop = asyncio.new_event_loop()
@@ -102,7 +104,8 @@ def _router_config(fleet: LocalCluster, config: LocalFleetConfig) -> RouterConfi
 async def _serve(
     config: RouterConfig, ready: asyncio.Future[_RouterAddresses], stopped: asyncio.Event
 ) -> None:
-    """Run a router until `stopped` is set; resolve `ready` once its fleet is ready."""
+    """Run a router until `stopped` is set. Set the result of `ready` once the router's fleet is
+    ready."""
     dialer = GrpcDialer(GrpcConfig(shm_channels=config.shared_memory))
     service = RouterService(
         config=config,

@@ -2,9 +2,10 @@
 
 A local fleet of a router, a verifier and a drafter serves long greedy streams, first with drafts
 and then without. Meanwhile all calls of the verifier and of the drafter are recorded for some
-rounds (see `outrider_bench.hooks.call_census`). The fewer modules and classes of this project take
-part in most rounds, the less a new developer has to know. The same is counted for a request in the
-router, from its arrival to its first text (see `outrider_bench.request_census`).
+rounds (see `outrider_bench.hooks.call_census`). The numbers show how much code a new developer has
+to know: the fewer modules and classes of this project take part in most rounds, the less. The same
+is counted for a request in the router, from its arrival to its first text (see
+`outrider_bench.request_census`).
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from outrider_bench.report import format_table, print_progress, print_result
 from outrider_bench.request_census import count_requests
 
 MODES: Final = {"drafted": "eagle3", "plain": "none"}
-"""Drafter that the streams ask for, by kind of round."""
+"""Draft method that the streams request, by kind of round."""
 PROCESSES: Final = ("verifier", "drafter")
 BEGUN: Final = 4
-"""Number of tokens that each stream has emitted before calls are recorded."""
+"""Number of tokens that each stream must have received before calls are recorded."""
 ROUND: Final = {
     "verifier": "outrider_verifier.engine.round_executor/run_round",
     "drafter": "outrider_drafter.state.session_table/apply_verdicts",
@@ -57,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the benchmark and print its table. Raises UnavailableError if a stream ended too
-    early."""
+    """Run the benchmark and print its table. Raises UnavailableError if a stream ended before the
+    recording."""
     with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
         census = _Census(args, Path(directory))
         found = {mode: census.count(mode) for mode in MODES} | census.requests
@@ -92,13 +93,13 @@ def _count_package_files(process: str, files: Sequence[str]) -> int:
 
 
 class _Census:
-    """Records the rounds of one fleet at a time, whose verifier and drafter have the hook."""
+    """Records the rounds of one fleet at a time, whose verifier and drafter run the hook
+    `call_census`."""
 
     def __init__(self, args: argparse.Namespace, directory: Path) -> None:
         self._args, self._directory = args, directory
         self.requests: dict[str, dict[str, dict[str, list[str]]]] = {}
-        """`files` and `kinds` of drafted requests in the router up to their first text, by API and
-        process."""
+        """Result of `count_requests` for requests with drafts."""
         self.config = replace(
             local_config(args, max_sessions=2 * args.streams),
             verifier_hooks=(self._hook("verifier"),),
@@ -110,7 +111,8 @@ class _Census:
         return f"outrider_bench.hooks.call_census:switch={switch},out={out},round={ROUND[process]}"
 
     def count(self, mode: str) -> dict[str, dict[str, list[str]]]:
-        """Return the `files` and `kinds` of a steady round of this kind, by process."""
+        """Return the `files` and `kinds` of a steady round by process. `mode` is the kind of round,
+        a key of MODES."""
         with LocalCluster(self.config, progress=print_progress) as fleet:
             wait_idle(fleet)
             begun = [threading.Event() for _ in range(self._args.streams)]

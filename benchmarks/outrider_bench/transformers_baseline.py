@@ -11,7 +11,8 @@ import torch
 
 
 class TransformersBaseline:
-    """Target model in transformers with the same weights, dtype and number of threads."""
+    """Target model run by the transformers library, with the same weights, dtype and number of
+    threads as Outrider."""
 
     def __init__(self, model: Path, *, dtype: str, threads: int) -> None:
         from transformers import AutoModelForCausalLM
@@ -21,8 +22,8 @@ class TransformersBaseline:
         self._model.eval()
 
     def generate(self, token_ids: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
-        """Return the greedy continuation, up to the end of turn or `max_tokens`, and its time in
-        seconds."""
+        """Return the tokens of the greedy answer and the seconds that it took. The answer ends at
+        the end-of-turn token or after `max_tokens`."""
         inputs = torch.tensor([list(token_ids)])
         began = time.perf_counter()
         with torch.inference_mode():

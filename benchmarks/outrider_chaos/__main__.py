@@ -198,7 +198,7 @@ def _run_seeds(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _models(args: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
-    """Provide the directories of the target model and of the draft head."""
+    """Yield the directories of the target model and of the draft head."""
     from outrider.client.local.model_files import find_model
     from outrider.errors import InvalidRequestError
     from outrider_chaos.seed_runs import tiny_models

@@ -1,4 +1,4 @@
-"""Errors that a client may receive under a schedule. Pure."""
+"""Errors that a client may receive under a schedule of faults."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from outrider.chaos.schedule import FaultSchedule
 from outrider.errors import OutriderError, UnavailableError
 
 _BREAKS = (FaultKind.KILL, FaultKind.TERMINATE, FaultKind.CUT)
-"""What happens to a router and breaks the connections of its clients."""
+"""Faults of a router that break the connections of its clients."""
 
 
 def allowed_errors_of(schedule: FaultSchedule, ask: ChaosRequest, number: int) -> AllowedError:
-    """Errors that the request of this number may end with.
+    """Return a function that states which errors are allowed for the request `ask` with this
+    number.
 
-    Whatever happens to drafters and verifiers, a keeper brings them back: none. A request that is
-    not resumable dies with its connection; one that is dies with a router that could not write its
-    journal.
+    Faults of drafters and verifiers must not fail a request, because another process takes over or
+    the process is restarted. A request that is not resumable may fail with UnavailableError if a
+    fault breaks its connection. A resumable request may do so only if the router's connections
+    break and the router could not write its journal.
     """
     faults = schedule.faults
     if not ask.resumable:
@@ -29,7 +31,7 @@ def allowed_errors_of(schedule: FaultSchedule, ask: ChaosRequest, number: int) -
 
 
 def _breaks(fault: Fault, number: int) -> bool:
-    """Whether a fault ends the connection of a request."""
+    """Return whether a fault breaks the connection of the request with this number."""
     if fault.role is FaultRole.CLIENT:
         return fault.kind is FaultKind.CUT and fault.index == number
     return fault.role is FaultRole.ROUTER and fault.kind in _BREAKS

@@ -1,4 +1,5 @@
-"""Clients of a run: each sends one request over its own link and records the history."""
+"""Clients of a run: each sends one request over its own connection and records a history of
+events."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from outrider.client import AsyncClient, RetryPolicy
 from outrider.errors import DeadlineExceededError, UnavailableError
 
 TIMEOUT_S = 30.0
-"""Of a request that sets no deadline: whoever waits so long hangs."""
+"""Timeout in seconds of a request without a deadline. A request that reaches it counts as
+hanging."""
 _RETRY = RetryPolicy(max_attempts=200, first_delay_s=0.02, max_delay_s=0.1)
 
 
 class ChaosClient:
-    """One client with its request, link and history."""
+    """One client with its request, its proxy to the router, and the history of what it received."""
 
     def __init__(
         self,
@@ -28,10 +30,12 @@ class ChaosClient:
         *,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`began` is the clock's time at the run's begin; who waits for `timeout_s` hangs."""
+        """Create the client of request `ask`, which `start` will send through the proxy `door`.
+        `began` is the monotonic time at which the run began. A request without a deadline counts as
+        hanging after `timeout_s` seconds."""
         self.history = ClientHistory(number=number)
         self.deadline_s: float | None = None
-        """Set before it asks, if its time is bounded."""
+        """Deadline of the request in seconds, or None. It must be set before `start`."""
         self.door = door
         self.ask = ask
         self._began = began
@@ -43,29 +47,31 @@ class ChaosClient:
 
     @property
     def tokens(self) -> int:
-        """Tokens heard so far."""
+        """Number of tokens received so far."""
         return sum(len(heard.token_ids) for heard in self.history.heard)
 
     @property
     def over(self) -> bool:
-        """Whether it reads no more."""
+        """Whether the client has ended, because its answer is complete, its request has failed, or
+        it has left."""
         return self._task is not None and self._task.done()
 
     def start(self) -> asyncio.Task[None]:
-        """Ask, in a task."""
+        """Start a task that sends the request and reads the answer, and return the task."""
         self._task = asyncio.create_task(self._run(), name=f"reader-{self.history.number}")
         return self._task
 
     def pause(self) -> None:
-        """Read no more until `resume`."""
+        """Stop reading the answer until `resume` is called."""
         self._may_read.clear()
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue reading after `pause`."""
         self._may_read.set()
 
     def leave(self, *, abruptly: bool) -> None:
-        """Lose interest; `abruptly` as a process that is killed."""
+        """Stop the request. If `abruptly`, also reset the connection, as if the client's process
+        were killed."""
         self._gone.set()
         self._may_read.set()
         if abruptly:

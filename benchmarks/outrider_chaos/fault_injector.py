@@ -1,4 +1,4 @@
-"""Fault injector: applies the faults of a schedule to a fleet and its clients."""
+"""Fault injector: injects the faults of a schedule into a fleet and its clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from outrider_chaos.killable_parts import DrafterPart, KillableVerifier, wait_un
 from outrider_chaos.killable_router import RouterPart
 
 PHASE_S = 0.6
-"""How long a fault waits for its phase; then it hits whatever there is."""
+"""Maximum seconds that a fault waits until the fleet is in the fault's phase. The fault is then
+injected in any phase."""
 DELAY_S = 0.03
 
 
@@ -30,12 +31,13 @@ class FaultInjector:
         self._rng = random.Random(seed)
         self._starting = asyncio.Lock()
         self.missed: list[Fault] = []
-        """Those whose phase did not come."""
+        """Faults that were injected outside their phase, because the fleet was not in the phase in
+        time."""
         self.done: list[Fault] = []
-        """Those that found somebody to hit."""
+        """Faults that were injected. A fault is not injected if its target has already ended."""
 
     async def run(self, faults: Sequence[Fault]) -> None:
-        """Let every fault happen, and what ended come back."""
+        """Inject all faults at their times, and restart the processes that they end."""
         await asyncio.gather(*(self._one(fault) for fault in faults))
 
     async def _one(self, fault: Fault) -> None:
@@ -74,7 +76,7 @@ class FaultInjector:
 
     @asynccontextmanager
     async def _draining(self) -> AsyncGenerator[None]:
-        """A verifier is told to end; it comes back when it has."""
+        """Context in which a verifier drains. At the end the verifier is started again."""
         part = next((part for part in self._fleet.verifiers if part.alive), None)
         if part is None:
             yield
@@ -146,7 +148,8 @@ class FaultInjector:
                 return self._fleet.router
 
     def _others(self, part: KillableVerifier | DrafterPart | RouterPart) -> list[str]:
-        """Those at the other end of the links of a fault."""
+        """Return the names of the processes at the other ends of the links that a fault of `part`
+        affects."""
         match part:
             case KillableVerifier():
                 return [self._fleet.router.name]
@@ -158,7 +161,8 @@ class FaultInjector:
     async def _back(
         self, part: KillableVerifier | DrafterPart | RouterPart, after_s: float
     ) -> None:
-        """What a keeper does."""
+        """Start the process again after `after_s` seconds, as a supervisor does, if it is not
+        running."""
         await asyncio.sleep(after_s)
         async with self._starting:
             if not part.alive:

@@ -1,4 +1,4 @@
-"""Fleet in one process, with its clients behind TCP proxies."""
+"""Fleet in one process, whose clients connect through TCP proxies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ BEAT_S, SILENCE_S = 0.1, 0.5
 
 
 class InprocFleet:
-    """Verifiers, drafters and a router over a simulated network."""
+    """Verifiers, drafters and a router that run in this process and are connected by a simulated
+    network."""
 
     def __init__(self, shape: FleetShape, models: ChaosModels, folder: Path) -> None:
-        """`folder` is for what the router keeps."""
+        """Create the processes of the fleet without starting them. The router writes its journal in
+        `folder`."""
         self._slowness = models.slowness
         self.network = ChaosNetwork(
             heartbeat=HeartbeatConfig(
@@ -48,7 +50,7 @@ class InprocFleet:
 
     @property
     def parts(self) -> list[KillableVerifier | DrafterPart | RouterPart]:
-        """All of them, the router last."""
+        """All processes of the fleet, the router last."""
         return [*self.verifiers, *self.drafters, self.router]
 
     async def __aenter__(self) -> Self:
@@ -69,23 +71,26 @@ class InprocFleet:
         await self.close()
 
     async def healthy(self) -> bool:
-        """Wait until the router sees everybody; False if it does not in time."""
+        """Wait until the router sees all processes healthy. Return False if this takes longer than
+        READY_S, times the slowness of the models."""
         return await wait_until(self.router.ready, timeout_s=READY_S * self._slowness)
 
     async def door(self, seed: int) -> TcpProxy:
-        """A way to the router for one client, wherever the router is when it is used."""
+        """Return a proxy that leads one client to the router. It finds the router's address again
+        after a restart of the router."""
         proxy = TcpProxy(lambda: self.router.address, seed=seed)
         await proxy.start()
         self._proxies.append(proxy)
         return proxy
 
     async def held(self) -> list[str]:
-        """What is held by anybody although nobody asks for anything."""
+        """Return descriptions of the resources that processes still hold. Call this while there are
+        no requests."""
         found = [await part.held() for part in self.parts]
         return [line for lines in found for line in lines]
 
     async def close(self) -> None:
-        """End everything."""
+        """End all processes, proxies and the network."""
         for proxy in self._proxies:
             await proxy.close()
         await asyncio.gather(*(part.kill() for part in self.parts))

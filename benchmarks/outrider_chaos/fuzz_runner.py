@@ -1,4 +1,4 @@
-"""Fuzz runner: fuzzes every decoder in worker processes and checks their memory."""
+"""Fuzz runner: fuzzes every decoder in worker processes and checks how much their memory grows."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from outrider_chaos.parent_watch import end_with_parent
 
 EVERY_PORT: Final = (*PORTS, LANE)
 MAX_GROWTH_MB = 16.0
-"""Of a process between the first piece of its frames and the last."""
+"""Maximum growth of a process's memory from the end of the first part of its frames to the end of
+the last one, in MB."""
 _CHUNK = 50_000
 
 
 @dataclass(slots=True)
 class PortReport:
-    """Result of fuzzing one port."""
+    """Result of fuzzing the decoders of one port, with the growth of memory and the duration."""
 
     report: FuzzReport
     growth_mb: float
@@ -38,7 +39,8 @@ class PortReport:
 
 
 def parse_ports(text: str) -> tuple[str, ...]:
-    """Ports by name, comma-separated; "" is all of them. InvalidRequestError if one is not."""
+    """Return the names of the ports in a comma-separated list; all ports for "". Raises
+    InvalidRequestError for an unknown name."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         if name not in EVERY_PORT:
@@ -50,7 +52,8 @@ def parse_ports(text: str) -> tuple[str, ...]:
 
 
 def run_fuzz(frames: int, *, seed: int, jobs: int, ports: Sequence[str] = EVERY_PORT) -> int:
-    """Feed so many frames to every port and print what came of it; the exit status."""
+    """Feed `frames` malformed frames to the decoders of each port and print the results. Return the
+    exit status: 1 if a decoder failed or memory grew too much, else 0."""
     context = multiprocessing.get_context("spawn")
     failed = False
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=end_with_parent) as pool:
@@ -65,7 +68,8 @@ def run_fuzz(frames: int, *, seed: int, jobs: int, ports: Sequence[str] = EVERY_
 
 
 def fuzz_decoder(port: str, *, frames: int, seed: int) -> PortReport:
-    """Feed so many frames to a port, in pieces between which memory is looked at."""
+    """Feed `frames` malformed frames to the decoders of a port, in several parts. The growth of
+    memory is measured from the end of the first part to the end."""
     corpus, report, began = honest_frames(), FuzzReport(), time.monotonic()
     piece = max(1, min(_CHUNK, frames // 10))
     base_mb: float | None = None
@@ -85,7 +89,8 @@ def fuzz_decoder(port: str, *, frames: int, seed: int) -> PortReport:
 
 
 def honest_frames() -> list[bytes]:
-    """One frame of every kind, where this is a checkout: the golden bytes of its tests."""
+    """Return a valid frame of every kind, as stored in the tests of this project. Without a
+    checkout of the repository the list is empty."""
     golden = Path(outrider.__file__).parent.parent / "tests" / "wire" / "golden_v1.txt"
     if not golden.is_file():
         return []
@@ -94,9 +99,11 @@ def honest_frames() -> list[bytes]:
 
 
 def _resident_mb() -> float:
-    """What this process holds once garbage is gone; a peak may be that of one large frame.
+    """Return the resident memory of this process in MB, after garbage collection.
 
-    Nor is it what the allocator keeps of freed memory: how much that is depends on what ran before.
+    Memory that the allocator has freed but keeps is first returned to the system, because its
+    amount depends on what ran before. The peak is not used, because a single large frame may cause
+    it.
     """
     gc.collect()
     _trim_heap()
@@ -105,6 +112,6 @@ def _resident_mb() -> float:
 
 
 def _trim_heap() -> None:
-    """Give the system what is free in the C library's heap, where it can be asked (glibc)."""
+    """Return the free memory of the C library's heap to the system. Only glibc supports this."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

@@ -1,4 +1,4 @@
-"""Verifier and drafter that can be killed, hung and restarted inside one process."""
+"""Verifier and drafter that can be killed and restarted inside one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outrider.spec.plan import DraftMethod
 from outrider.text.tokenizer import Tokenizer
 
 DRAIN_S = 1.0
-"""How long what was told to end may take."""
+"""Maximum seconds that a process may drain after it was told to end."""
 _IDLE_GAUGES = (
     "sessions_running",
     "sessions_waiting",
@@ -32,57 +32,59 @@ _IDLE_GAUGES = (
     "pending_proposals",
     "feature_bytes",
 )
-"""What a verifier without sessions has none of."""
+"""Metrics of a verifier that must be 0 when it has no sessions."""
 GRACE_S = 10.0
-"""How long a request goes on without its client."""
+"""Seconds for which a resumable request continues without its client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosModels:
-    """Models that all runs of a process serve."""
+    """Models that all runs of this process serve."""
 
     target: Path
     head: Path
     tokenizer: Tokenizer
     slowness: float = 1.0
-    """By how much all bounds of time are longer than for a tiny model."""
+    """Factor by which all time limits are longer than for a tiny model."""
 
     @classmethod
     def load(cls, target: Path, head: Path, slowness: float = 1.0) -> ChaosModels:
-        """Read what can be shared."""
+        """Load the tokenizer, and return the paths of the models with it."""
         tokenizer = Tokenizer.load(target)
         return cls(target=target, head=head, tokenizer=tokenizer, slowness=slowness)
 
 
 class KillableProcess(Protocol):
-    """Interface of a simulated process."""
+    """Interface of a process of a fleet that is simulated inside this process."""
 
     name: str
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the simulated process runs."""
         ...
 
     async def start(self) -> None:
-        """Start it, or start it again."""
+        """Start the process, also after it has ended."""
         ...
 
     async def kill(self) -> None:
-        """End it at once, without a word to anybody."""
+        """End the process immediately. Its connections end without a message to its peers, as after
+        SIGKILL."""
         ...
 
     async def terminate(self) -> None:
-        """What SIGTERM does."""
+        """Drain and end the process, as after SIGTERM."""
         ...
 
     async def held(self) -> list[str]:
-        """What it holds although nobody asks for anything."""
+        """Return descriptions of the resources that the process still holds. Call this while there
+        are no requests."""
         ...
 
 
 class KillableVerifier:
-    """A verifier that can be killed, hung and restarted."""
+    """Verifier that can be killed, drained and restarted, and whose device can fail."""
 
     def __init__(
         self, name: str, shape: FleetShape, models: ChaosModels, network: ChaosNetwork
@@ -131,37 +133,39 @@ class KillableVerifier:
             await self.kill()
 
     def lose_device(self) -> None:
-        """From now on every round fails; whoever keeps it is to end it."""
+        """Make every following round fail, as if the device were lost. The caller must then kill
+        the verifier."""
         if self.service is not None:
             _break(self.service.core.runner, "collect_round")
 
     async def lost(self) -> None:
-        """Wait until it has given its device up."""
+        """Wait until the verifier has noticed that its device is lost."""
         if self.service is not None:
             await self.service.lost.wait()
 
     @property
     def preempted(self) -> bool:
-        """Whether a session that had KV waits for it."""
+        """Whether a preempted session waits for KV cache."""
         return any(session.preemption.count > 0 for session in self._num_sessions("waiting"))
 
     @property
     def swapped(self) -> bool:
-        """Whether KV of a session is in host memory."""
+        """Whether KV cache of a session is swapped to host memory."""
         return self.service is not None and self.service.core.block_manager.swapped_bytes > 0
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether a session has not read all of its prompt."""
+        """Whether a running session has prompt tokens that are not prefilled yet."""
         return any(session.prefill_left > 0 for session in self._num_sessions("running"))
 
     @property
     def decodes(self) -> bool:
-        """Whether a session that runs has emitted something."""
+        """Whether a running session has emitted a token."""
         return any(session.emitted > 0 for session in self._num_sessions("running"))
 
     def _num_sessions(self, which: str) -> list[Any]:
-        """Sessions that run or wait, as the engine thread has them just now."""
+        """Return the sessions that are "running" or "waiting", as the engine thread has them at
+        this moment."""
         if self.service is None:
             return []
         with contextlib.suppress(RuntimeError):  # the engine thread changed them meanwhile
@@ -170,7 +174,7 @@ class KillableVerifier:
 
     @property
     def preemptions(self) -> int:
-        """How often sessions lost their KV, since it was started."""
+        """Number of preemptions since the verifier was started."""
         if self.service is None:
             return 0
         counters = self.service.core.counters
@@ -192,7 +196,7 @@ class KillableVerifier:
 
 
 class DrafterPart:
-    """A drafter that can be killed, hung and restarted."""
+    """Drafter that can be killed, drained and restarted, and whose device can fail."""
 
     def __init__(
         self, name: str, shape: FleetShape, models: ChaosModels, network: ChaosNetwork
@@ -238,12 +242,13 @@ class DrafterPart:
             await self.kill()
 
     def lose_device(self) -> None:
-        """From now on every draft of its head fails; whoever keeps it is to end it."""
+        """Make every following draft of the EAGLE head fail, as if the device were lost. The caller
+        must then kill the drafter."""
         if self.service is not None:
             _break(self.service._worker._engine._proposers[DraftMethod.EAGLE3], "draft_sessions")
 
     async def lost(self) -> None:
-        """Wait until it has given its device up."""
+        """Wait until the drafter has noticed that its device is lost."""
         if self.service is not None:
             await self.service.lost.wait()
 
@@ -255,7 +260,8 @@ class DrafterPart:
 
 
 def _break(device: Any, method: str) -> None:
-    """Let one object, and no other of its class, fail as if its device were lost."""
+    """Make a method of one object, and of no other object of its class, fail as if its device were
+    lost."""
 
     def broken(*_: object) -> Any:
         raise RuntimeError("an illegal memory access was encountered")
@@ -267,7 +273,8 @@ def _break(device: Any, method: str) -> None:
 async def wait_until(
     condition: Callable[[], bool], *, timeout_s: float, poll_s: float = 0.002
 ) -> bool:
-    """Wait for a condition; whether it came true in time."""
+    """Poll until the condition is true, every `poll_s` seconds. Return False if it is not true
+    within `timeout_s`."""
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:

@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class KillableRouter:
-    """Wraps a `RouterService` at its port and silences it towards clients once it is killed.
+    """Wraps a `RouterService`, so that its clients receive nothing more once it is killed.
 
-    What is left of it runs on for a moment: its tasks write to clients until the server has
-    stopped, and so would tell them what the journal of that moment does not hold. A killed process
-    cannot.
+    The tasks of a killed router continue until its server has stopped. Without this class they
+    would write tokens to clients that the journal does not contain. A process that is really killed
+    cannot do that.
     """
 
     def __init__(self, service: RouterService) -> None:
@@ -43,19 +43,21 @@ class KillableRouter:
         return getattr(self._service, name)
 
     def die(self) -> None:
-        """From now on nobody is told anything: calls hang until their connections are cut."""
+        """Send nothing to clients from now on. Their calls wait until their connections are cut."""
         self._alive = False
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """See `RouterService`."""
+        """Serve a call as `RouterService.generate` does, as long as the router is not killed."""
         return await self._report_end(self._service.generate(*args, **kwargs))
 
     async def serve_request(self, request: Any, write: EventWriter, **kwargs: Any) -> None:
-        """See `RouterService`."""
+        """Serve a call as `RouterService.serve_request` does, as long as the router is not
+        killed."""
         await self._report_end(self._service.serve_request(request, self._living(write), **kwargs))
 
     async def resume_stream(self, position: Any, write: EventWriter, caller: Any) -> None:
-        """See `RouterService`."""
+        """Serve a call as `RouterService.resume_stream` does, as long as the router is not
+        killed."""
         await self._report_end(self._service.resume_stream(position, self._living(write), caller))
 
     def _living(self, write: EventWriter) -> EventWriter:
@@ -66,7 +68,7 @@ class KillableRouter:
         return written
 
     async def _report_end(self, call: Awaitable[T]) -> T:
-        """How a call ends is told, too."""
+        """Wait for the call and pass on its result or its error, unless the router is killed."""
         try:
             result = await call
         except Exception:
@@ -76,13 +78,13 @@ class KillableRouter:
         return result
 
     async def _living_only(self) -> None:
-        """Hangs for ever in the dead."""
+        """Return immediately, or never if the router is killed."""
         if not self._alive:
             await asyncio.get_running_loop().create_future()
 
 
 class RouterPart:
-    """A router and its port that can be killed and restarted."""
+    """Router with its gRPC port that can be killed, drained and restarted."""
 
     def __init__(
         self,
@@ -103,7 +105,8 @@ class RouterPart:
         self._journals = (folder / f"journal-{number}" for number in itertools.count(1))
         self._journal = folder / "journal-0"
         self._ending = asyncio.Lock()
-        """Held until who was told to end has; the next one needs its journal."""
+        """Held until a router that was told to end has ended, because the next router needs its
+        journal."""
         self._config = RouterConfig(
             model=models.target,
             verifiers=verifiers,
@@ -170,7 +173,7 @@ class RouterPart:
 
     @contextmanager
     def disk_full(self) -> Iterator[None]:
-        """Let nothing be written to its journal, nor to a new one."""
+        """Context in which the router can write neither to its journal nor to a new one."""
         log = None if self.service is None else self.service.resumables._log
         if log is None:
             yield
@@ -185,7 +188,8 @@ class RouterPart:
             log._new_path.unlink(missing_ok=True)
 
     def ready(self) -> bool:
-        """Whether it sees everybody healthy."""
+        """Return whether the router sees all verifiers and drafters healthy, and all drafters
+        serve."""
         if self.service is None:
             return False
         registry = self.service.registry

@@ -10,13 +10,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 _SHARED = ("asyncio_", "uvloop_", "MainThread")
-"""Threads that live as long as the process."""
+"""Prefixes of the names of threads that live as long as the process."""
 _GRPC_POLLER = "_poll_wrapper"
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessResources:
-    """Tasks, threads and files that this process holds."""
+    """Tasks, threads and open files of this process, each counted by name."""
 
     tasks: Counter[str]
     threads: Counter[str]
@@ -24,7 +24,7 @@ class ProcessResources:
 
     @classmethod
     def now(cls) -> ProcessResources:
-        """What is held now; call it on the event loop."""
+        """Return the current resources. Call this on the event loop."""
         return cls(
             tasks=Counter(_name_of(task) for task in asyncio.all_tasks() if not task.done()),
             threads=Counter(
@@ -36,7 +36,7 @@ class ProcessResources:
         )
 
     def beyond(self, before: ProcessResources) -> list[str]:
-        """What is held now and was not before."""
+        """Return descriptions of the resources that are not in `before`."""
         more = (
             ("task", self.tasks - before.tasks),
             ("thread", self.threads - before.threads),
@@ -46,7 +46,8 @@ class ProcessResources:
 
 
 async def find_leaks(before: ProcessResources, *, timeout_s: float = 20.0) -> list[str]:
-    """What is still held beyond `before` once things had time to end."""
+    """Wait until this process holds no more resources than in `before`. Return descriptions of
+    those that it still holds in addition after `timeout_s`."""
     end = asyncio.get_running_loop().time() + timeout_s
     while found := ProcessResources.now().beyond(before):
         if asyncio.get_running_loop().time() > end:
@@ -64,7 +65,8 @@ def _name_of(task: asyncio.Task[object]) -> str:
 
 
 def _files() -> Counter[str]:
-    """Open descriptors by what they are; sockets and pipes lose their numbers."""
+    """Return the open file descriptors, counted by their targets. Sockets count by kind, and so do
+    pipes."""
     found: Counter[str] = Counter()
     for descriptor in os.listdir("/proc/self/fd"):
         try:

@@ -1,6 +1,7 @@
-"""Load and faults against a running fleet of local processes, given by their ids.
+"""Load and faults for a running fleet of local processes, which are given by their process ids.
 
-It cannot reach processes on other hosts or links: use the tools of the platform there.
+Faults cannot be injected into links or into processes of other hosts. Use the tools of the platform
+for these.
 """
 
 from __future__ import annotations
@@ -20,26 +21,27 @@ from outrider.client import AsyncClient
 from outrider.errors import OutriderError
 
 SETTLE_S = 30.0
-"""Within this everybody is healthy again and nothing is held."""
+"""Seconds after the load in which all processes must become healthy and release all resources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRun:
-    """Load and faults applied to one fleet."""
+    """Settings of one run: the router, the processes to inject faults into, and the load."""
 
     router: str
     targets: tuple[FaultTarget, ...]
     kinds: tuple[FaultKind, ...]
     duration_s: float
     every_s: float
-    """Between two faults."""
+    """Seconds between two faults."""
     clients: int
     max_tokens: int
     seed: int
 
 
 def run_live(siege: LiveRun) -> int:
-    """Run a siege and print what it has shown; the exit status. Raises OutriderError."""
+    """Send requests to a router, inject faults and print a report. Return the exit status: 1 if a
+    guarantee was violated, else 0. Raises OutriderError."""
     return asyncio.run(_run(siege))
 
 
@@ -72,7 +74,8 @@ async def _storm(siege: LiveRun, until: float, faults: list[str]) -> None:
 
 
 async def _settle(router: str) -> list[CheckViolation]:
-    """What is still held, or ill, a while after the last client has gone."""
+    """Return a violation for each resource that is still held, and for each unhealthy process,
+    SETTLE_S seconds after the last request."""
     end, held = time.monotonic() + SETTLE_S, ["no answer"]
     while held and time.monotonic() < end:
         held = await _held(router)

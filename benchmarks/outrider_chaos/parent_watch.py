@@ -1,4 +1,4 @@
-"""Ends a process spawned by `multiprocessing` when its parent is gone."""
+"""Watch that ends a process spawned by `multiprocessing` when its parent is gone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import threading
 
 
 def end_with_parent() -> None:
-    """End this process once the one that spawned it by `multiprocessing` is gone, however it died.
+    """End this process as soon as the parent that spawned it by `multiprocessing` has ended in any
+    way.
 
-    The workers of a pool hold each other's pipes open: none of them would ever hear of it. Does
-    nothing in a process that was not spawned so.
+    The workers of a process pool keep each other's pipes open, so without this watch they would not
+    notice. Nothing happens in a process that `multiprocessing` has not spawned.
     """
     parent = multiprocessing.parent_process()
     if parent is None:

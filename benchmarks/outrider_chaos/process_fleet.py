@@ -1,4 +1,4 @@
-"""Fleet of real processes behind TCP proxies, for real kills, stops and bad links."""
+"""Fleet of real processes behind TCP proxies, for real signals and faults of links."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ONCE = RetryPolicy(max_attempts=1)
 
 
 class ProxiedProcess:
-    """A process and the proxy through which its peers reach it."""
+    """Process of a fleet, and the proxy through which other processes reach it."""
 
     def __init__(self, name: str, process: ChildProcess) -> None:
         self.name = name
@@ -30,27 +30,28 @@ class ProxiedProcess:
         self.link = TcpProxy(lambda: self.process.address)
 
     async def start(self) -> None:
-        """Start it, or start it again where it was."""
+        """Start the process, also after it has ended, and wait until it is ready."""
         await asyncio.to_thread(self.process.start)
         await asyncio.to_thread(self.process.wait_ready, START_S)
 
     async def ended(self) -> None:
-        """Wait until the process is gone."""
+        """Wait until the process has ended."""
         while self.process.exit_status is None:
             await asyncio.sleep(0.02)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it runs."""
+        """Send the process a signal if it runs."""
         pid = self.process.pid
         if pid is not None and self.process.exit_status is None:
             os.kill(pid, number)
 
 
 class ProcessFleet:
-    """Two verifiers, two drafters and a router with a journal."""
+    """Fleet of two verifiers, two drafters and a router with a journal."""
 
     def __init__(self, target: Path, head: Path, folder: Path, *, kv_tokens: int = 4096) -> None:
-        """`folder` is for logs and the journal."""
+        """Create the fleet without starting it. Logs and the router's journal are written to
+        `folder`. `kv_tokens` is the KV cache size of each verifier."""
         common = ["--threads", "1", "--no-shared-memory"]
         self._folder, self._target = folder, target
         self.verifiers = [
@@ -106,12 +107,12 @@ class ProcessFleet:
 
     @property
     def members(self) -> list[ProxiedProcess]:
-        """All of them, the router last."""
+        """All processes of the fleet, the router last. Before the start there is no router."""
         router = [] if self.router is None else [self.router]
         return [*self.verifiers, *self.drafters, *router]
 
     async def door(self, seed: int) -> TcpProxy:
-        """A way to the router for one client."""
+        """Return a proxy that leads one client to the router."""
         assert self.router is not None
         router = self.router
         proxy = TcpProxy(lambda: router.process.address, seed=seed)
@@ -120,7 +121,7 @@ class ProcessFleet:
         return proxy
 
     async def hit(self, fault: Fault) -> None:
-        """Let a fault happen, last, and end; what ended is started again."""
+        """Inject a fault and wait until it is over. A process that it ends is started again."""
         member = self._member(fault)
         match fault.kind:
             case FaultKind.KILL:
@@ -149,7 +150,8 @@ class ProcessFleet:
                 raise ValueError(f"{kind} is not for processes")
 
     async def healthy(self, timeout_s: float) -> bool:
-        """Wait until the router sees everybody and nothing runs; False if time ran out."""
+        """Wait until the router sees all processes healthy and no request runs. Return False at the
+        timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not await self._at_rest():
@@ -158,7 +160,7 @@ class ProcessFleet:
         return False
 
     async def close(self) -> None:
-        """End everything."""
+        """End all processes and proxies."""
         for member in self.members:
             member.signal(signal.SIGCONT)
         await asyncio.gather(*(asyncio.to_thread(m.process.close) for m in self.members))

@@ -1,4 +1,5 @@
-"""Runs many seeds in processes, replays one, and shrinks a failing schedule."""
+"""Runs of many seeds in worker processes, replay of one seed, and shrinking of a failing
+schedule."""
 
 from __future__ import annotations
 
@@ -28,22 +29,25 @@ from outrider_chaos.schedule_run import Baseline, RunOutcome, record_baseline, r
 from outrider_chaos.tiny_models import make_eagle3_head, make_target
 
 _LAYERS = 4
-"""Of the tiny model: what takes time in it is the number of operators."""
+"""Number of layers of the tiny model. Its forward takes as long as its number of operators
+requires."""
 _TRIES = 3
-"""Runs of a schedule while it is shrunk: time is not part of a seed, and some faults are missed."""
+"""Number of runs of each schedule while a failing one is shrunk. A schedule does not fail in every
+run, because times vary and some faults are injected outside their phase."""
 
 OnOutcome = Callable[[RunOutcome], None]
 
 
 @contextmanager
 def tiny_models() -> Iterator[tuple[Path, Path]]:
-    """A tiny random target and its head, for as long as the context lasts."""
+    """Context that yields the directories of a tiny random target and of its head, and removes them
+    at the end."""
     with tempfile.TemporaryDirectory(prefix="outrider-chaos-") as folder:
         yield make_tiny(Path(folder))
 
 
 def make_tiny(folder: Path) -> tuple[Path, Path]:
-    """A tiny random target and its head in a folder."""
+    """Write a tiny random target and its head to a folder, and return the two directories."""
     target = make_target(folder / "target", layers=_LAYERS)
     return target, make_eagle3_head(folder / "head", target_layers=_LAYERS)
 
@@ -57,9 +61,12 @@ def run_seeds(
     on_outcome: OnOutcome,
     slowness: float = 1.0,
 ) -> None:
-    """Run the schedules of seeds in so many processes; outcomes come in order of seeds.
+    """Run the schedule of each seed in `jobs` worker processes, and call `on_outcome` with the
+    results in the order of the seeds.
 
-    Raises InternalError if a process dies, or hears no text in calm.
+    `slowness` is the factor by which time limits are longer than for a tiny model. Raises
+    InternalError if a worker process dies, for instance because it cannot generate the expected
+    answers.
     """
     # Forked children of a process with threads hang.
     context = multiprocessing.get_context("spawn")
@@ -80,7 +87,8 @@ def run_seeds(
 def replay(
     seed: int, target: Path, head: Path, *, shrinks: bool, slowness: float = 1.0
 ) -> RunOutcome:
-    """Run the schedule of a seed in this process, and if it fails the least that still does."""
+    """Run the schedule of a seed in this process and return the result. If `shrinks` is set and the
+    run fails, return the result of the smallest schedule that was found to fail."""
     _prepare(target, head, slowness)
     outcome = _run_here(FaultSchedule.from_seed(seed))
     if not shrinks or not outcome.violations:
@@ -105,16 +113,16 @@ class SeedTally:
         self.runs = 0
         self.failed: list[RunOutcome] = []
         self.hits: Counter[str] = Counter()
-        """Faults that found somebody, by role and by phase that was met."""
+        """Number of injected faults, by the role of the target and the phase of the fleet."""
         self.promises: Counter[str] = Counter()
-        """Violations by promise."""
+        """Number of violations, by the name of the violated guarantee."""
         self.ends: Counter[str] = Counter()
-        """How requests ended."""
+        """Number of requests, by the way in which they ended."""
         self.preemptions = 0
         self.seconds = 0.0
 
     def add(self, outcome: RunOutcome) -> None:
-        """Take in a run."""
+        """Add the counts of one run."""
         self.runs += 1
         self.seconds += outcome.seconds
         self.preemptions += outcome.preemptions
@@ -143,7 +151,7 @@ def _cells(hit: Sequence[Fault], missed: Sequence[Fault]) -> Iterator[str]:
 
 
 class _SeedProcess:
-    """What this process runs schedules with."""
+    """Models and expected answers that all runs of this process use."""
 
     models: ChaosModels
     oracle: Baseline
@@ -156,7 +164,7 @@ def _prepare_worker(target: Path, head: Path, slowness: float) -> None:
 
 
 def _prepare(target: Path, head: Path, slowness: float = 1.0) -> None:
-    """Load the models, hear every text in calm, and keep the loop for all runs."""
+    """Load the models, generate the expected answers, and set up this process for all runs."""
     torch.set_num_threads(1)
     _SeedProcess.models = ChaosModels.load(target, head, slowness)
     _SeedProcess.oracle = run_event_loop(record_baseline(_SeedProcess.models))
@@ -176,7 +184,7 @@ async def _holding_grpc(schedule: FaultSchedule) -> RunOutcome:
 
 
 def print_progress(line: str) -> None:
-    """A line of progress."""
+    """Print a line of progress to stderr."""
     with contextlib.suppress(BrokenPipeError):
         sys.stderr.write(line + "\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in the real formats, for tests of distributions and faults."""
+"""Tiny random checkpoints in the usual formats, for tests of output distributions and of faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ TEXT = [
 
 
 def make_tokenizer(directory: Path, vocab_size: int = 384) -> Tokenizer:
-    """A byte-level BPE tokenizer with ChatML specials, saved as the hub lays it out."""
+    """Write a byte-level BPE tokenizer with the special tokens of ChatML to a directory, in the
+    layout of the Hugging Face hub, and return it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -43,7 +44,8 @@ def make_tokenizer(directory: Path, vocab_size: int = 384) -> Tokenizer:
 def make_target(
     directory: Path, *, seed: int = 0, hidden: int = 64, layers: int = 6, vocab_size: int = 384
 ) -> Path:
-    """A random Llama checkpoint (config.json, model.safetensors, tokenizer files)."""
+    """Write a random Llama checkpoint (weights, config.json and tokenizer files) to a directory and
+    return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     make_tokenizer(directory, vocab_size)
     heads, kv_heads, inner = 4, 2, 2 * hidden
@@ -102,7 +104,8 @@ def make_eagle3_head(
     vocab_size: int = 384,
     seed: int = 1,
 ) -> Path:
-    """A random EAGLE-3 head in the original format with a draft vocabulary of two thirds."""
+    """Write a random EAGLE-3 head in its original format to a directory and return the directory.
+    The draft vocabulary has two thirds of the target's tokens."""
     directory.mkdir(parents=True, exist_ok=True)
     heads, kv_heads, inner = 4, 2, 2 * hidden
     head_dim = hidden // heads

@@ -2,7 +2,7 @@
 
 Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout once it serves; logs go to
 stderr. Heavy modules are imported after the flags are parsed, so that --help and usage errors
-answer at once.
+are shown quickly.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _EXIT_MISUSE = 2
 
 def parse_args(argv: Sequence[str] | None = None) -> DrafterConfig:
     """Return the configuration from the configuration file, the environment and the flags. Raises
-    InvalidRequestError."""
+    InvalidRequestError if the configuration is invalid."""
     return parse_config(DrafterConfig, make_parser(), argv, "drafter").config
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; each flag is stored under the configuration key that
-    it sets."""
+    """Return the parser of the command line. The parser stores each flag under the name of the
+    configuration key that the flag sets."""
     parser = argparse.ArgumentParser(
         prog="outrider-drafter", description="Propose draft trees for a verifier's sessions."
     )

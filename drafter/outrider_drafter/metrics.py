@@ -1,4 +1,4 @@
-"""Prometheus metrics of a drafter, and the figures of `DrafterInfo`."""
+"""Prometheus metrics of a drafter, and the statistics in `DrafterInfo`."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ class DrafterMetrics:
         )
 
     def init_series(self, methods: Iterable[str]) -> None:
-        """Create all series whose label values are known, so that rates count the first event,
-        too."""
+        """Create all time series whose label values are known in advance, so that rates include the
+        first event."""
         by_method = (
             self.proposals,
             self.draft_tokens,

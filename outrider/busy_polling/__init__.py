@@ -1,4 +1,4 @@
-"""Cores that do not sleep while a process serves, so that its threads wake at once.
+"""CPU cores kept awake while a process serves, so that its threads wake within microseconds.
 
 A round over gRPC wakes about ten sleeping threads. If a thread's core is idle, waking the thread
 takes as long as the hardware or the hypervisor needs to wake the core: 5 us if idle cores poll, up

@@ -1,4 +1,4 @@
-"""Selection of the CPU cores that a process keeps busy-polling. Pure."""
+"""Selection of the CPU cores that a process keeps busy-polling. The functions do no I/O."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Set
 
 
 def check_request(count: int, device: str) -> None:
-    """Raise ValueError for a number of busy-polling cores that a process on this device cannot
-    have."""
+    """Raise ValueError if `count` is negative, or if it is positive and the model runs on the CPU.
+
+    A model on the CPU computes on all cores, so none of them can be busy-polling.
+    """
     if count < 0:
         raise ValueError("busy_polling_cores must not be negative")
     if count and device == "cpu":
@@ -17,12 +19,12 @@ def check_request(count: int, device: str) -> None:
 
 
 def claim_order(allowed: Iterable[int], siblings: Mapping[int, Set[int]]) -> list[int]:
-    """Return the cores in the order in which they are claimed: the highest number first, because
-    interrupts tend to use the lowest. The second hardware threads of physical cores come after the
-    first hardware threads of all cores.
+    """Return the allowed cores in the order in which they are claimed.
 
-    `siblings` are the hardware threads of each core's physical core; a core without an entry has no
-    siblings.
+    The highest number comes first, because interrupts tend to use the lowest cores. The second
+    hardware threads of physical cores come after the first hardware threads of all cores.
+    `siblings` maps a core to all hardware threads of its physical core. A core without an entry has
+    no siblings.
     """
     first: list[int] = []
     second: list[int] = []
@@ -35,8 +37,7 @@ def claim_order(allowed: Iterable[int], siblings: Mapping[int, Set[int]]) -> lis
 
 def parse_core_list(text: str) -> frozenset[int]:
     """Return the cores named in the kernel's list format, such as "0-3,8". Raises ValueError for
-    anything else.
-    """
+    any other text."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         low, _, high = part.partition("-")

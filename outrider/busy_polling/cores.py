@@ -24,10 +24,10 @@ _STOP_S = 2.0
 
 
 class BusyCores:
-    """CPU cores that this process has claimed, kept awake after `set_busy(True)`.
+    """CPU cores that this process has claimed. They stay awake from `set_busy(True)` on.
 
-    As a context manager it closes itself at the end. Without cores every method does nothing.
-    Linux only.
+    As a context manager it closes itself at the end. Without cores every method does nothing. Linux
+    only.
     """
 
     def __init__(self, claims: Mapping[int, socket.socket]) -> None:
@@ -80,7 +80,8 @@ class BusyCores:
             os.sched_setaffinity(0, self.cores)
 
     def set_busy(self, busy_cores: bool) -> None:
-        """Keep the cores awake, or let them sleep. Has no effect if the state is the same."""
+        """Keep the cores awake if `busy_cores`, otherwise let them sleep. A call without a change
+        does nothing."""
         if busy_cores == self._kept:
             return
         self._kept = busy_cores

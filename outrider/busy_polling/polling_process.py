@@ -2,7 +2,7 @@
 
 Run as `python -I -S polling_process.py CORE`. The byte "+" on stdin starts spinning, "-" stops it,
 and the end of the input ends the process. The process spins in the scheduling class SCHED_IDLE, so
-that every other thread preempts it at once.
+that every other thread preempts it immediately.
 """
 
 import os
@@ -15,7 +15,8 @@ _LOOPS = 2000
 
 
 def main(core: int) -> None:
-    """Spin and sleep on the given core, as the bytes on stdin demand, until the input ends."""
+    """Run on the given core. Spin after the byte "+" on stdin, sleep after "-", and return at the
+    end of the input."""
     os.sched_setaffinity(0, {core})
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     orders = select.poll()

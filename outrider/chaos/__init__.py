@@ -16,13 +16,13 @@ network.py                 Simulated in-process network whose links can be delay
 proxy.py                   TCP proxy between two processes that injects link faults.
 report.py                  Report of a fault run against a fleet: counts, gaps, errors and
                            violations.
-requests.py                Requests of a fault run; texts are fixed by `TextSpec`, the rest is drawn
-                           from the seed.
+requests.py                Requests of a fault run: random combinations of fixed prompts, sampling
+                           options and drafting options.
 schedule.py                Fault schedule: faults, requests and fleet drawn from a seed, the only
                            source of randomness.
 shrink.py                  Greedy minimisation of a failing schedule.
-signals.py                 Faults for local processes by signal (kill, terminate, stop), given by
-                           process id.
+signals.py                 Faults that signals cause in local processes, given by process id: kill,
+                           terminate and stop.
 """
 
 from __future__ import annotations

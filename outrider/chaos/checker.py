@@ -1,4 +1,5 @@
-"""History checker: compares client histories with the answers of a fault-free run. Pure."""
+"""History checker: compares client histories with the answers of a fault-free run. It does no
+I/O."""
 
 from __future__ import annotations
 
@@ -12,21 +13,22 @@ from outrider.wire.messages import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedAnswer:
-    """Answer of a request in a fault-free run."""
+    """Answer that a request gets in a fault-free run."""
 
     token_ids: tuple[int, ...]
     text: str
     reason: FinishReason
     exact: bool = True
-    """Whether the text must not depend on the drafts."""
+    """Whether a run with faults must give exactly this answer. If not, its text may depend on the
+    drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckViolation:
-    """A violated guarantee."""
+    """A guarantee that was violated, with a description."""
 
     promise: str
-    """Violated guarantee in one word: text, order, hang, error or leak."""
+    """Name of the violated guarantee in one word, such as text, end, hang, error or leak."""
     detail: str
 
     def __str__(self) -> str:
@@ -34,13 +36,16 @@ class CheckViolation:
 
 
 AllowedError = Callable[[OutriderError], bool]
-"""Function that returns whether a client may receive this error."""
+"""Function that takes an error and returns whether a client may receive it."""
 
 
 def check_history(
     history: ClientHistory, expected: ExpectedAnswer, *, allowed: AllowedError
 ) -> list[CheckViolation]:
-    """Return the violated guarantees in a client's history."""
+    """Return the guarantees that a client's history violates.
+
+    `expected` is the fault-free answer. `allowed` says which errors the client may receive.
+    """
     found = _check_text(history, expected)
     match history.end:
         case StreamResult.FINISHED:
@@ -55,12 +60,12 @@ def check_history(
 
 
 def allow_none(_error: OutriderError) -> bool:
-    """Allow no error."""
+    """Return False, so that no error is allowed."""
     return False
 
 
 def allow_reasons(allowed: Collection[str]) -> AllowedError:
-    """Return a predicate that allows errors with these reasons."""
+    """Return a function that allows only errors with one of these reasons."""
     return lambda error: error.reason in allowed
 
 
@@ -71,7 +76,7 @@ def _permitted(error: BaseException | None, allowed: AllowedError) -> bool:
 
 
 def _check_text(history: ClientHistory, expected: ExpectedAnswer) -> list[CheckViolation]:
-    """Check that the received text is the beginning of the expected text, once and in order."""
+    """Check that the received tokens and characters are the beginning of the expected ones."""
     if not expected.exact:
         return []
     ids, text = history.token_ids, history.text

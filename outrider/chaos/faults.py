@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class FaultRole(StrEnum):
-    """Target of a fault."""
+    """Role of the process, or the client, at which a fault is injected."""
 
     DRAFTER = "drafter"
     VERIFIER = "verifier"
@@ -16,12 +16,12 @@ class FaultRole(StrEnum):
 
 
 class FaultPhase(StrEnum):
-    """Phase of its target at which a fault is injected."""
+    """State of the sessions in which a fault is injected."""
 
     PREFILL = "prefill"
-    """A verifier has sessions, and no client has received a token of them yet."""
+    """A verifier has sessions, but no client has received a token of them yet."""
     ROUND = "round"
-    """Clients receive tokens."""
+    """Clients are receiving tokens."""
     PREEMPTED = "preempted"
     """A session of a verifier is preempted and waits for KV cache."""
     SWAPPING = "swapping"
@@ -34,7 +34,7 @@ class FaultKind(StrEnum):
     """Kinds of faults."""
 
     KILL = "kill"
-    """The target is killed at once; its supervisor restarts it."""
+    """The target is killed without a warning; its supervisor restarts it."""
     TERMINATE = "terminate"
     """The target is asked to stop and shuts down gracefully; its supervisor restarts it."""
     STOP = "stop"
@@ -71,8 +71,9 @@ FRAME_FAULTS = (
     FaultKind.CORRUPT,
     FaultKind.TRUNCATE,
 )
-"""Faults of single messages. They apply only to the exchange between drafter and verifier, which
-validates each message by its digest. Session streams rely on an ordered, checked transport."""
+"""Faults of single messages. They apply only to the exchange between drafter and verifier, where
+each message is checked by its digest. Session streams rely on an ordered, checked transport
+instead."""
 LINK_FAULTS = (FaultKind.PARTITION, FaultKind.ONE_WAY, FaultKind.DELAY, FaultKind.CUT)
 
 FAULTS_BY_ROLE: dict[FaultRole, tuple[FaultKind, ...]] = {
@@ -121,14 +122,14 @@ class Fault:
     """Index of the target among the processes of its role; for a client, the number of its
     request."""
     phase: FaultPhase = FaultPhase.ROUND
-    """Phase at which the fault is injected: once a session is in this phase and clients have
+    """State in which the fault is injected: once a session is in this phase and clients have
     received `after` tokens."""
     after: int = 0
     lasts_s: float = 0.05
-    """Duration in seconds of a fault that ends by itself, or time until an ended process is
-    restarted."""
+    """Duration in seconds of a fault that ends by itself. For a fault that ends a process, the time
+    until the process is restarted."""
     share: float = 0.0
-    """Share of messages that are lost or changed."""
+    """Share of the messages that a frame fault loses or changes."""
 
     def __str__(self) -> str:
         tail = f", {self.share:.0%} of the messages" if self.share else ""

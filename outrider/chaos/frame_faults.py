@@ -16,7 +16,7 @@ class FrameFaults:
 
     kind: FaultKind
     share: float
-    """Share of the frames that are changed."""
+    """Share of the frames to which the fault is applied."""
     rng: random.Random
     held: bytes | None = None
     """Frame that is held back so that the next one overtakes it."""
@@ -25,7 +25,7 @@ class FrameFaults:
         assert self.kind in FRAME_FAULTS, self.kind
 
     def frames(self, frame: bytes) -> list[bytes]:
-        """Return the frames that arrive in place of a frame."""
+        """Return the frames that the receiver gets when the sender sends `frame`."""
         held, self.held = self.held, None
         if held is not None:
             return [frame, held]

@@ -25,11 +25,11 @@ from outrider.wire.v1 import control_pb2, exchange_pb2, inference_pb2, pool_pb2
 
 MAX_DECODE_S = 0.5
 """Maximum processor time, in seconds, of decoding one frame of at most `MAX_FRAME_BYTES`. If a
-frame took longer, peers could use it for a denial-of-service attack."""
+frame took longer, a peer could use it for a denial-of-service attack."""
 MAX_FRAME_BYTES = 1 << 16
 _BASES = 400
 _FRAMES_A_BASE = 200
-"""Number of frames made from one set of base frames before some base frames are replaced."""
+"""Number of fuzzed frames after which one of the base frames is replaced."""
 _DEPTH = 4
 
 Decode = Callable[[bytes], object]
@@ -37,10 +37,10 @@ Decode = Callable[[bytes], object]
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A decoder of one kind of frame."""
+    """A decoder of one kind of frame, and the port on which such frames arrive."""
 
     port: str
-    """Port on which such frames arrive."""
+    """Name of the port, such as `router`."""
     name: str
     kind: type[Message]
     """Message type that a valid frame holds."""
@@ -140,9 +140,9 @@ class FuzzReport:
     """Result of a fuzzing run."""
 
     frames: Counter[str] = field(default_factory=Counter)
-    """Number of frames by port."""
+    """Number of frames that were fed to the decoders of each port, by name of the port."""
     accepted: Counter[str] = field(default_factory=Counter)
-    """Number of frames that were decoded into a message, by port."""
+    """Number of these frames that were decoded into a message, by name of the port."""
     failures: list[str] = field(default_factory=list)
     """Frames, in hexadecimal, that raised an untyped error or took too long."""
     slowest_s: float = 0.0
@@ -164,9 +164,9 @@ class FuzzReport:
 
 
 def fuzz_port(port: str, frames: int, *, seed: int, corpus: Sequence[bytes] = ()) -> FuzzReport:
-    """Feed `frames` malformed frames to the decoders of a port.
+    """Feed `frames` malformed frames to the decoders of a port and return the results.
 
-    `corpus` holds valid frames of any kind.
+    `corpus` holds valid frames of any kind, which are changed into malformed ones.
     """
     report, rng = FuzzReport(), random.Random(f"{port}-{seed}")
     decoders = [decoder for decoder in DECODERS if decoder.port == port]
@@ -178,7 +178,8 @@ def fuzz_port(port: str, frames: int, *, seed: int, corpus: Sequence[bytes] = ()
 
 
 def can_read(decoder: Decoder, frame: bytes) -> bool:
-    """Return whether a decoder reads a frame without an unexpected error."""
+    """Return whether a decoder accepts a frame. Errors other than InvalidRequestError and
+    DecodeError are raised."""
     try:
         decoder.decode(frame)
     except (InvalidRequestError, DecodeError):
@@ -220,7 +221,8 @@ def _is_message(read: object) -> bool:
 
 
 def mutated(base: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
-    """Return a malformed variant of `base`: bits or bytes changed, cut, duplicated or spliced."""
+    """Return a variant of `base` in which bits or bytes are changed, cut, duplicated, or replaced
+    by the end of one of `others`."""
     frame = bytearray(base)
     for _ in range(rng.choice((0, 1, 1, 2, 5))):
         at = rng.randrange(len(frame) + 1)
@@ -250,7 +252,8 @@ _STRINGS = ("", "a", "req-1", "127.0.0.1:1", "\x00", "\u65e5" * 9, "x" * 300)
 
 
 def random_frame(kind: type[Message], rng: random.Random) -> bytes:
-    """Return a well-formed message of a kind whose fields are inconsistent."""
+    """Return a frame with a message of type `kind` whose fields have random values. It can be
+    parsed, but its fields do not fit together."""
     message = kind()
     _fill(message, kind.DESCRIPTOR, rng, _DEPTH)
     return message.SerializeToString()

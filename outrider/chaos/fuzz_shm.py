@@ -16,13 +16,13 @@ from outrider.wire.codec import decode_drafter_messages
 
 PORT = "shm"
 _PACKETS = 8
-"""Number of packets sent at once while the shared-memory channel is alive."""
+"""Number of packets that are sent before the shared-memory channel reads them."""
 _PLACES = (0, 1, 4096, RING_BYTES - 1, RING_BYTES, RING_BYTES + 1, 2**31, 2**63, 2**64 - 1)
 _MAX_BYTES = 512
 
 
 def fuzz_shm_channel(frames: int, *, seed: int) -> FuzzReport:
-    """Send malformed packets to one end of shared-memory channels.
+    """Send `frames` malformed packets to shared-memory channels and return the results.
 
     A channel that breaks is replaced by a new one.
     """

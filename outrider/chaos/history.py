@@ -11,11 +11,11 @@ from outrider.wire.inference import Delta, FinishInfo
 
 
 class StreamResult(StrEnum):
-    """End of a client's stream."""
+    """How a client's stream ended."""
 
     FINISHED = "finished"
     FAILED = "failed"
-    """The stream ended with an error of Outrider."""
+    """The stream ended with an `OutriderError`."""
     LEFT = "left"
     """The client ended the stream: it was killed, cancelled or out of time."""
     CRASHED = "crashed"
@@ -58,12 +58,12 @@ class ClientHistory:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between received events, including the wait for the first."""
+        """Seconds between received events. The first value is the wait for the first event."""
         times = [self.began, *(heard.at for heard in self.heard)]
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
     def add_delta(self, delta: Delta, at: float) -> None:
-        """Record a delta."""
+        """Record a delta that was received at time `at`."""
         self.heard.append(ReceivedEvent(at=at, token_ids=delta.token_ids, text=delta.text))
 
     def finished(self, finish: FinishInfo | None, at: float) -> None:

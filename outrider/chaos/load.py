@@ -27,18 +27,22 @@ SAMPLINGS: tuple[GenerateOptions, ...] = (
 
 @dataclass(slots=True)
 class ChaosLoad:
-    """Requests with known fault-free answers, and the histories of repeating them under faults."""
+    """Load of clients that repeat a fixed set of requests while faults are injected.
+
+    It records what each client receives and compares it with the answers of a run without faults.
+    """
 
     address: str
     max_tokens: int
     timeout_s: float
     expected: dict[tuple[int, int], ExpectedAnswer] = field(default_factory=dict)
-    """Fault-free answers by prompt and sampling."""
+    """Fault-free answers. A key is (index into `PROMPTS`, index into `SAMPLINGS`)."""
     histories: list[ClientHistory] = field(default_factory=list)
     violations: list[CheckViolation] = field(default_factory=list)
 
     async def record_baseline(self) -> None:
-        """Request every answer once without faults. Raises OutriderError if a request fails."""
+        """Send every request once without faults and store the answers in `expected`. Raises
+        OutriderError if a request fails."""
         async with AsyncClient(self.address, timeout_s=self.timeout_s) as client:
             for prompt, text in enumerate(PROMPTS):
                 for number, sampling in enumerate(SAMPLINGS):
@@ -48,8 +52,8 @@ class ChaosLoad:
                     )
 
     async def run_clients(self, clients: int, until: float, seed: int) -> None:
-        """Run `clients` clients that send requests until the event loop's time `until`, and wait
-        for all answers."""
+        """Run `clients` clients that send requests until `time.monotonic()` reaches `until`, and
+        wait for all answers."""
         await asyncio.gather(*(self._ask_on(until, seed + number) for number in range(clients)))
 
     async def _ask_on(self, until: float, seed: int) -> None:

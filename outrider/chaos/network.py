@@ -1,7 +1,8 @@
 """Simulated in-process network whose links can be delayed, blocked, cut or corrupted.
 
-Messages cross as frames, through the wire codec and with heartbeats, as between real processes. A
-killed process sends nothing more, even if parts of it still exist in this process.
+Messages cross as frames, through the wire codec and with heartbeats, as between real processes. The
+"processes" are objects of one Python process. After one is killed, nothing that it sends arrives,
+even if some of its tasks still run.
 """
 
 from __future__ import annotations
@@ -35,21 +36,23 @@ def _lost(peer: str) -> ConnectionLostError:
 
 
 class NetworkDirection:
-    """State of one direction of the link between two processes."""
+    """State of one direction of the link between two processes: its delay, its blocks and its
+    faults."""
 
     def __init__(self) -> None:
         self._blocks = 0
         self._changed = asyncio.Event()
         self.delay_s = 0.0
         self.mangling: FrameFaults | None = None
-        """Faults applied to frames of exchanges, if any."""
+        """Faults that are applied to the frames of exchanges, or None."""
 
     def block(self) -> None:
-        """Block the link until `unblock` was called as often as this method."""
+        """Block this direction. It stays blocked until `unblock` has been called as often as
+        `block`."""
         self._blocks += 1
 
     def unblock(self) -> None:
-        """Undo one `block`; after the last one, waiting data passes."""
+        """Undo one call of `block`. After the last one is undone, waiting data passes."""
         self._blocks -= 1
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -72,7 +75,7 @@ class _Pipe:
         self.arrived: BoundedQueue[bytes | memoryview] = BoundedQueue(size_of=len)
 
     async def run(self) -> None:
-        """Carry frames until the sender is gone and all its frames have arrived."""
+        """Carry frames until the sender has ended and all its frames have arrived."""
         try:
             while True:
                 frame = await self.sent.get()
@@ -118,7 +121,8 @@ class _NetworkEnd:
         self._into.arrived.close(closed, discard=True)
 
     def end(self, error: OutriderError) -> None:
-        """Let the peer read what was sent, and then this error."""
+        """End the sending direction. The peer can still read what was sent; after that it gets this
+        error."""
         self._out.sent.close(error)
 
 
@@ -134,7 +138,7 @@ class _Connection:
 
 
 class ChaosNetwork:
-    """Processes by name, their endpoints, and the links between them."""
+    """Simulated network: processes by name, their endpoints, and the links between them."""
 
     def __init__(self, *, heartbeat: HeartbeatConfig, control_s: float = CONTROL_S) -> None:
         self.control_s = control_s
@@ -146,13 +150,13 @@ class ChaosNetwork:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serve_process(self, name: str, endpoint: object) -> None:
-        """Make a process reachable under a name."""
+        """Make a process reachable under a name. Its methods are those of `endpoint`."""
         if name in self._endpoints:
             raise AlreadyExistsError(f"{name} is taken", reason="ADDRESS_IN_USE")
         self._endpoints[name] = endpoint
 
     def dialer(self, caller: str) -> ChaosDialer:
-        """Return a process's dialer to the other processes.
+        """Return the dialer with which the process `caller` connects to other processes.
 
         Earlier dialers of the process stop working.
         """
@@ -163,11 +167,12 @@ class ChaosNetwork:
         return dialer
 
     def direction(self, source: str, target: str) -> NetworkDirection:
-        """Return the direction from one process to another."""
+        """Return the state of the link from process `source` to process `target`."""
         return self._ways.setdefault((source, target), NetworkDirection())
 
     def directions_between(self, name: str, others: list[str]) -> list[NetworkDirection]:
-        """Return both directions between one process and others."""
+        """Return the states of the links between the process `name` and each of the others, in both
+        directions."""
         pairs = [pair for other in others for pair in ((name, other), (other, name))]
         return [self.direction(*pair) for pair in pairs]
 
@@ -208,7 +213,8 @@ class ChaosNetwork:
     ) -> tuple[_NetworkEnd, _NetworkEnd]:
         """Open a connection and return both ends, the caller's first.
 
-        `serve` is the method of the host's endpoint that receives the other end.
+        `serve` names the method of the host's endpoint that receives the host's end. `mangles` says
+        whether frame faults apply to the connection.
         """
         there = _Pipe(self.direction(caller, host), mangles=mangles)
         back = _Pipe(self.direction(host, caller), mangles=mangles)
@@ -222,11 +228,11 @@ class ChaosNetwork:
         return near, far
 
     def exchange_end(self, frames: _NetworkEnd) -> DrafterConnection:
-        """Return a drafter's end of an exchange."""
+        """Return the drafter's connection over its end of an exchange."""
         return drafter_end(frames, self._heartbeat)
 
     def router_end(self, frames: _NetworkEnd) -> RouterConnection:
-        """Return a router's end of a stream of sessions."""
+        """Return the router's connection over its end of a stream of sessions."""
         return router_end(frames, self._heartbeat)
 
     async def _serve(
@@ -258,7 +264,7 @@ class ChaosNetwork:
 
 
 class ChaosDialer:
-    """Dialer of one process of a network."""
+    """Dialer with which one process of a `ChaosNetwork` connects to other processes."""
 
     def __init__(self, network: ChaosNetwork, caller: str) -> None:
         self.alive = True
@@ -267,12 +273,14 @@ class ChaosDialer:
         self._caller = caller
 
     async def exchange(self, verifier_address: str) -> DrafterConnection:
-        """Open an exchange connection to a verifier. Raises UnavailableError."""
+        """Open an exchange connection to a verifier. Raises UnavailableError if it cannot be
+        reached."""
         near = await self._connect(verifier_address, "exchange", mangles=True)
         return self._network.exchange_end(near)
 
     async def sessions(self, verifier_address: str) -> RouterConnection:
-        """Open a stream of sessions with a verifier. Raises UnavailableError."""
+        """Open a stream of sessions with a verifier. Raises UnavailableError if it cannot be
+        reached."""
         near = await self._connect(verifier_address, "serve_sessions", mangles=False)
         return self._network.router_end(near)
 
@@ -291,7 +299,7 @@ class ChaosDialer:
         """Do nothing: callers close their connections themselves."""
 
     async def call(self, host: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of another process.
+        """Call a method of the endpoint of another process and return its result.
 
         Raises UnavailableError, DeadlineExceededError or the method's own error.
         """
@@ -330,7 +338,7 @@ class ChaosDialer:
 
 
 class _Control(SessionIteratorMixin):
-    """Control client of a process: each method of the process's endpoint becomes a call to it."""
+    """Control client of a process. Each method of the process's endpoint can be called on it."""
 
     def __init__(self, dialer: ChaosDialer, address: str) -> None:
         self._dialer = dialer

@@ -22,20 +22,22 @@ class _Direction:
     corrupt: float = 0.0
     """Share of the chunks in which bits are changed."""
     truncate: bool = False
-    """Whether the next chunk is cut short, and its connection with it."""
+    """Whether to cut the next chunk short and then end its connection."""
 
     def __post_init__(self) -> None:
         self.open.set()
 
 
 class TcpProxy:
-    """Forwards connections to an upstream address that may change; `address` is the listening
-    address."""
+    """Proxy that forwards TCP connections to an upstream address, which may change.
+
+    `address` is the address on which the proxy listens.
+    """
 
     def __init__(self, upstream: Callable[[], str], *, seed: int = 0) -> None:
-        """Create a proxy.
+        """Create a proxy that does not listen yet.
 
-        `upstream` is called at every connection and returns the HOST:PORT to forward to.
+        `upstream` is called for each connection and returns the HOST:PORT to which it is forwarded.
         """
         self.address = ""
         self._upstream = upstream
@@ -47,7 +49,7 @@ class TcpProxy:
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def start(self, host: str = "127.0.0.1") -> str:
-        """Listen on a free port and return the address."""
+        """Listen on a free port and return the address, HOST:PORT."""
         self._server = await asyncio.start_server(self._accept, host, 0)
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"{host}:{port}"
@@ -64,7 +66,7 @@ class TcpProxy:
 
     @property
     def connections(self) -> int:
-        """Number of open connections."""
+        """Number of open connections of clients."""
         return len(self._writers) // 2
 
     def stall(self, *, there: bool = True, back: bool = True) -> None:
@@ -82,11 +84,12 @@ class TcpProxy:
         self._there.delay_s = self._back.delay_s = seconds
 
     def corrupt(self, share: float) -> None:
-        """Change bits in a share of the chunks of each direction."""
+        """Flip bits in the given share of the chunks of each direction."""
         self._there.corrupt = self._back.corrupt = share
 
     def truncate(self) -> None:
-        """Forward only a part of the next chunk from the upstream, then end its connection."""
+        """Forward only a part of the next chunk that comes from the upstream, then end its
+        connection."""
         self._back.truncate = True
 
     def cut(self) -> None:
@@ -95,12 +98,12 @@ class TcpProxy:
             writer.transport.abort()
 
     def shut(self) -> None:
-        """Reset every connection and accept no more."""
+        """Reset every connection and refuse new ones. `heal` does not undo this."""
         self._shut = True
         self.cut()
 
     def heal(self) -> None:
-        """Remove all faults."""
+        """Remove all faults except `shut`."""
         for direction in (self._there, self._back):
             direction.open.set()
             direction.delay_s = direction.corrupt = 0.0

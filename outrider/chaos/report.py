@@ -1,4 +1,4 @@
-"""Report of a fault run against a fleet: counts, gaps, errors and violations. Pure."""
+"""Report of a fault run against a fleet: counts, gaps, errors and violations. It does no I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from outrider.errors import OutriderError
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value that a share of the values does not exceed; 0 if there are no values."""
+    """Return the smallest value v such that at least `share` of the values are at most v. Return 0
+    if there are no values."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -22,7 +23,8 @@ def quantile(values: Sequence[float], share: float) -> float:
 def describe(
     histories: Sequence[ClientHistory], violations: Sequence[CheckViolation], faults: Sequence[str]
 ) -> str:
-    """Return lines about counts, gaps, errors and everything that is wrong."""
+    """Return the text of a report: numbers of requests, gaps between messages, faults, errors and
+    violations."""
     gaps = [gap for history in histories for gap in history.gaps[1:]]
     firsts = [history.gaps[0] for history in histories if history.heard]
     ends = Counter(str(history.end) for history in histories)

@@ -1,4 +1,8 @@
-"""Requests of a fault run; texts are fixed by `TextSpec`, the rest is drawn from the seed."""
+"""Requests of a fault run: random combinations of fixed prompts, sampling options and drafting
+options.
+
+`TextSpec` contains everything on which the text of an answer depends.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ SAMPLING_SETS: dict[str, GenerateOptions] = {
     "target-only": {"temperature": 0.0, "rule": "target-only"},
     "rejection": {"temperature": 0.9, "seed": 13, "rule": "rejection"},
 }
-"""Sampling options by name. With the last entry, the text may depend on the drafts."""
+"""Sampling options by name. Only with "rejection" may the text depend on the drafts."""
 
 _CHAIN: GenerateOptions = {"draft_tokens": 4, "draft_top_k": 1, "look_ahead": 0}
 _TREE: GenerateOptions = {"draft_tokens": 8, "draft_top_k": 2, "look_ahead": 0}
@@ -85,13 +89,13 @@ TEXTS = tuple(
         (name, size) for size in (10, 20, 32) for name in SAMPLING_SETS
     )
 )
-"""All texts that runs request. There are few, so that each fault-free answer is computed only
-once."""
+"""All combinations of prompt, sampling options and length that fault runs use. They are few, so
+that each fault-free answer is computed only once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosRequest:
-    """One request of a run."""
+    """One request of a fault run."""
 
     text: TextSpec
     drafting: str = "model"
@@ -103,7 +107,8 @@ class ChaosRequest:
 
     @property
     def options(self) -> GenerateOptions:
-        """All options of the request."""
+        """All options of the request: those of its text, its drafting, its priority and whether it
+        can be resumed."""
         own: GenerateOptions = {"priority": self.priority, "resume": self.resumable}
         return {**self.text.options, **DRAFTING_SETS[self.drafting], **own}
 
@@ -117,7 +122,8 @@ class ChaosRequest:
 
 
 def priority_request(rng: random.Random) -> ChaosRequest:
-    """Return a request that preempts others."""
+    """Return a random request with a long prompt and a high priority, which preempts other
+    sessions."""
     large = [text for text in TEXTS if PROMPTS[text.prompt] == LONG]
     return ChaosRequest(text=rng.choice(large), priority=50, starts_s=rng.uniform(0.05, 0.2))
 

@@ -19,26 +19,26 @@ from outrider.chaos.requests import ChaosRequest, draw_requests, priority_reques
 
 MAX_FAULTS = 3
 _STRIDE = 61
-"""Step between the cells of consecutive seeds, so that they hit different roles. Coprime to the
-number of cells, so that all cells are hit."""
+"""Step in `CELLS` from the first fault of one seed to that of the next, so that consecutive seeds
+hit different roles. It is coprime to the number of cells, so that all cells are used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetShape:
-    """Composition of the fleet of a run."""
+    """Number of processes in the fleet of a run, and their settings."""
 
     verifiers: int = 1
     drafters: int = 1
     kv_tokens: int = 4096
-    """KV cache size of each verifier, in tokens; a small one causes preemption."""
+    """KV cache size of each verifier, in tokens. A small size causes preemption."""
     shm_channels: bool = False
-    """Whether drafters use shared-memory channels, whose messages cannot be changed by faults."""
+    """Whether drafters use shared-memory channels. Frame faults cannot be injected into these."""
     planner: str = "fixed"
     preemption: str = "auto"
     """How preempted sessions recover their KV cache: auto, swap or recompute."""
 
     def count(self, role: FaultRole, clients: int) -> int:
-        """Return the number of processes (or clients) of a role."""
+        """Return the number of processes of a role; for the role of clients, return `clients`."""
         counts = {
             FaultRole.DRAFTER: self.drafters,
             FaultRole.VERIFIER: self.verifiers,
@@ -60,8 +60,8 @@ class FaultSchedule:
     def from_seed(cls, seed: int) -> Self:
         """Create the schedule of a seed.
 
-        Consecutive seeds have different values of `CELLS` as their first faults, until all values
-        were used.
+        The first faults of consecutive seeds are different entries of `CELLS`, until all entries
+        have been used.
         """
         rng = random.Random(f"outrider-chaos-{seed}")
         kind, role, phase = CELLS[seed * _STRIDE % len(CELLS)]
@@ -85,12 +85,12 @@ class FaultSchedule:
         return cls(seed=seed, fleet=shape, asks=asks, faults=faults)
 
     def without(self, index: int) -> FaultSchedule:
-        """Return this schedule without one fault."""
+        """Return this schedule without the fault number `index`."""
         kept = self.faults[:index] + self.faults[index + 1 :]
         return replace(self, faults=kept)
 
     def without_ask(self, index: int) -> FaultSchedule:
-        """Return this schedule without one request, and without the faults of its client."""
+        """Return this schedule without the request number `index` and the faults of its client."""
         faults = tuple(
             replace(fault, index=fault.index - (fault.index > index))
             if fault.role is FaultRole.CLIENT

@@ -10,8 +10,8 @@ from outrider.chaos.schedule import FaultSchedule
 def shrink_schedule(
     schedule: FaultSchedule, fails: Callable[[FaultSchedule], bool]
 ) -> FaultSchedule:
-    """Remove faults, then requests, one by one as long as the schedule still fails; return the
-    result."""
+    """Remove faults and requests one by one as long as `fails` is true for the rest. Return the
+    smallest schedule found."""
     smaller = True
     while smaller:
         smaller = False

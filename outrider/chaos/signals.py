@@ -1,4 +1,4 @@
-"""Faults for local processes by signal (kill, terminate, stop), given by process id."""
+"""Faults that signals cause in local processes, given by process id: kill, terminate and stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.chaos.faults import FaultKind, FaultRole
 from outrider.errors import InvalidRequestError, NotFoundError
 
 KINDS = (FaultKind.KILL, FaultKind.TERMINATE, FaultKind.STOP)
-"""Kinds of faults that signals can inject."""
+"""Kinds of faults that can be injected by signals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class FaultTarget:
 
 
 def parse_target(text: str) -> FaultTarget:
-    """Parse ROLE=PID of a running process. Raises InvalidRequestError or NotFoundError."""
+    """Parse "ROLE=PID". Raises InvalidRequestError if the text is malformed, and NotFoundError if
+    no such process is running."""
     role, _, pid = text.partition("=")
     try:
         target = FaultTarget(FaultRole(role), int(pid))
@@ -45,7 +46,8 @@ def parse_target(text: str) -> FaultTarget:
 
 
 def parse_kinds(text: str) -> tuple[FaultKind, ...]:
-    """Parse kinds of faults, separated by commas. Raises InvalidRequestError."""
+    """Parse kinds of faults, separated by commas. Raises InvalidRequestError if the text is
+    malformed or a kind is not in `KINDS`."""
     try:
         kinds = tuple(FaultKind(name) for name in text.split(",") if name)
     except ValueError:
@@ -68,16 +70,19 @@ def is_alive(target: FaultTarget) -> bool:
 def pick_fault(
     targets: list[FaultTarget], kinds: tuple[FaultKind, ...], rng: random.Random
 ) -> tuple[FaultKind, FaultTarget] | None:
-    """Return the next fault and its target; None if no process is left. Only running processes are
-    targets. A process that was restarted counts as a new target."""
+    """Return a random kind of fault and a random target that is running, or None if none is
+    running.
+
+    A process that was restarted has a new process id and is not one of `targets`.
+    """
     left = [target for target in targets if is_alive(target)]
     return (rng.choice(kinds), rng.choice(left)) if left else None
 
 
 async def inject_fault(kind: FaultKind, target: FaultTarget, lasts_s: float) -> None:
-    """Inject a fault.
+    """Send the signal of a fault to a process.
 
-    A stopped process continues after `lasts_s` seconds, also if this call is cancelled.
+    A stopped process continues after `lasts_s` seconds, or when this call is cancelled.
     """
     numbers = {
         FaultKind.KILL: signal.SIGKILL,

@@ -10,12 +10,12 @@ fields.py                  Typed reads of `config.json` fields; errors name the 
                            allowed.
 head_config.py             Draft-head configuration (`HeadConfig`), read from a checkpoint's
                            `config.json`.
-head_tensors.py            Tensors of a draft head, and the check of a head against them and against
-                           its target.
+head_tensors.py            Tensors that a draft head must have, and the check of a head against its
+                           target.
 model_config.py            Target-model configuration (`ModelConfig`), read from a Hugging Face
                            `config.json`.
-model_tensors.py           Tensors of a Llama-style decoder, and the check of a checkpoint against
-                           them.
+model_tensors.py           Tensors that a Llama-style decoder must have, and the check that a
+                           checkpoint holds them.
 quantization.py            Refusal of quantised checkpoints, whose scales the engine does not apply.
 rope.py                    RoPE settings (theta and frequency scaling), read from a Hugging Face
                            `config.json`.

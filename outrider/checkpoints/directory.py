@@ -21,21 +21,21 @@ _INDEX: Final = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """A checked model directory."""
+    """A model directory that has passed all checks."""
 
     path: Path
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
-    """Descriptions of all tensors by name; no values."""
+    """Descriptions of all tensors (dtype, shape, place in a file), by name."""
 
 
 def read_model_directory(path: Path, *, compare_all: bool = True) -> ModelDirectory:
     """Read the configuration and the headers of the weight files, and check that the model can be
     served.
 
-    With `compare_all` an output projection that must equal the embedding is compared byte by byte,
-    otherwise in samples. Raises NotFoundError for a missing file. Raises InvalidRequestError, which
-    says why and what is supported, for any other problem.
+    An output projection that must equal the embedding is compared byte by byte if `compare_all` is
+    set, otherwise in samples. Raises NotFoundError for a missing file. For any other problem it
+    raises InvalidRequestError, which says what is wrong and what is supported.
     """
     if not path.is_dir():
         raise NotFoundError(f"{path}: no such model directory")
@@ -46,10 +46,11 @@ def read_model_directory(path: Path, *, compare_all: bool = True) -> ModelDirect
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """Read `config.json` of a model directory.
+    """Read `config.json` of a model directory, and the end-of-sequence ids of
+    `generation_config.json`.
 
-    Raises NotFoundError if the file is missing, and InvalidRequestError if it is malformed or needs
-    something that is not supported.
+    Raises NotFoundError if `config.json` is missing, and InvalidRequestError if a file is malformed
+    or needs something that is not supported.
     """
     file = path / "config.json"
     if not file.is_file():
@@ -65,7 +66,7 @@ def read_model_config(path: Path) -> ModelConfig:
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Name the file in errors about its fields."""
+    """Add the name of the file to InvalidRequestErrors that the `with` block raises."""
     try:
         yield
     except InvalidRequestError as error:
@@ -87,10 +88,11 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _read_generation_eos(file: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the end ids of generation_config.json, where chat models list all of theirs.
+    """Return the end-of-sequence ids of generation_config.json, where chat models list all of
+    theirs.
 
-    A file that is missing or no JSON object names none. Raises InvalidRequestError for ids outside
-    the vocabulary.
+    Return none if the file is missing or is not a JSON object. Raises InvalidRequestError for ids
+    outside the vocabulary.
     """
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -100,7 +102,8 @@ def _read_generation_eos(file: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def _read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the descriptions of all tensors; the index file, if any, names the weight files."""
+    """Return the descriptions of all tensors by name. If there is an index file, it names the
+    weight files."""
     index = path / _INDEX
     if not index.is_file():
         if not (path / _SINGLE).is_file():

@@ -10,10 +10,10 @@ from outrider.errors import InvalidRequestError
 
 
 def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a field that is a positive integer.
+    """Return the field `key`, which must be a positive integer.
 
     If the key is missing or null, return `default`. Raises InvalidRequestError if the field is
-    missing and has no default, or is no positive integer.
+    missing and has no default, or is not a positive integer.
     """
     value = _find(raw, key, default)
     if not _is_number(value) or value < 1 or value != int(value):
@@ -22,8 +22,8 @@ def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 
 def read_positive(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Return a field that is a finite positive number. `default` and the errors are as in
-    `read_size`."""
+    """Return the field `key`, which must be a finite positive number. `default` and the errors are
+    as in `read_size`."""
     value = _find(raw, key, default)
     if not _is_number(value) or value <= 0:
         raise _malformed(key, "a finite positive number", value)
@@ -31,8 +31,8 @@ def read_positive(raw: Mapping[str, Any], key: str, default: float | None = None
 
 
 def read_mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a field that is a JSON object; empty if the key is missing or null. Raises
-    InvalidRequestError for any other value."""
+    """Return the field `key`, which must be a JSON object. Return an empty mapping if the key is
+    missing or null. Raises InvalidRequestError for any other value."""
     value = raw.get(key)
     if value is None:
         return {}
@@ -42,8 +42,8 @@ def read_mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def read_token_ids(raw: Mapping[str, Any], key: str, vocab_size: int) -> tuple[int, ...]:
-    """Return a field that is a token id or a list of token ids; empty if the key is missing or
-    null.
+    """Return the ids of the field `key`, which is a token id or a list of token ids. Return no ids
+    if the key is missing or null.
 
     Raises InvalidRequestError for ids outside the vocabulary.
     """

@@ -21,7 +21,7 @@ from outrider.checkpoints.rope import read_rope
 from outrider.errors import InvalidRequestError
 
 FINAL_NORM: Final = -1
-"""Tap id of the hidden state after the target's final norm, the feature of EAGLE-1/2 heads."""
+"""Tap id of the hidden state after the target's final norm, which EAGLE-1/2 heads read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,8 @@ class HeadConfig:
     vocab_size: int
     """Size of the target's vocabulary."""
     draft_vocab_size: int
-    """Number of rows of the head's lm_head; equal to `vocab_size` when nothing is mapped."""
+    """Number of ids that the head can draft, which is the number of rows of its lm_head. It equals
+    `vocab_size` if the head has no vocabulary of its own."""
     rope_theta: float
     rope_scaling: dict[str, Any] | None = None
     max_position_embeddings: int
@@ -54,12 +55,14 @@ class HeadConfig:
     norm_before_fc: bool = False
     """Whether an RMSNorm is applied to the concatenated features (`input_norm` in checkpoints)."""
     norm_output: bool = False
-    """Whether the feature of the next draft step is the output after the final norm instead of the
-    one before it."""
+    """Whether the feature for the next draft step is the head's output after its final norm. If
+    not, it is the output before this norm."""
     norm_before_residual: bool = False
-    """Whether the residual branch of the block starts from the feature after its norm."""
+    """Whether the residual branch of the head's layer starts from the feature after its norm. If
+    not, it starts from the feature before this norm."""
     has_input_norm: bool = True
-    """Whether the block norms its attention input (EAGLE-1/2 blocks usually do not)."""
+    """Whether the head's layer applies an RMSNorm to the input of its attention. EAGLE-1/2 heads
+    usually do not."""
     fc_bias: bool = False
     qkv_bias: bool = False
 
@@ -94,7 +97,8 @@ class HeadConfig:
 
 
 def default_tap_layers(num_target_layers: int) -> tuple[int, int, int]:
-    """Return the taps (1, L//2-1, L-4): the low, middle and high features of EAGLE-3."""
+    """Return the default taps of EAGLE-3 for a target of L layers: a low, a middle and a high
+    layer, with the 0-based ids 1, L//2-1 and L-4."""
     if num_target_layers < 6:
         raise ValueError(
             f"the default taps need a target of at least 6 layers, not {num_target_layers}: "
@@ -104,7 +108,8 @@ def default_tap_layers(num_target_layers: int) -> tuple[int, int, int]:
 
 
 def load_head_config(path: str | Path, *, num_target_layers: int | None = None) -> HeadConfig:
-    """Read `config.json` (or the directory holding it) of a head in either format.
+    """Read the configuration of a head in either format. `path` is its `config.json` or the
+    directory that contains this file.
 
     If the file names no taps, the default taps for `num_target_layers` are used. Raises
     InvalidRequestError (INVALID_HEAD) for a file that is missing, malformed or not supported.
@@ -242,7 +247,7 @@ def _build(
 
 
 def _check_supported(raw: dict[str, Any]) -> None:
-    """Raise ValueError for variants that would load and then silently compute something else."""
+    """Raise ValueError for variants that would be loaded without an error but computed wrongly."""
     allowed: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu",),
         "num_hidden_layers": (1,),

@@ -1,4 +1,4 @@
-"""Tensors of a draft head, and the check of a head against them and against its target."""
+"""Tensors that a draft head must have, and the check of a head against its target."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def read_head(path: Path, target: ModelConfig, *, kind: str | None = None) -> He
     """Read the configuration and the weight header of a head, and check that the target can use the
     head.
 
-    `kind` is the kind of head that is needed (eagle3 or eagle); None accepts both. Tensors in a
-    pickle file are not read here; they are checked when the head is loaded. Raises
-    InvalidRequestError (INVALID_HEAD) for a head that is damaged or not supported, and
-    FailedPreconditionError for one of another kind or for another target.
+    `kind` is the required kind of head (eagle3 or eagle); None accepts both. Tensors in a pickle
+    file are not read here; they are checked when the head is loaded. Raises InvalidRequestError
+    (INVALID_HEAD) for a head that is damaged or not supported, and FailedPreconditionError for a
+    head of another kind or for another target.
     """
     config = load_head_config(path, num_target_layers=target.num_layers)
     if kind is not None and config.kind != kind:
@@ -54,14 +54,15 @@ def read_head(path: Path, target: ModelConfig, *, kind: str | None = None) -> He
 
 
 def canonical_name(name: str) -> str:
-    """Return a tensor's name in the original format: `layers.0.` becomes `midlayer.`."""
+    """Return a tensor's name in the original EAGLE format: `layers.0.` becomes `midlayer.`, and a
+    leading `model.` is removed."""
     name = name.removeprefix("model.")
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 
 def canonical_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the descriptions by canonical names. Raises InvalidRequestError if two tensors have
-    the same canonical name."""
+    """Return the descriptions of the tensors, keyed by `canonical_name`. Raises InvalidRequestError
+    if two tensors have the same canonical name."""
     named = {canonical_name(name): tensor for name, tensor in tensors.items()}
     if len(named) < len(tensors):
         raise _invalid(path, "two tensors have names that mean the same")
@@ -69,8 +70,12 @@ def canonical_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[s
 
 
 def fit_config(path: Path, config: HeadConfig, tensors: Mapping[str, StoredTensor]) -> HeadConfig:
-    """Return a head's configuration, completed by the settings that only its tensors show.
-    `tensors` are keyed by canonical names."""
+    """Return `config`, completed by the settings that only the tensors show, such as biases and
+    norms.
+
+    `tensors` are keyed by canonical names. Raises InvalidRequestError if the settings contradict
+    each other.
+    """
     block = "midlayer."
     try:
         return replace(
@@ -88,10 +93,10 @@ def fit_config(path: Path, config: HeadConfig, tensors: Mapping[str, StoredTenso
 def check_head_tensors(
     path: Path, config: HeadConfig, tensors: Mapping[str, StoredTensor]
 ) -> HeadConfig:
-    """Check that a head has all tensors that its configuration requires and no others. `tensors`
-    are keyed by canonical names.
+    """Check that a head has all tensors that its configuration requires and no others.
 
-    Returns the configuration completed by `fit_config`. Raises InvalidRequestError (INVALID_HEAD).
+    `tensors` are keyed by canonical names. Returns the configuration as completed by `fit_config`.
+    Raises InvalidRequestError (INVALID_HEAD) if the check fails.
     """
     config = fit_config(path, config, tensors)
     head_table(config).check(str(path), tensors, reason=REASON)
@@ -99,8 +104,8 @@ def check_head_tensors(
 
 
 def head_table(config: HeadConfig) -> TensorTable:
-    """Return the requirements on a head's tensors, by canonical names. `config` must come from
-    `fit_config`."""
+    """Return the table of the tensors that a head must or may have, by canonical names. `config`
+    must come from `fit_config`."""
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     features = config.num_taps * config.target_hidden_size
     is_eagle3 = config.kind == "eagle3"
@@ -162,7 +167,7 @@ def _block(config: HeadConfig, inner: int) -> dict[str, TensorSpec]:
 
 
 def _check_target(path: Path, head: HeadConfig, target: ModelConfig) -> None:
-    """Raise FailedPreconditionError if a head is not for this target."""
+    """Raise FailedPreconditionError if a head was not made for this target."""
     if head.vocab_size != target.vocab_size:
         raise FailedPreconditionError(
             f"{path} is for a vocabulary of {head.vocab_size} ids, the target has "
@@ -185,10 +190,11 @@ def _check_target(path: Path, head: HeadConfig, target: ModelConfig) -> None:
 def uses_head_embedding(
     path: Path, head: HeadConfig, has_own: bool, target_width: int | None
 ) -> bool:
-    """Return whether a head uses the embedding of its checkpoint instead of the target's.
+    """Return whether a head uses the embedding of its own checkpoint instead of the target's.
 
-    `target_width` is the width of the target's embedding; None if there is none. Raises
-    InvalidRequestError (INVALID_HEAD) if neither embedding fits.
+    `has_own` says whether the checkpoint contains an embedding. `target_width` is the width of the
+    target's embedding; None if there is none. Raises InvalidRequestError (INVALID_HEAD) if neither
+    embedding fits.
     """
     is_shared = target_width == head.hidden_size
     if has_own and (not is_shared or head.target_hidden_size != head.hidden_size):

@@ -12,16 +12,17 @@ from outrider.checkpoints.rope import read_rope
 from outrider.errors import InvalidRequestError
 
 ARCHITECTURES: Final = ("llama", "mistral", "qwen2", "qwen3")
-"""Values of `model_type` that share the Llama skeleton and are supported."""
+"""Supported values of `model_type`. All these models have the layers of Llama."""
 _FULL, _SLIDING = _LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Values of `layer_types` that are understood."""
+"""Supported values of `layer_types`."""
 DEFAULT_SLIDING_WINDOW: Final = 4096
-"""Window for a `config.json` without the key `sliding_window`, as in transformers."""
+"""Sliding window, in tokens, if `config.json` has no key `sliding_window`. It is the default of
+transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape and numerics of a Llama-style decoder."""
+    """Sizes and numeric settings of a Llama-style decoder."""
 
     architecture: str
     """One of ARCHITECTURES."""
@@ -37,7 +38,7 @@ class ModelConfig:
     rope_scaling: Mapping[str, Any] | None = None
     """None, or a mapping with `rope_type` ("linear" or "llama3") and its factors."""
     tie_word_embeddings: bool = False
-    """Whether the output projection is the embedding."""
+    """Whether the embedding is also the output projection."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -45,11 +46,12 @@ class ModelConfig:
     """Whether an RMSNorm is applied to each query and key head before the rotary embedding
     (Qwen3)."""
     sliding_window: int | None = None
-    """A query at position p sees keys at positions above p - sliding_window; None sees all."""
+    """Sliding window in tokens: a query at position p sees keys at positions above p -
+    sliding_window. None if a query sees all earlier keys."""
     max_position_embeddings: int = 2048
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    """Tokens that end a generation."""
+    """Ids of the tokens that end a generation."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "head_dim"):
@@ -67,7 +69,7 @@ class ModelConfig:
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Translate the fields of a Hugging Face `config.json`.
+    """Return the configuration that the fields of a Hugging Face `config.json` describe.
 
     Raises InvalidRequestError, which names the key, for values that are malformed or not supported.
     """
@@ -108,7 +110,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _sliding_window(raw: Mapping[str, Any], kind: str) -> int | None:
-    """Return the sliding window if all layers use one. Models that mix layer types are refused."""
+    """Return the sliding window if all layers use one. Raises InvalidRequestError for models that
+    mix layer types."""
     listed = raw.get("layer_types") or []
     if not isinstance(listed, list):
         raise InvalidRequestError(f"layer_types must be a list, not {listed!r}")

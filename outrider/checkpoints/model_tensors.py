@@ -1,4 +1,4 @@
-"""Tensors of a Llama-style decoder, and the check of a checkpoint against them."""
+"""Tensors that a Llama-style decoder must have, and the check that a checkpoint holds them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SAMPLE_BYTES: Final = 1 << 12
 
 
 def model_table(config: ModelConfig, dtypes: tuple[str, ...] = WEIGHT_DTYPES) -> TensorTable:
-    """Return the requirements on a model's tensors. `dtypes` are the element types that the file
-    format supports."""
+    """Return the table of the tensors that a model must or may have. `dtypes` are the element types
+    that the file format supports."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
@@ -75,11 +75,12 @@ def check_model_tensors(
     dtypes: tuple[str, ...] = WEIGHT_DTYPES,
     compare_all: bool = True,
 ) -> None:
-    """Check that a checkpoint holds a model's tensors and nothing else; `where` names it.
+    """Check that a checkpoint holds all tensors of a model and no others.
 
-    If a model with tied embeddings also stores an output projection, it must equal the embedding:
-    with `compare_all` it is compared byte by byte, otherwise in samples. Raises InvalidRequestError
-    (INVALID_CHECKPOINT), which says what was found and what is supported.
+    If a model with tied embeddings also stores an output projection, it must equal the embedding.
+    The two are compared byte by byte if `compare_all` is set, otherwise in samples. Raises
+    InvalidRequestError (INVALID_CHECKPOINT), which says what was found and what is supported.
+    `where` names the checkpoint in this error.
     """
     table = model_table(config, dtypes)
     table.check(where, tensors, reason="INVALID_CHECKPOINT")

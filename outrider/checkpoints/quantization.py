@@ -8,19 +8,19 @@ from typing import Any, Final
 from outrider.errors import InvalidRequestError
 
 WEIGHT_DTYPES: Final = ("F64", "F32", "F16", "BF16")
-"""Dtypes of weights in safetensors files that are supported, by the names of that format."""
+"""Supported dtypes of weights in safetensors files, by their names in this format."""
 INDEX_DTYPES: Final = ("I64", "I32")
-"""Dtypes of tensors of token ids that are supported."""
+"""Supported dtypes of tensors that hold token ids."""
 SUPPORTED: Final = (
     "supported are unquantised safetensors weights (float32, float16, bfloat16 or float64) and "
     "GGUF files"
 )
 _CONFIG_KEYS: Final = ("quantization_config", "compression_config", "quantization")
-"""Keys of `config.json` by which quantisers announce their formats."""
+"""Keys that tools for quantisation add to `config.json`."""
 
 
 def check_unquantized(raw: Mapping[str, Any]) -> None:
-    """Raise InvalidRequestError if a `config.json` announces quantised weights."""
+    """Raise InvalidRequestError if a `config.json` says that the weights are quantised."""
     for key in _CONFIG_KEYS:
         found = raw.get(key)
         if found is not None:

@@ -9,7 +9,7 @@ from outrider.checkpoints.fields import read_mapping, read_positive
 from outrider.errors import InvalidRequestError
 
 ROPE_TYPES: Final = ("default", "linear", "llama3")
-"""Types of frequency scaling that are supported."""
+"""Supported types of RoPE frequency scaling."""
 _DEFAULT_THETA: Final = 10000.0
 _FACTORS: Final = {
     "linear": ("factor",),
@@ -23,7 +23,7 @@ _FACTORS: Final = {
 
 
 def read_rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Return theta and the frequency scaling (None, or a mapping with `rope_type` and its factors).
+    """Return theta and the frequency scaling: None, or a mapping with `rope_type` and its factors.
 
     Newer files keep both under `rope_parameters`. Raises InvalidRequestError, which names the key,
     for values that are malformed or not supported.

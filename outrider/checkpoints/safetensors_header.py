@@ -20,7 +20,7 @@ _LFS_START: Final = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor of a checkpoint as a file describes it."""
+    """Description of one tensor in a checkpoint: its dtype, its shape and its place in a file."""
 
     dtype: str
     """Name of the element type in the file's format, such as BF16 or Q4_K."""
@@ -33,7 +33,8 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Read the tensors' descriptions by name. Raises InvalidRequestError for a damaged file."""
+    """Return the descriptions of all tensors of a safetensors file, by name. Raises
+    InvalidRequestError for a damaged file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
@@ -67,7 +68,7 @@ def _decode(header: bytes) -> Any:
 
 
 def _check_kind(first: bytes) -> None:
-    """Refuse files that are recognised by their first bytes as something else."""
+    """Raise ValueError if the first bytes show that a file is empty or a Git LFS pointer."""
     if not first:
         raise ValueError("the file is empty")
     if first.startswith(_LFS_START):

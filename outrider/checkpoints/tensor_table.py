@@ -23,25 +23,28 @@ _IGNORED_SUFFIX: Final = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Requirements on one tensor of a model."""
+    """Required shape and dtype of one tensor of a model."""
 
     shape: tuple[int, ...] | None
     """Required shape; None accepts every shape."""
     is_required: bool = True
     dtypes: tuple[str, ...] = WEIGHT_DTYPES
-    """Supported element types by the names of the file's format; empty accepts every type."""
+    """Supported element types, by their names in the file's format. An empty tuple accepts every
+    type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorTable:
-    """All tensors of a model: some by their full names, the others once in every layer."""
+    """Requirements on all tensors of a model. `single` is keyed by full names. The tensors of
+    `layer` occur once in each layer."""
 
     single: Mapping[str, TensorSpec]
     layer: Mapping[str, TensorSpec] = field(default_factory=dict)
-    """Requirements of the tensors of a layer, by the name after `model.layers.N.`."""
+    """Requirements on the tensors of a layer, by the part of their names after
+    `model.layers.N.`."""
     num_layers: int = 0
     hints: Mapping[str, str] = field(default_factory=dict)
-    """Advice, by tensor name, that the error of a missing required tensor adds."""
+    """Advice by tensor name. It is added to the error that a required tensor is missing."""
 
     def find(self, name: str) -> TensorSpec | None:
         """Return the requirements on a tensor; None if the model has no such tensor."""
@@ -58,10 +61,10 @@ class TensorTable:
                     yield f"model.layers.{index}.{name}"
 
     def check(self, where: str, tensors: Mapping[str, StoredTensor], *, reason: str) -> None:
-        """Check a checkpoint's tensors by name, dtype and shape; `where` names it in messages.
+        """Check the names, dtypes and shapes of a checkpoint's tensors.
 
         Raises InvalidRequestError with `reason` for tensors that are unknown, missing, of an
-        unsupported dtype or of another shape.
+        unsupported dtype or of another shape. `where` names the checkpoint in this error.
         """
         problem = self._find_problem(tensors)
         if problem is not None:
@@ -95,7 +98,7 @@ class TensorTable:
         return shapes[0] if shapes else None
 
     def _explain_unknown(self, unknown: list[str], tensors: Mapping[str, StoredTensor]) -> str:
-        """Say why a checkpoint has tensors that are not in the table."""
+        """Return an explanation why a checkpoint has tensors that are not in the table."""
         first = unknown[0] + (f" and {len(unknown) - 1} more" if len(unknown) > 1 else "")
         if not any(name.startswith(_PREFIX) for name in tensors) and any(
             self.find(_PREFIX + name) for name in unknown

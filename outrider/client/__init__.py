@@ -14,20 +14,21 @@ arguments.py               Validation of client arguments other than the options
 async_calls.py             Call helpers of the asynchronous client: channel replacement, retry waits
                            and aborts.
 async_client.py            Asynchronous client of a router: `AsyncClient` and `AsyncStream`.
-attempts.py                Attempts of one request: after a failure retry, resume the stream, or
-                           give up.
-channels.py                gRPC channel of a client, replaced when its connection breaks.
-collected_stream.py        Collected messages of one response stream; shared by both clients.
-connection.py              Connection to a router: channels in plain text or over TLS, and API-key
-                           metadata.
-flags.py                   Types of command-line flags for argparse, and flag groups that several
+attempts.py                Decides after each failed attempt of a request whether to retry it,
+                           resume its stream, or give up.
+channels.py                Pool of a client's gRPC channels, which replaces the current channel when
+                           its connection breaks.
+collected_stream.py        Collects the messages of one response stream.
+connection.py              Opens connections to a router, in plain text or over TLS, and builds the
+                           metadata of calls.
+flags.py                   Argparse types for command-line flags, and groups of flags that several
                            commands share.
 options.py                 Request options of the client: `GenerateOptions`, and their translation
                            into a request.
-pending_requests.py        Resumable requests whose answers a client still waits for.
+pending_requests.py        Keeps the resumable requests whose answers a client still waits for.
 retry.py                   Retry policy of client calls.
-rpcs.py                    RPC definitions of InferenceService, with encoders and decoders, shared
-                           by both clients.
+rpcs.py                    RPCs of InferenceService with their encoders and decoders, which both
+                           clients share.
 sync_calls.py              Call helpers of the synchronous client: channel replacement, retry waits
                            and aborts.
 sync_client.py             Synchronous client of a router: `Client` and `Stream`.

@@ -1,7 +1,7 @@
 """Validation of client arguments other than the options of a request.
 
-Each check raises InvalidRequestError (INVALID_OPTION), which names the argument and what is
-allowed.
+Each check raises InvalidRequestError (INVALID_OPTION) with a message that names the argument and
+the allowed values.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from outrider.wire.checks import quote_value
 ArgumentT = TypeVar("ArgumentT")
 
 MAX_TIMEOUT_S: Final = 365 * 86400.0
-"""Longest timeout of a request, one year; gRPC's arithmetic overflows for timeouts of centuries."""
+"""Maximum timeout of a request, in seconds (one year). The timestamp arithmetic of gRPC overflows
+for timeouts of centuries."""
 
 
 def is_text(value: object) -> bool:
-    """Return whether a value is a string that UTF-8 can encode."""
+    """Return whether a value is a string that can be encoded in UTF-8."""
     if not isinstance(value, str):
         return False
     try:
@@ -31,28 +32,32 @@ def is_text(value: object) -> bool:
 
 
 def invalid_argument(name: str, wanted: str, value: object) -> InvalidRequestError:
-    """Return the error of an argument with a wrong type or value."""
+    """Return the error for argument `name` with the wrong type or value. `wanted` describes the
+    allowed values."""
     return InvalidRequestError(
         f"{name} must be {wanted}, got {quote_value(value)}", reason="INVALID_OPTION"
     )
 
 
 def check_address(address: str) -> str:
-    """Check the address of a router. Raises InvalidRequestError."""
+    """Return the address of a router unchanged. Raises InvalidRequestError if it is not an
+    address."""
     if not (is_text(address) and address and address.isprintable()):
         raise invalid_argument("address", "HOST:PORT of a router", address)
     return address
 
 
 def check_kind(name: str, value: ArgumentT | None, kind: type[ArgumentT]) -> ArgumentT | None:
-    """Check that an optional argument is of one class. Raises InvalidRequestError."""
+    """Return an optional argument unchanged. Raises InvalidRequestError if it is neither None nor
+    an instance of `kind`."""
     if value is not None and not isinstance(value, kind):
         raise invalid_argument(name, f"a {kind.__name__} or None", value)
     return value
 
 
 def check_timeout_s(timeout_s: float | None) -> float | None:
-    """Check a timeout in seconds; None is no limit. Raises InvalidRequestError."""
+    """Return a timeout in seconds, where None means no limit. Raises InvalidRequestError if it is
+    invalid."""
     if timeout_s is None:
         return None
     is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
@@ -64,8 +69,8 @@ def check_timeout_s(timeout_s: float | None) -> float | None:
 
 
 def check_request_ids(request_ids: Iterable[str]) -> list[RequestId]:
-    """Check a sequence of request ids. A single string is refused, because its characters would be
-    taken for ids. Raises InvalidRequestError."""
+    """Return the request ids as a list. A single string is refused, because its characters would
+    otherwise be taken as ids. Raises InvalidRequestError."""
     wanted = "a sequence of texts"
     if isinstance(request_ids, (str, bytes, Mapping)) or not isinstance(request_ids, Iterable):
         raise invalid_argument("request_ids", wanted, request_ids)

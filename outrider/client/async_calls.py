@@ -22,25 +22,29 @@ AnswerT = TypeVar("AnswerT")
 
 
 class AbortSender:
-    """Tells the router in the background to abort resumable requests that nobody wants any more."""
+    """Sends aborts of resumable requests to the router in the background, when a client no longer
+    needs their answers."""
 
     def __init__(self, channels: ChannelPool[grpc.aio.Channel]) -> None:
         self.wanted = PendingRequests()
         self.calls: WeakSet[grpc.aio.UnaryStreamCall[bytes, bytes]] = WeakSet()
-        """Calls of the open streams. They are cancelled explicitly, because closing a channel may
-        not end them."""
+        """Calls of the streams that are open. They must be cancelled explicitly, because closing a
+        channel may not end them."""
         self._channels = channels
         self._telling: set[asyncio.Future[list[Any]]] = set()
 
     def send_abort(self, attempts: RequestAttempts) -> asyncio.Future[list[Any]]:
-        """Send an abort for a request. Requests that are not resumable end with their calls."""
+        """Start to send an abort for a request, and return a future that completes when the router
+        has answered. Nothing is sent for a request that is not resumable, because such a request
+        ends when its call is cancelled."""
         left = self.wanted.remove_request(attempts)
         # A closed client has said so of all of them.
         return self._tell(self._channels.current, left) if left else asyncio.gather()
 
     async def send_all(self, channel: grpc.aio.Channel) -> None:
-        """Send all pending aborts, wait within a bound until the router has received these and
-        earlier ones, then cancel the calls of streams."""
+        """Abort all pending requests over `channel`. Wait until the router has answered these
+        aborts and earlier ones, at most ABORT_TIMEOUT_S seconds for each. Then cancel the calls of
+        all streams."""
         self._tell(channel, self.wanted.take_all())
         await asyncio.gather(*self._telling, return_exceptions=True)
         for call in list(self.calls):
@@ -62,7 +66,7 @@ class AbortSender:
 
 
 def is_cancelled() -> bool:
-    """Return whether the running task is being cancelled."""
+    """Return whether the current asyncio task is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -70,8 +74,8 @@ def is_cancelled() -> bool:
 async def await_answer(
     channels: ChannelPool[grpc.aio.Channel], call: Awaitable[AnswerT]
 ) -> AnswerT:
-    """Await the response of a call. Raises CancelledRequestError if the client was closed
-    meanwhile, which grpc.aio reports as a cancellation by the caller."""
+    """Await the response of a call and return it. Raises CancelledRequestError if the client was
+    closed meanwhile; grpc.aio reports this case like a cancellation of the caller's task."""
     try:
         return await call
     except asyncio.CancelledError:
@@ -83,7 +87,7 @@ async def await_answer(
 async def replace_channel(
     channels: ChannelPool[grpc.aio.Channel], channel: grpc.aio.Channel, problem: OutriderError
 ) -> None:
-    """Replace the channel of later calls if this one broke."""
+    """Use a new channel for later calls if `problem` shows that `channel` is broken."""
     old = channels.report_broken(channel, problem)
     if old is not None:
         await old.close()
@@ -92,9 +96,9 @@ async def replace_channel(
 async def wait_attempt(
     again: RetryDecision, problem: OutriderError, deadline: float | None
 ) -> bool:
-    """Wait before the next attempt and return whether it resumes the stream.
+    """Wait before the next attempt, and return whether that attempt resumes the stream.
 
-    Raises `problem` if the deadline would pass first.
+    Raises `problem` if the deadline would pass during the wait.
     """
     left_s = remaining(deadline, time.monotonic())
     if left_s is not None and again.delay_s >= left_s:
@@ -106,7 +110,8 @@ async def wait_attempt(
 async def wait_retry(
     retry: RetryPolicy, attempt: int, problem: OutriderError, deadline: float | None
 ) -> None:
-    """Wait before the next attempt. Raises `problem` if there must be none."""
+    """Wait before the next attempt. Raises `problem` if the retry policy or the deadline allows no
+    further attempt."""
     delay_s = retry.delay_s(attempt, problem)
     if delay_s is None:
         raise problem

@@ -162,9 +162,9 @@ class AsyncClient:
         metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
-        """Continue a prompt and stream the answer; the arguments are those of `generate`.
+        """Continue a prompt and stream the answer. The arguments are those of `generate`.
 
-        The request is sent when the iteration begins, and its errors are raised by the iteration.
+        The request is sent when iteration begins, and its errors are raised during iteration.
         """
         request = make_request(prompt, options)
         attempts = RequestAttempts(self._retry, resumable=request.resumable)
@@ -184,7 +184,8 @@ class AsyncClient:
         return await self._call(LIST_MODELS, None, INFO_TIMEOUT_S)
 
     def _said(self, metadata: Metadata) -> Metadata:
-        """Return the metadata of a request, including the trace of the caller."""
+        """Return the gRPC metadata of a request: the client's, `metadata`, and the trace context of
+        the caller."""
         return add_trace_metadata((*self._metadata, *check_metadata(metadata)))
 
     def _deadline(self, timeout_s: float | None) -> float | None:
@@ -218,7 +219,8 @@ class AsyncClient:
         deadline: float | None,
         metadata: Metadata,
     ) -> GenerateResult | None:
-        """Return the answer to a request, or None if its stream must be resumed instead."""
+        """Send a request and return the answer. Return None if the answer must be read as a resumed
+        stream instead."""
         method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
         data = GENERATE.encode(request)
         while True:
@@ -280,7 +282,7 @@ class AsyncStream:
     ) -> None:
         self._channels = channels
         self._channel: grpc.aio.Channel
-        """Channel on which the current call runs."""
+        """Channel of the present call."""
         self._address = address
         self._request = request
         self._attempts = attempts
@@ -402,7 +404,8 @@ class AsyncStream:
         self._farewells.wanted.remove_request(self._attempts)
 
     def _leave(self) -> asyncio.Future[list[Any]]:
-        """Stop reading and tell the router to abort the request."""
+        """Stop reading and abort the request. Return a future that completes when the router has
+        answered the abort."""
         self._over = True
         self._collected.fail(left_error())
         if self._call is not None:

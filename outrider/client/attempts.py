@@ -1,6 +1,7 @@
-"""Attempts of one request: after a failure retry, resume the stream, or give up.
+"""Decides after each failed attempt of a request whether to retry it, resume its stream, or give
+up.
 
-Pure: decides from an error, the answer received so far and the time.
+Pure: a decision depends on the error, the part of the answer received so far, and the time.
 """
 
 from __future__ import annotations
@@ -18,35 +19,36 @@ from outrider.errors import (
 
 MIN_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.25
-"""Maximum pause between two attempts to resume a stream, in seconds; a user is waiting."""
+"""Maximum pause between two attempts to resume a stream, in seconds. It is short because a user
+waits for the stream."""
 MAX_ROUTER_LOOKUPS = 32
-"""Maximum number of connections with which a client searches for the router that has its stream, if
+"""Maximum number of connections that a client opens to find the router that has its stream, if
 several routers share an address.
 
-The probability that none of the 32 connections reaches the right router is 1/10,000 with four
-routers, and 1/70 with eight.
+The probability that none of 32 connections reaches the right router is 1/10,000 with four routers,
+and 1/70 with eight.
 """
 SHUTDOWN = "SHUTDOWN"
-"""Error reason of a router that shuts down. The router may soon be back, with its requests if it
-has a journal."""
+"""Error reason of a router that shuts down. The router may soon be back. If it has a journal, its
+requests continue then."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryDecision:
-    """The decision to try again after `delay_s` seconds. With `resume` the next attempt continues
-    the stream after the events received so far; otherwise it sends the request again."""
+    """Decision to make another attempt after `delay_s` seconds. If `resume` is True, the attempt
+    continues the stream after the events received so far; else it sends the request again."""
 
     delay_s: float
     resume: bool
 
 
 class RequestAttempts:
-    """The attempts of one request.
+    """Decides about further attempts of one request.
 
-    A request that could not be opened is retried as the retry policy says. If the connection broke,
-    the request may have arrived, so before the client sends it again, the client tries to resume
-    its stream. If the connection breaks after the request was admitted, the client tries to resume
-    the stream.
+    A request that the router did not admit is sent again as the retry policy says. If the
+    connection broke before the client knew whether the request was admitted, the client first tries
+    to resume its stream, because the request may have arrived. If the connection breaks after the
+    request was admitted, the client tries to resume the stream.
     """
 
     def __init__(self, retry: RetryPolicy, *, resumable: bool) -> None:
@@ -54,17 +56,18 @@ class RequestAttempts:
         self._resumable = resumable
         self._openings = 1
         self._probing = False
-        """Whether the next attempt asks for the stream of an earlier attempt whose connection
-        broke."""
+        """Whether the next attempt only tests if the request arrived: it tries to resume the stream
+        of an attempt whose connection broke."""
         self._pauses = 0
         self._looks = 0
-        """Number of attempts that reached a router without the stream while another router at the
-        same address may have it."""
+        """Number of attempts, since the last received message, that reached a router without the
+        stream although another router at the same address may have it."""
         self._broke: OutriderError | None = None
         self._broke_at = 0.0
 
     def record_message(self) -> None:
-        """Record that a message was received, so that the connection works again."""
+        """Record that a message was received. The connection works, so earlier failures no longer
+        count."""
         self._broke = None
         self._probing = False
         self._pauses = self._looks = 0
@@ -72,11 +75,11 @@ class RequestAttempts:
     def decide_after(
         self, error: OutriderError, *, now: float, informed: bool = False, told: bool = False
     ) -> RetryDecision:
-        """Return what to do after a failed attempt. Raises `error` if there is to be no further
-        attempt.
+        """Return what to do after a failed attempt. Raises `error` if no further attempt must be
+        made.
 
-        `informed` says whether the client knows that the request was admitted, `told` whether it
-        has received a part of the answer. `now` is in seconds.
+        `informed` is whether the client knows that the request was admitted, and `told` is whether
+        it has received a part of the answer. `now` is the time in seconds of a monotonic clock.
         """
         broken = self._resumable and _is_break(error)
         if broken and informed:
@@ -113,10 +116,10 @@ class RequestAttempts:
 
 
 def is_elsewhere(error: OutriderError) -> bool:
-    """Return whether another router at the same address may have the stream.
+    """Return whether the error says that another router at the same address may have the stream.
 
-    A router that shares its address and does not know the stream says so by a NOT_FOUND error with
-    a hint when to retry.
+    A router that shares its address and does not know the stream answers with a NOT_FOUND error
+    that contains a retry delay.
     """
     return isinstance(error, NotFoundError) and error.retry_after_s is not None
 

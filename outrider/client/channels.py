@@ -1,8 +1,8 @@
-"""gRPC channel of a client, replaced when its connection breaks.
+"""Pool of a client's gRPC channels, which replaces the current channel when its connection breaks.
 
-A gRPC channel reconnects late after its server was down: a synchronous one 4.5 to 9.5 s after the
-server is back, regardless of the reconnect options (grpcio 1.76, loopback). A new channel connects
-at once.
+After its server was down, a gRPC channel reconnects late: a synchronous channel 4.5 to 9.5 s after
+the server is back, regardless of the reconnect options (grpcio 1.76, loopback). A new channel
+connects immediately.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from outrider.errors import CancelledRequestError, ConnectionLostError, Outrider
 ChannelT = TypeVar("ChannelT")
 
 MAX_OLD_CHANNELS: Final = 2 * MAX_ROUTER_LOOKUPS
-"""Maximum number of replaced channels that are kept open, because other calls may still use
-them."""
+"""Maximum number of replaced channels that stay open. They stay open because other calls may still
+use them."""
 
 
 class ChannelPool(Generic[ChannelT]):
-    """Holds the channel for new calls and the replaced channels that older calls may still use.
+    """The channel for new calls, and the replaced channels that older calls may still use.
     Thread-safe."""
 
     def __init__(self, make: Callable[[], ChannelT]) -> None:
@@ -35,15 +35,15 @@ class ChannelPool(Generic[ChannelT]):
 
     @property
     def current(self) -> ChannelT:
-        """Channel for the next call. Raises CancelledRequestError (CLIENT_CLOSED) if the client was
+        """Channel for the next call. Raises CancelledRequestError (CLIENT_CLOSED) if the client is
         closed."""
         self.check_open()
         return self._current
 
     def report_broken(self, channel: ChannelT, problem: OutriderError) -> ChannelT | None:
-        """Replace `channel` after a call on it failed with `problem`, if that was a connection
-        error. Returns an old channel that is to be closed now, if any. Raises CancelledRequestError
-        (CLIENT_CLOSED) if the client was closed."""
+        """Replace `channel` if `problem`, the error of a call on it, is a connection error or says
+        that another router may have the stream. Return an old channel that the caller must close,
+        or None. Raises CancelledRequestError (CLIENT_CLOSED) if the client is closed."""
         self.check_open()
         # Another connection may lead to another router.
         if not (isinstance(problem, ConnectionLostError) or is_elsewhere(problem)):
@@ -56,12 +56,12 @@ class ChannelPool(Generic[ChannelT]):
             return self._old.popleft() if len(self._old) > MAX_OLD_CHANNELS else None
 
     def take_all(self) -> list[ChannelT]:
-        """Return all open channels, to be closed; later calls get none."""
+        """Close the pool, and return all its channels, which the caller must close."""
         with self._lock:
             self._closed = True
             return [self._current, *self._old]
 
     def check_open(self) -> None:
-        """Raise CancelledRequestError (CLIENT_CLOSED) if the channels were taken by `take_all`."""
+        """Raise CancelledRequestError (CLIENT_CLOSED) if `take_all` was called."""
         if self._closed:
             raise CancelledRequestError("the client was closed", reason="CLIENT_CLOSED")

@@ -1,4 +1,4 @@
-"""Collected messages of one response stream; shared by both clients."""
+"""Collects the messages of one response stream. Both clients use it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from outrider.wire.inference import (
 
 
 class CollectedStream:
-    """Collects the messages of one stream."""
+    """The messages received so far of one response stream."""
 
     def __init__(self) -> None:
         self.info: PromptInfo | None = None
         self.finish: FinishInfo | None = None
         self.problem: OutriderError | None = None
-        """Error that ended the stream without a last message, if any."""
+        """Error that ended the stream before its last message; None if there was none."""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self._text: list[str] = []
@@ -35,17 +35,18 @@ class CollectedStream:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether tokens were received; from then on a retry would repeat them."""
+        """Whether a part of the answer was received. A request with such a part must not be sent
+        again, because the part would be repeated."""
         return bool(self.token_ids or self._text)
 
     def position(self, request_id: RequestId) -> StreamPosition:
-        """Return the position at which the stream must resume."""
+        """Return the position after the last received message, at which the stream must resume."""
         return StreamPosition(
             request_id=request_id, tokens=len(self.token_ids), characters=self._characters
         )
 
     def add_event(self, event: StreamEvent) -> Delta | None:
-        """Add a message. Returns it if it is a delta, else None."""
+        """Add a message. Return it if it is a delta, else None."""
         match event:
             case PromptInfo():
                 self.info = event
@@ -60,12 +61,12 @@ class CollectedStream:
         return None
 
     def fail(self, error: OutriderError) -> None:
-        """Record the error that ended the stream; only the first error counts."""
+        """Record the error that ended the stream. Only the first recorded error counts."""
         self.problem = self.problem or error
 
     def result(self) -> GenerateResult:
-        """Return the complete answer. If the stream failed, every call raises its error. Raises
-        InternalError if the stream ended without its last message."""
+        """Return the complete answer. Raises the recorded error if the stream failed, and
+        InternalError if it ended without its last message."""
         if self.problem is not None:
             raise self.problem
         if self.info is None or self.finish is None:
@@ -82,5 +83,5 @@ class CollectedStream:
 
 
 def left_error() -> CancelledRequestError:
-    """Return the error of a stream that was closed by its reader."""
+    """Return the error of a stream that its reader closed before the end."""
     return CancelledRequestError("the stream was closed before its end", reason="STREAM_CLOSED")

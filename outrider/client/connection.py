@@ -1,4 +1,4 @@
-"""Connection to a router: channels in plain text or over TLS, and API-key metadata."""
+"""Opens connections to a router, in plain text or over TLS, and builds the metadata of calls."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from outrider.transport.tls import TlsConfig, TlsFiles
 from outrider.wire.checks import quote_value
 
 API_KEY_VARIABLE: Final = "OUTRIDER_API_KEY"
-"""Environment variable with the API key of clients that are created without one."""
+"""Environment variable with the API key for clients that are created without one."""
 
 TENANT_KEY: Final = "x-outrider-tenant"
-"""Metadata key of the tenant, for routers that trust the tenant that callers name."""
+"""Metadata key of the tenant. Only routers with `overload.tenant_from = "metadata"` read it."""
 _KEY: Final = re.compile(r"[a-z0-9_.-]+")
 
 GrpcOptions: TypeAlias = "Sequence[tuple[str, int | str]]"
@@ -29,9 +29,10 @@ GrpcOptions: TypeAlias = "Sequence[tuple[str, int | str]]"
 def call_metadata(
     metadata: Metadata, *, api_key: str | None = None, tenant: str | None = None
 ) -> Metadata:
-    """Build the metadata of each call. Without a key, the API key comes from the environment.
+    """Return the metadata of each call: `metadata` with the API key and the tenant. If `api_key` is
+    None, the key comes from the environment variable OUTRIDER_API_KEY.
 
-    Raises InvalidRequestError for values that no header can carry.
+    Raises InvalidRequestError for values that are not allowed in a header.
     """
     found = list(check_metadata(metadata))
     if tenant is not None:
@@ -46,8 +47,8 @@ def call_metadata(
 
 
 def check_metadata(metadata: Metadata) -> Metadata:
-    """Check metadata and return it as a tuple. Raises InvalidRequestError for values that no header
-    can carry."""
+    """Return metadata as a tuple of pairs. Raises InvalidRequestError for values that are not
+    allowed in a header."""
     pairs = tuple(map(_pair, _items(metadata)))
     for key, value in pairs:
         if not (isinstance(key, str) and _KEY.fullmatch(key)):
@@ -93,12 +94,13 @@ def _printable(value: str, what: str, reason: str) -> str:
 
 
 class RouterConnector:
-    """Opens channels to one router."""
+    """Opens gRPC channels to one router."""
 
     def __init__(self, address: str, tls: TlsConfig | None) -> None:
-        """Create a connector for the router at `address`; None as `tls` means plain text. With
-        `tls`, the router's certificate must be signed by `tls.ca`, or by an authority that the
-        system trusts, and name this address, or the name in `tls.names` for routers.
+        """Create a connector for the router at `address`. If `tls` is None, channels use plain
+        text. Otherwise the router's certificate must be signed by `tls.ca`, or by an authority that
+        the system trusts if `tls.ca` is not set. The certificate must name this address or the name
+        that `tls.names` has for routers.
 
         Raises FailedPreconditionError (BAD_TLS).
         """
@@ -108,8 +110,9 @@ class RouterConnector:
         self._name = named[0] if named else ""
 
     def channel(self) -> grpc.Channel:
-        """Open a synchronous channel. The thread that iterates over a stream also reads it, because
-        gRPC's extra thread would delay a first message by 0.3 to 0.4 ms."""
+        """Open a synchronous channel. The channel option SingleThreadedUnaryStream is set: the
+        thread that iterates over a stream also reads it. With gRPC's extra thread the first message
+        would be 0.3 to 0.4 ms later."""
         options: GrpcOptions = [*self._options(), (ChannelOptions.SingleThreadedUnaryStream, 1)]
         if self._files is None:
             return grpc.insecure_channel(self._address, options=options)
@@ -117,7 +120,7 @@ class RouterConnector:
         return grpc.secure_channel(self._address, credentials, options=options)
 
     def aio_channel(self) -> grpc.aio.Channel:
-        """Open an asynchronous channel."""
+        """Open a channel for asyncio."""
         if self._files is None:
             return grpc.aio.insecure_channel(self._address, options=self._options())
         credentials = channel_credentials(self._files)
@@ -131,7 +134,8 @@ class RouterConnector:
 
 
 def is_serving(address: str, tls: TlsConfig | None, timeout_s: float = 5.0) -> bool:
-    """Return whether the health service of a process says that it serves."""
+    """Return whether the health service of the process at `address` answers SERVING within
+    `timeout_s`."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     with RouterConnector(address, tls).channel() as channel:

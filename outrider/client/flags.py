@@ -1,6 +1,6 @@
-"""Types of command-line flags for argparse, and flag groups that several commands share.
+"""Argparse types for command-line flags, and groups of flags that several commands share.
 
-The text of a ValueError is argparse's error message (exit status 2).
+Argparse prints the text of a type's error and exits with status 2.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from outrider.transport.tls import TlsConfig
 from outrider.wire.limits import MAX_PRIORITY, MAX_TOP_LOGPROBS
 
 AUTO = "auto"
-"""Value of flags whose choice is left to the server."""
+"""Flag value that leaves the choice to the server."""
 CA_HELP = "Certificate of the authority that signed the router's certificate; enables TLS."
 
 
 def integer_at_least(low: int) -> Callable[[str], int]:
-    """Return an argparse type for integers of at least `low`."""
+    """Return an argparse type that accepts integers of at least `low`."""
 
     def parse(text: str) -> int:
         try:
@@ -37,7 +37,7 @@ def integer_at_least(low: int) -> Callable[[str], int]:
 
 
 def number_at_least(low: float) -> Callable[[str], float]:
-    """Return an argparse type for finite numbers of at least `low`."""
+    """Return an argparse type that accepts finite numbers of at least `low`."""
 
     def parse(text: str) -> float:
         try:
@@ -52,7 +52,7 @@ def number_at_least(low: float) -> Callable[[str], float]:
 
 
 def fraction(text: str) -> float:
-    """Parse a number above 0 and at most 1."""
+    """Parse a number that is greater than 0 and at most 1."""
     value = number_at_least(0.0)(text)
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
@@ -60,7 +60,7 @@ def fraction(text: str) -> float:
 
 
 def parse_look_ahead(text: str) -> int | None:
-    """Parse 0, 1 or auto; auto becomes None."""
+    """Parse "0", "1" or "auto"; "auto" gives None."""
     if text == AUTO:
         return None
     if text not in ("0", "1"):
@@ -69,7 +69,7 @@ def parse_look_ahead(text: str) -> int | None:
 
 
 def parse_fan_out(text: str) -> int:
-    """Parse the number of outcomes per round for which drafts are made ahead."""
+    """Parse the fan-out: the number of outcomes of a round for which look-ahead makes drafts."""
     value = integer_at_least(0)(text)
     if value > MAX_FAN_OUT:
         raise argparse.ArgumentTypeError(f"must be at most {MAX_FAN_OUT}, got {value}")
@@ -77,7 +77,7 @@ def parse_fan_out(text: str) -> int:
 
 
 def add_look_ahead_arguments(add: Callable[..., object]) -> None:
-    """Declare --look-ahead and --fan-out; `add` is a parser's `add_argument`."""
+    """Add the flags --look-ahead and --fan-out to a parser; `add` is its `add_argument` method."""
     add(
         "--look-ahead",
         metavar="0|1|auto",
@@ -94,7 +94,7 @@ def add_look_ahead_arguments(add: Callable[..., object]) -> None:
 
 
 def parse_bias(text: str) -> tuple[int, float]:
-    """Parse ID=AMOUNT of a logit bias."""
+    """Parse "ID=AMOUNT": a token id and the value that is added to its logit."""
     id_, sign, amount = text.partition("=")
     try:
         return integer_at_least(0)(id_), float(amount if sign else "")
@@ -105,7 +105,7 @@ def parse_bias(text: str) -> tuple[int, float]:
 
 
 def parse_priority(text: str) -> int:
-    """Parse the priority of a request."""
+    """Parse the priority of a request, an integer."""
     try:
         value = int(text)
     except ValueError:
@@ -118,7 +118,8 @@ def parse_priority(text: str) -> int:
 
 
 def parse_top_logprobs(text: str) -> int:
-    """Parse the number of most probable token ids that are returned with each token."""
+    """Parse the number of most probable tokens whose log-probabilities are returned at each
+    position."""
     value = integer_at_least(0)(text)
     if value > MAX_TOP_LOGPROBS:
         raise argparse.ArgumentTypeError(f"must be in [0, {MAX_TOP_LOGPROBS}], got {value}")
@@ -126,7 +127,7 @@ def parse_top_logprobs(text: str) -> int:
 
 
 def parse_seed(text: str) -> int:
-    """Parse a seed: an unsigned integer of 64 bits."""
+    """Parse a seed, which is an unsigned 64-bit integer."""
     value = integer_at_least(0)(text)
     if value > UINT64_MAX:
         raise argparse.ArgumentTypeError(f"must fit in 64 bits, got {value}")
@@ -134,10 +135,11 @@ def parse_seed(text: str) -> int:
 
 
 def add_connecting_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the TLS flags of commands that connect to a router; a certificate enables mutual TLS.
+    """Add the TLS flags of commands that connect to a router. A client certificate turns on mutual
+    TLS.
 
-    The API key comes from the environment variable OUTRIDER_API_KEY, because other users of the
-    machine can read command lines.
+    There is no flag for the API key, because other users of the machine can read command lines. The
+    key comes from the environment variable OUTRIDER_API_KEY.
     """
     add = parser.add_argument_group("connection").add_argument
     add("--tls-ca", metavar="FILE.pem", type=Path, help=CA_HELP)
@@ -146,7 +148,7 @@ def add_connecting_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tls_of(args: argparse.Namespace) -> TlsConfig | None:
-    """Return the TLS configuration that the flags set, or None for plain text.
+    """Return the TLS configuration that the given flags set, or None for plain text.
 
     Raises InvalidRequestError.
     """

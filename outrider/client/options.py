@@ -27,92 +27,101 @@ from outrider.wire.inference import (
 )
 
 PromptLike = str | Sequence[int] | Sequence[ChatMessage] | Prompt
-"""Prompt of a request: a string, token ids, or a conversation."""
+"""Prompt of a request: a text, a sequence of token ids, a conversation, or a `Prompt`."""
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of a generation request; the server chooses those that are left out."""
+    """Options of a generation request. The server chooses options that are left out."""
 
     max_tokens: int
     """Maximum number of tokens to emit."""
     min_tokens: int
-    """Number of tokens before which neither a stop token nor a stop string ends the answer."""
+    """Number of tokens that must be emitted before a stop token or a stop string can end the
+    answer."""
     stop: Sequence[str]
-    """Stop strings; the text ends before the first one that occurs."""
+    """Stop strings. The text ends before the first occurrence of any of them."""
     stop_token_ids: Sequence[int]
     """Token ids that end the answer, in addition to the model's end-of-turn ids."""
     ignore_eos: bool
-    """Whether to continue after the model's end-of-turn ids."""
+    """Whether the answer continues after the model's end-of-turn ids."""
     include_stop_str_in_output: bool
-    """Whether the text includes the stop string, or the text of the stop token, that ended it."""
+    """Whether the text includes the stop string, or the text of the stop token, that ended the
+    answer."""
     skip_special_tokens: bool
     """Whether special tokens are left out of the text."""
     temperature: float
     """Sampling temperature; 0 decodes greedily."""
     top_p: float
-    """Total probability of the most probable tokens that are sampled from, in (0, 1]."""
+    """Nucleus sampling: only the most probable tokens with this total probability are sampled, in
+    (0, 1]."""
     top_k: int
-    """Number of most probable tokens that are sampled from; 0 is all."""
+    """Number of most probable tokens that can be sampled; 0 means all."""
     min_p: float
-    """Least probability of a sampled token, relative to the most probable one, in [0, 1]."""
+    """Minimum probability of a sampled token, as a fraction of the highest probability, in [0,
+    1]."""
     repetition_penalty: float
-    """Factor that penalizes tokens of prompt and answer; 1 is no penalty."""
+    """Factor by which tokens that occur in the prompt or the answer are penalized; 1 means no
+    penalty."""
     presence_penalty: float
     """Amount subtracted from the logit of each token that the answer contains."""
     frequency_penalty: float
     """Amount subtracted from a token's logit for each of its occurrences in the answer."""
     seed: int
-    """Seed of 64 bits; a negative value means itself plus 2^64. The same seed gives the same text;
-    under the rules rejection and target-only the text also depends on the drafts."""
+    """64-bit seed; a negative value stands for itself plus 2^64. The same seed gives the same text.
+    With the rules rejection and target-only, the text also depends on the drafts."""
     rule: Rule | str
     """Acceptance rule at temperature > 0: coupled, rejection, target-only or greedy."""
     banned_token_ids: Sequence[int]
     """Token ids that are never emitted."""
     logit_bias: Mapping[int, float]
-    """Values in [-100, 100] that are added to the logits of token ids."""
+    """Map from token ids to values in [-100, 100] that are added to their logits."""
     allowed_token_ids: Sequence[int]
-    """The only token ids that may be emitted, at least one. End-of-turn ids must be listed, too."""
+    """The only token ids that may be emitted; at least one. End-of-turn ids must be included if the
+    answer is to end with them."""
     bad_words: Sequence[str]
-    """Words that are never emitted as the token sequences that the tokenizer makes of them, alone
-    and after a space."""
+    """Words that are never emitted. For each word, the tokenizer's token sequences of the word
+    alone and after a space are banned; other spellings of the same text are not."""
     json_schema: Mapping[str, Any] | str
-    """JSON schema of the answer. At most one of json_schema, json_object, regex and grammar."""
+    """JSON schema that the answer must match. At most one of json_schema, json_object, regex and
+    grammar may be given."""
     json_object: bool
     """Whether the answer must be a JSON object."""
     regex: str
-    """Regular expression that the whole answer matches."""
+    """Regular expression that the whole answer must match."""
     grammar: str
-    """Context-free grammar of the answer, in Lark's syntax."""
+    """Context-free grammar that the answer must match, in Lark's syntax."""
     speculate: bool
     """Whether to use speculative decoding."""
     drafter: DraftMethod | str
     """Draft method: eagle3, eagle, ngram, model or none."""
     draft_tokens: int
-    """Draft tokens (tree nodes) per round."""
+    """Maximum number of draft tokens in a round, which are the nodes of the draft tree."""
     draft_top_k: int
-    """Children per expanded node of the draft tree; 1 drafts a chain."""
+    """Branching factor: maximum number of children of a node of the draft tree; 1 drafts a
+    chain."""
     look_ahead: int
-    """1 lets the verifier's planner use look-ahead (drafts made before the verdict that they
-    continue); 0 never uses it."""
+    """1 allows look-ahead (drafting before the verdict that the draft continues), which the
+    verifier's planner uses if it expects a gain; 0 never uses it."""
     fan_out: int
-    """Outcomes per round for which look-ahead makes drafts, at most 64; 0 lets the drafter
-    choose."""
+    """Number of outcomes of a round for which look-ahead makes drafts, at most 64; 0 lets the
+    drafter choose."""
     top_logprobs: int
-    """Number of most probable ids, in [0, 20], whose log-probabilities are returned with those of
-    the emitted tokens; 0 returns only the latter."""
+    """Number of most probable tokens, in [0, 20], whose log-probabilities are returned at each
+    position, in addition to that of the emitted token; 0 returns only the latter."""
     return_prompt_token_ids: bool
     """Whether the answer, or the first message of a stream, contains the token ids of the
     prompt."""
     model: str
     """Name of a served model."""
     request_id: str
-    """Id of the request for `abort`; unique among running requests."""
+    """Id of the request, for example for `abort`. It must be unique among running requests."""
     priority: int
-    """Priority in [-100, 100], default 0. Requests of higher priority go first and may preempt
-    others."""
+    """Priority in [-100, 100]; default 0. Requests of higher priority are served first and may
+    preempt others."""
     resume: bool
-    """Whether the request survives a lost connection, which the client reopens, and a restart of a
-    router with a journal; default True. Otherwise it ends with its connection."""
+    """Whether the request continues after a lost connection, which the client replaces, and after a
+    restart of a router with a journal. Default True. If False, the request ends with its
+    connection."""
 
 
 EnumT = TypeVar("EnumT", bound=StrEnum)
@@ -130,24 +139,25 @@ _SAMPLING = (
 
 
 def user(content: str) -> ChatMessage:
-    """Create a message of the user."""
+    """Return a message of the user."""
     return ChatMessage(role="user", content=content)
 
 
 def system(content: str) -> ChatMessage:
-    """Create a system message."""
+    """Return a system message."""
     return ChatMessage(role="system", content=content)
 
 
 def assistant(content: str) -> ChatMessage:
-    """Return a message of the assistant: an earlier answer of the model."""
+    """Return a message of the assistant, which is an earlier answer of the model."""
     return ChatMessage(role="assistant", content=content)
 
 
 def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateRequest:
-    """Build the request of a prompt and its options. Raises InvalidRequestError for invalid values.
+    """Return the request for a prompt and options. Raises InvalidRequestError for unknown options
+    and invalid values.
 
-    The server checks ranges, because it knows the model.
+    The server checks the ranges of values, because they depend on the model.
     """
     unknown = set(options) - set(GenerateOptions.__annotations__)
     if unknown:
@@ -198,10 +208,9 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
 
 
 def make_prompt(prompt: PromptLike) -> Prompt:
-    """Convert a text, chat messages or token ids to a prompt. The types of the value and of its
-    items decide which of the three it is.
+    """Convert a text, a sequence of token ids or a sequence of chat messages to a prompt.
 
-    Raises InvalidRequestError (INVALID_PROMPT).
+    Raises InvalidRequestError (INVALID_PROMPT) for any other value.
     """
     match prompt:
         case TextPrompt(text=found) | TokenPrompt(token_ids=found) | ChatPrompt(messages=found):
@@ -220,7 +229,7 @@ def make_prompt(prompt: PromptLike) -> Prompt:
 
 
 def _made_prompt(found: Any) -> Prompt | None:
-    """Return the prompt of a text or of a sequence's items, or None if it is no prompt."""
+    """Return the prompt for a text or for the items of a sequence; None if it is not a prompt."""
     if isinstance(found, str):
         return TextPrompt(found) if found and is_text(found) else None
     # Bytes and mappings have items, too, which nobody means.
@@ -237,7 +246,7 @@ def _made_prompt(found: Any) -> Prompt | None:
 
 
 def _structured(options: GenerateOptions) -> StructuredOutput | None:
-    """Return the structured-output constraint of the options, if there is one."""
+    """Return the structured-output constraint that the options set; None if they set none."""
     found: list[StructuredOutput] = []
     if options.get("json_schema") is not None:
         found.append(StructuredOutput(StructuredKind.JSON_SCHEMA, _schema(options)))
@@ -258,7 +267,8 @@ def _structured(options: GenerateOptions) -> StructuredOutput | None:
 
 
 def _schema(options: GenerateOptions) -> str:
-    """Return a JSON schema as text; true and false are schemas, too."""
+    """Return the JSON schema of the options as JSON text. The values true and false are schemas,
+    too."""
     schema: object = options.get("json_schema")
     if isinstance(schema, str) and is_text(schema):
         return schema
@@ -271,7 +281,7 @@ def _schema(options: GenerateOptions) -> str:
 
 
 def _flag(options: GenerateOptions, name: str, default: FlagT) -> bool | FlagT:
-    """Return a boolean option, or `default` if it was left out."""
+    """Return the boolean option `name`, or `default` if it was left out."""
     value: Any = options.get(name, default)
     if value is not default and not isinstance(value, bool):
         raise _not(options, name, "true or false")
@@ -279,7 +289,8 @@ def _flag(options: GenerateOptions, name: str, default: FlagT) -> bool | FlagT:
 
 
 def _allowed(options: GenerateOptions) -> tuple[int, ...]:
-    """Return the allowed ids. An empty list is refused, because it would be read as no limit."""
+    """Return the allowed token ids. An empty list is refused, because the server would take it as
+    no limit."""
     allowed = _ids(options, "allowed_token_ids")
     if "allowed_token_ids" in options and not allowed:
         raise InvalidRequestError(
@@ -315,7 +326,8 @@ def _not(options: GenerateOptions, name: str, wanted: str) -> InvalidRequestErro
 
 
 def _seed(options: GenerateOptions) -> int | None:
-    """Return the seed as an unsigned 64-bit integer; a negative seed means itself plus 2^64."""
+    """Return the seed as an unsigned 64-bit integer. A negative seed stands for itself plus
+    2^64."""
     seed: Any = options.get("seed")
     return seed & UINT64_MAX if isinstance(seed, int) and MIN_SEED <= seed < 0 else seed
 

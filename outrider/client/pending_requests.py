@@ -1,7 +1,7 @@
-"""Resumable requests whose answers a client still waits for.
+"""Keeps the resumable requests whose answers a client still waits for.
 
-After an interruption a router keeps such a request for a while, so the client tells the router to
-abort the requests that it will not resume.
+If the connection of such a request ends, the router keeps the request for a while. The client
+therefore tells the router which requests it will not resume.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from outrider.wire.inference import GenerateRequest
 
 
 class PendingRequests:
-    """The pending resumable requests of one client. Thread-safe. Requests whose streams were
-    garbage-collected are dropped."""
+    """Resumable requests of one client that have no complete answer yet. Thread-safe. Requests
+    whose streams were garbage-collected are dropped."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,21 +29,22 @@ class PendingRequests:
     def add_request(
         self, attempts: RequestAttempts, request: GenerateRequest, metadata: Metadata
     ) -> None:
-        """Add a request that is sent with this metadata. Requests that are not resumable are
-        ignored, because they end with their calls."""
+        """Add a request that is sent with `metadata`. Requests that are not resumable are ignored,
+        because they end when their calls end."""
         if request.resumable and request.request_id is not None:
             with self._lock:
                 self._asked[attempts] = (request.request_id, metadata)
 
     def remove_request(self, attempts: RequestAttempts) -> Mapping[Metadata, list[RequestId]]:
-        """Remove a request whose answer is complete or no longer needed. Returns its id by its
-        metadata, or an empty mapping if the request is not pending."""
+        """Remove a request whose answer is complete or no longer needed. Return a mapping from its
+        metadata to a list with its id; the mapping is empty if the request is not pending."""
         with self._lock:
             asked = self._asked.pop(attempts, None)
         return {} if asked is None else {asked[1]: [asked[0]]}
 
     def take_all(self) -> Mapping[Metadata, list[RequestId]]:
-        """Remove all pending requests and return their ids, grouped by their metadata."""
+        """Remove all pending requests. Return their ids, grouped by the metadata of the
+        requests."""
         left: dict[Metadata, list[RequestId]] = {}
         with self._lock:
             for request_id, metadata in list(self._asked.values()):

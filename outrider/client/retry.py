@@ -1,6 +1,6 @@
 """Retry policy of client calls.
 
-Pure functions: they compute a delay from an error and the number of attempts.
+Pure: a delay depends on the error and the number of attempts.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from outrider.errors import OutriderError, ResourceExhaustedError, UnavailableEr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Retry policy of client calls that failed before their answer began, and of broken streams.
+    """Retry policy for client calls that fail before their answer begins, and for broken streams.
 
-    Raises InvalidRequestError (INVALID_OPTION) for values of the wrong type or range.
+    Raises InvalidRequestError (INVALID_OPTION) for values of a wrong type or outside their range.
     """
 
     max_attempts: int = 6
     """Total number of attempts; 1 disables retries."""
     first_delay_s: float = 0.5
-    """Delay before the second attempt in seconds; it doubles with each further attempt."""
+    """Delay before the second attempt, in seconds. It doubles with each further attempt."""
     max_delay_s: float = 8.0
-    """Maximum delay in seconds, before jitter. A longer hint of the server is still respected."""
+    """Maximum delay, in seconds, before jitter is added. If the server asks for a longer delay,
+    that delay is used."""
     max_hint_s: float = 60.0
-    """Maximum delay that a server may ask for, in seconds. If the server asks for a longer one, the
-    error is raised at once."""
+    """Maximum delay that the server may ask for, in seconds. If it asks for a longer one, the error
+    is raised immediately."""
     resume_s: float = 30.0
-    """Time in seconds for which the client keeps trying to resume a broken stream; 0 allows a
-    single attempt."""
+    """Maximum time, in seconds, for which the client tries to resume a broken stream; with 0 it
+    tries once."""
     jitter: float = 0.25
-    """Maximum random increase of a delay, as a fraction of the delay in [0, 1], so that clients do
-    not retry at the same time."""
+    """Maximum random increase of a delay, as a fraction of the delay in [0, 1]. It keeps clients
+    from retrying at the same time."""
 
     def __post_init__(self) -> None:
         if not _is_number(self.max_attempts, int) or self.max_attempts < 1:
@@ -49,11 +50,11 @@ class RetryPolicy:
             raise invalid_argument("jitter", "in [0, 1]", self.jitter)
 
     def delay_s(self, attempt: int, error: OutriderError) -> float | None:
-        """Return the seconds to wait after attempt number `attempt` (from 1) failed, or None if the
-        call must not be retried.
+        """Return the time to wait, in seconds, after attempt number `attempt` (the first is 1) has
+        failed with `error`; None if the call must not be retried.
 
-        Only UNAVAILABLE errors, and RESOURCE_EXHAUSTED errors with a hint when to retry, are
-        retried.
+        Retried are UNAVAILABLE errors, and those RESOURCE_EXHAUSTED errors that contain a retry
+        delay.
         """
         hint = error.retry_after_s
         retryable = isinstance(error, UnavailableError) or (
@@ -72,5 +73,6 @@ def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
 
 
 def remaining(deadline: float | None, now: float) -> float | None:
-    """Return the seconds left until a deadline (at least 0), or None if there is no deadline."""
+    """Return the time from `now` to a deadline in seconds, at least 0; None if there is no
+    deadline."""
     return None if deadline is None else max(0.0, deadline - now)

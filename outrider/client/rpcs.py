@@ -1,4 +1,4 @@
-"""RPC definitions of InferenceService, with encoders and decoders, shared by both clients."""
+"""RPCs of InferenceService with their encoders and decoders, which both clients share."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ Metadata = tuple[tuple[str, str], ...]
 """gRPC metadata of a call: pairs of key and value, with keys in lower case."""
 
 DEFAULT_TIMEOUT_S = 600.0
-"""Default timeout of a request, retries included, in seconds."""
+"""Default timeout of a request in seconds; retries are included."""
 INFO_TIMEOUT_S = 10.0
-"""Timeout of the calls that generate nothing, in seconds."""
+"""Timeout, in seconds, of calls other than those for answers and aborts."""
 ABORT_TIMEOUT_S = 2.0
-"""Timeout of the Abort call for resumable requests that the client leaves unfinished, in seconds.
-If the call fails, the router ends them after its grace time."""
+"""Timeout, in seconds, of the call that aborts resumable requests. If the call fails, the router
+ends these requests after its grace time."""
 _RECONNECT_MS = 200
-"""Maximum pause between two attempts to connect, in milliseconds. It is short because a restarted
-router serves again soon."""
+"""Maximum pause between two attempts to connect, in milliseconds. It is short, because a router
+that restarts serves again soon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rpc(Generic[RequestT, ResponseT]):
-    """One RPC method: its path, request encoder and response decoder."""
+    """One RPC: its path, request encoder and response decoder."""
 
     name: str
     encode: Callable[[RequestT], bytes]
@@ -63,12 +63,11 @@ class Rpc(Generic[RequestT, ResponseT]):
 
     @property
     def path(self) -> str:
-        """Path of the method on the wire."""
+        """Path of the RPC in gRPC calls."""
         return f"/outrider.wire.v1.InferenceService/{self.name}"
 
     def decode(self, data: bytes) -> ResponseT:
-        """Decode a response. Raises InternalError (BAD_RESPONSE) if the server sent a malformed
-        one."""
+        """Decode a response. Raises InternalError (BAD_RESPONSE) if it is malformed."""
         try:
             return self._decode(data)
         except InvalidMessageError as error:
@@ -112,8 +111,9 @@ LIST_MODELS: Rpc[None, tuple[ModelInfo, ...]] = Rpc(
 def stream_call(
     request: GenerateRequest, collected: CollectedStream, *, resume: bool
 ) -> tuple[str, bytes, Callable[[bytes], StreamEvent]]:
-    """Return the path, the message and the response decoder of the call that starts a request's
-    stream or, with `resume`, continues it after the events in `collected`."""
+    """Return the path, the encoded request and the response decoder of a streaming call. If
+    `resume` is True, the call continues the stream after the events in `collected`; else it starts
+    the stream of `request`."""
     if not resume:
         return GENERATE_STREAM.path, GENERATE_STREAM.encode(request), GENERATE_STREAM.decode
     assert request.request_id is not None, "a resumable request is named by its client"
@@ -122,7 +122,7 @@ def stream_call(
 
 
 def client_options() -> list[tuple[str, int]]:
-    """Return the channel options: keepalive, message bounds and quick reconnection."""
+    """Return the gRPC channel options for keepalive, message sizes and fast reconnection."""
     options = dict(channel_options(GrpcConfig()))
     options["grpc.max_reconnect_backoff_ms"] = _RECONNECT_MS
     # A new channel must not inherit the reconnection back-off of the broken one.
@@ -131,6 +131,7 @@ def client_options() -> list[tuple[str, int]]:
 
 
 def to_typed_error(error: grpc.RpcError, address: str) -> OutriderError:
-    """Convert a failed call's gRPC error to a typed error. Both clients use it."""
+    """Convert the gRPC error of a failed call to an OutriderError. Both clients use this
+    function."""
     # A failed call of the synchronous client has the same accessors as an AioRpcError.
     return to_lost_error(cast("grpc.aio.AioRpcError", error), peer=address)

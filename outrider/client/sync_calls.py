@@ -19,16 +19,16 @@ from outrider.ids import RequestId
 def send_abort(
     channels: ChannelPool[grpc.Channel], left: Mapping[Metadata, list[RequestId]]
 ) -> None:
-    """Tell the router to abort the resumable requests in `left`, grouped by their metadata.
-    Requests that are not resumable need no abort: they end with their calls."""
+    """Tell the router to abort the resumable requests in `left`, which are grouped by their
+    metadata. Other requests need no abort, because they end when their calls are cancelled."""
     # A closed client has already aborted all its requests.
     with contextlib.suppress(CancelledRequestError), convert_call_errors(channels):
         send_aborts(channels.current, left)
 
 
 def send_aborts(channel: grpc.Channel, left: Mapping[Metadata, list[RequestId]]) -> None:
-    """Send one Abort call for each group of requests on `channel`, in parallel, and wait for the
-    answers. Errors are ignored."""
+    """Send one Abort call on `channel` for each group of requests, all at the same time, and wait
+    for the answers. Errors are ignored."""
     method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ABORT.path)
     told = [
         method.future(ABORT.encode(ids), timeout=ABORT_TIMEOUT_S, metadata=metadata)
@@ -42,10 +42,8 @@ def send_aborts(channel: grpc.Channel, left: Mapping[Metadata, list[RequestId]])
 
 @contextlib.contextmanager
 def convert_call_errors(channels: ChannelPool[grpc.Channel]) -> Iterator[None]:
-    """Raise CancelledRequestError if the client was closed during a call of the `with` block.
-
-    gRPC itself raises ValueError then.
-    """
+    """Convert errors of the calls in a `with` block: if the client was closed meanwhile, raise
+    CancelledRequestError instead of gRPC's ValueError."""
     try:
         yield
     except ValueError:
@@ -56,7 +54,7 @@ def convert_call_errors(channels: ChannelPool[grpc.Channel]) -> Iterator[None]:
 def replace_channel(
     channels: ChannelPool[grpc.Channel], channel: grpc.Channel, problem: OutriderError
 ) -> None:
-    """Replace the channel of later calls if `problem` shows that this channel is broken."""
+    """Use a new channel for later calls if `problem` shows that `channel` is broken."""
     old = channels.report_broken(channel, problem)
     if old is not None:
         old.close()
@@ -75,8 +73,8 @@ def wait_attempt(again: RetryDecision, problem: OutriderError, deadline: float |
 def wait_retry(
     retry: RetryPolicy, attempt: int, problem: OutriderError, deadline: float | None
 ) -> None:
-    """Wait before the next attempt. Raises `problem` if the retry policy or the deadline allows
-    none."""
+    """Wait before the next attempt. Raises `problem` if the retry policy or the deadline allows no
+    further attempt."""
     delay_s = retry.delay_s(attempt, problem)
     if delay_s is None:
         raise problem

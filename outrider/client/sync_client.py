@@ -1,6 +1,7 @@
 """Synchronous client of a router: `Client` and `Stream`. Thread-safe.
 
-The module mirrors `outrider.client.async_client`; a change to one applies to the other, too.
+The module mirrors `outrider.client.async_client`: each change to one of them must be made in the
+other.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ ResponseT = TypeVar("ResponseT")
 
 
 class Client:
-    """Client of one router. It must be closed, or used as a context manager."""
+    """Client of one router. Close it after use, or use it as a context manager."""
 
     def __init__(
         self,
@@ -169,9 +170,9 @@ class Client:
         metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> Stream:
-        """Continue a prompt and stream the answer; the arguments are those of `generate`.
+        """Continue a prompt and stream the answer. The arguments are those of `generate`.
 
-        The request is sent when the iteration begins, and its errors are raised by the iteration.
+        The request is sent when iteration begins, and its errors are raised during iteration.
         """
         request = make_request(prompt, options)
         attempts = RequestAttempts(self._retry, resumable=request.resumable)
@@ -191,7 +192,8 @@ class Client:
         return self._call(LIST_MODELS, None, INFO_TIMEOUT_S)
 
     def _said(self, metadata: Metadata) -> Metadata:
-        """Return the metadata of a request, including the caller's trace context."""
+        """Return the gRPC metadata of a request: the client's, `metadata`, and the trace context of
+        the caller."""
         return add_trace_metadata((*self._metadata, *check_metadata(metadata)))
 
     def _deadline(self, timeout_s: float | None) -> float | None:
@@ -225,8 +227,8 @@ class Client:
         deadline: float | None,
         metadata: Metadata,
     ) -> GenerateResult | None:
-        """Send a request and return the answer, or None if the answer must be resumed as a
-        stream."""
+        """Send a request and return the answer. Return None if the answer must be read as a resumed
+        stream instead."""
         method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         data = GENERATE.encode(request)
         while True:
@@ -288,7 +290,7 @@ class Stream:
     ) -> None:
         self._channels = channels
         self._channel: grpc.Channel
-        """Channel on which the current call runs."""
+        """Channel of the present call."""
         self._address = address
         self._request = request
         self._attempts = attempts
@@ -400,7 +402,7 @@ class Stream:
         self._wanted.remove_request(self._attempts)
 
     def _leave(self) -> None:
-        """Cancel the call and tell the router to abort the request."""
+        """Stop reading, cancel the call and tell the router to abort the request."""
         self._over = True
         self._collected.fail(left_error())
         if self._call is not None:

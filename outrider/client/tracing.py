@@ -1,6 +1,6 @@
 """Trace propagation: makes the spans of a request children of the calling program's span.
 
-OpenTelemetry need not be installed. If the program has not imported OpenTelemetry, there is no span
+OpenTelemetry need not be installed. If the program has not imported OpenTelemetry, it has no span
 that could be the parent.
 """
 
@@ -13,12 +13,12 @@ from outrider.client.rpcs import Metadata
 
 _MODULE: Final = "opentelemetry.trace"
 TRACEPARENT: Final = "traceparent"
-"""Metadata key of the W3C Trace Context."""
+"""Metadata key that carries the W3C Trace Context."""
 
 
 def add_trace_metadata(metadata: Metadata) -> Metadata:
-    """Return the metadata with the current span's context added, or unchanged if there is no
-    current span or the metadata already has a context."""
+    """Return the metadata with the trace context of the current span. Return it unchanged if there
+    is no current span, or if it already has a trace context."""
     trace: Any = sys.modules.get(_MODULE)
     if trace is None or any(key == TRACEPARENT for key, _ in metadata):
         return metadata

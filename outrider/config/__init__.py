@@ -1,9 +1,10 @@
 """Configuration of the processes: defaults, a TOML file, the environment, then flags.
 
-Every process declares one frozen, keyword-only dataclass; its field names are the keys of the TOML
-file (a field that is itself a dataclass is a table), the names of environment variables and those
-of flags, and the strings under its fields are what the reference page and the JSON schema say.
-An unknown key or variable is an error that names the one that may be meant.
+Every process declares one frozen, keyword-only dataclass. The names of its fields are the keys of
+the TOML file, the names of the environment variables and the names of the flags. A field that is
+itself a dataclass is a table of the TOML file. The strings under the fields are the texts of the
+reference page and of the JSON schema. An unknown key or variable is an error that names the known
+key that is most similar.
 
 __main__.py                `outrider config`: prints schemas, the reference page and effective
                            values, and checks files.

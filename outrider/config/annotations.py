@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Allowed values of a text field, as in `Annotated[str, OneOf(DTYPES)]`.
+    """Allowed values of a string field, as in `Annotated[str, OneOf(DTYPES)]`.
 
     The JSON schema of the configuration and its page in the documentation list these values. This
     class does not check them: a dataclass that uses it checks its own fields.
@@ -19,11 +19,12 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class KeysOf:
-    """Marks a mapping as optional keys of another configuration; names and types are checked.
+    """Annotation of a mapping that holds some keys of another configuration dataclass.
 
-    As in `Annotated[Mapping[str, object], KeysOf(RouterConfig)]`.
+    An example is `Annotated[Mapping[str, object], KeysOf(RouterConfig)]`. All keys are optional.
+    `outrider.config.builder` checks their names and the types of their values.
     """
 
     config: type[Any]
     excluded: frozenset[str] = frozenset()
-    """Keys of `config` that are not allowed here."""
+    """Keys of `config` that the mapping must not contain."""

@@ -18,7 +18,8 @@ ConfigT = TypeVar("ConfigT")
 
 
 def from_plain(cls: type[ConfigT], values: Mapping[str, object]) -> ConfigT:
-    """Build `cls` from plain data, as returned by `dataclasses.asdict` and JSON parsers.
+    """Build the dataclass `cls` from plain data, such as the result of `dataclasses.asdict` or of a
+    JSON parser.
 
     Raises InvalidRequestError (INVALID_CONFIG) for unknown or missing keys, wrong types, and values
     for which the dataclass raises ValueError.
@@ -61,8 +62,10 @@ def _check_names(values: Mapping[str, object], names: Sequence[str], where: str)
 
 
 def describe_valid_keys(key: str, names: Sequence[str], where: str = "") -> str:
-    """Return the end of an error message for an unknown key: the most similar known key, and all
-    known keys.
+    """Return the end of an error message about the unknown key `key`: the most similar of `names`,
+    and all `names`.
+
+    `where` is the prefix of the known keys, such as "speculation.".
     """
     near = difflib.get_close_matches(key, names, n=1)
     hint = f"; did you mean {where}{near[0]}?" if near else ""
@@ -101,9 +104,8 @@ def _convert(hint: Any, value: object, *, where: str) -> object:
 
 
 def _check_keys(mark: KeysOf, values: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Check and return some keys of another configuration, whose dataclass is built from them
-    later.
-    """
+    """Check some keys of another configuration and return them. Its dataclass is built from them
+    later."""
     hints = typing.get_type_hints(mark.config, include_extras=True)
     for key in values:
         if key in mark.excluded:

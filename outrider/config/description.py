@@ -21,21 +21,21 @@ from typing import Any, Union
 from outrider.config.annotations import KeysOf, OneOf
 
 GENERATED_DEFAULT = object()
-"""Marks the default of a field whose value every process generates."""
+"""Marks the default of a field whose value each process generates for itself."""
 REQUIRED = object()
 """Marks a field without a default, which must be set."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """Type of a value, apart from whether the value may be unset."""
+    """Type of the value of a configuration key. It does not say whether the value may be unset."""
 
     word: str
     """Name of the type: boolean, integer, number, text, path, list, table, tables (by name) or keys
     (some keys of a table).
     """
     choices: tuple[str, ...] = ()
-    """Allowed values of a text; empty allows any text."""
+    """Allowed values of a text. An empty tuple allows any text."""
     item: ValueType | None = None
     """Type of the items of a list, or of each table of `tables`; None for other types."""
     table: ConfigTable | None = None
@@ -44,7 +44,7 @@ class ValueType:
 
 @dataclass(frozen=True, slots=True)
 class ConfigField:
-    """One key of a configuration."""
+    """Description of one key of a configuration."""
 
     name: str
     value_type: ValueType
@@ -56,14 +56,15 @@ class ConfigField:
 
 @dataclass(frozen=True, slots=True)
 class ConfigTable:
-    """A dataclass of a configuration."""
+    """Description of a configuration dataclass: its text and its keys."""
 
     text: str
     fields: tuple[ConfigField, ...]
 
 
 def describe_config(cls: type) -> ConfigTable:
-    """Return the keys of a configuration dataclass, in the order of its fields.
+    """Return the description of a configuration dataclass, with its keys in the order of the
+    fields.
 
     Raises TypeError for a field whose type TOML does not have.
     """
@@ -80,8 +81,10 @@ def describe_config(cls: type) -> ConfigTable:
 
 
 def keys_of(table: ConfigTable, where: str = "") -> Iterator[tuple[str, ConfigField]]:
-    """Yield every key that is not a table, with its dotted name. NAME in it stands for a name that
-    users choose.
+    """Yield (dotted name, field) for every key that is not a table. All dotted names begin with
+    `where`.
+
+    In a dotted name, NAME stands for a name that users choose.
     """
     for field in table.fields:
         kind, name = field.value_type, f"{where}{field.name}"

@@ -18,7 +18,7 @@ _SECRET = re.compile(r"(^|_)(secret|password|passphrase|token|api_key|headers)$"
 
 
 def as_toml(loaded: LoadedConfig[object]) -> str:
-    """Return a TOML file that gives the same configuration; unset keys are comments."""
+    """Return the text of a TOML file that gives the same configuration. Unset keys are comments."""
     lines = []
     for key, value, source in _values(loaded):
         text = f"# {key} is unset" if value is None else f"{key} = {toml_value(value)}"
@@ -27,7 +27,8 @@ def as_toml(loaded: LoadedConfig[object]) -> str:
 
 
 def as_json(loaded: LoadedConfig[object]) -> str:
-    """Return a JSON object with the `value` and the `source` of each dotted key."""
+    """Return the text of a JSON object that maps each dotted key to its `value` and its
+    `source`."""
     values = {key: {"value": value, "source": source} for key, value, source in _values(loaded)}
     return json.dumps(values, indent=2) + "\n"
 
@@ -49,7 +50,7 @@ def _walk(
     *,
     secret: bool,
 ) -> Iterator[tuple[str, object, str]]:
-    """Yield the dotted key, displayed value and source of each value below the key `above`.
+    """Yield (dotted key, displayed value, source) of each value below the key `above`.
 
     `kind` is the type of the table `values`. With `secret` all values of the table are redacted.
     """

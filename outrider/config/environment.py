@@ -1,9 +1,9 @@
 """Configuration values from environment variables.
 
-`OUTRIDER_ROUTER_QUEUE_LIMIT=5` is `queue_limit = 5` of the router; two underscores lead into a
-table, as in `OUTRIDER_ROUTER_SPECULATION__TOP_K`. Texts are taken verbatim, lists are separated by
-commas or written as in TOML, tables are written as in TOML, and an empty value unsets an optional
-key.
+`OUTRIDER_ROUTER_QUEUE_LIMIT=5` sets `queue_limit = 5` for the router. Two underscores separate a
+table from its key, as in `OUTRIDER_ROUTER_SPECULATION__TOP_K`. Texts are taken verbatim. Lists are
+separated by commas or written as in TOML. Tables are written as in TOML. An empty value unsets an
+optional key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.config.annotations import KeysOf
 from outrider.config.builder import describe_valid_keys, invalid_config_error
 
 CONFIG_FILE = "CONFIG"
-"""OUTRIDER_<ROLE>_CONFIG names the TOML file."""
+"""End of the name of the variable OUTRIDER_<ROLE>_CONFIG, which names the TOML file."""
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 # Kubernetes tells every container of the services beside it: a Service named outrider-router makes
 # OUTRIDER_ROUTER_SERVICE_HOST, OUTRIDER_ROUTER_PORT=tcp://... and more of that kind.
@@ -34,38 +34,41 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSetting:
-    """A value that a variable gives."""
+    """Configuration value that an environment variable sets."""
 
     variable: str
     path: tuple[str, ...]
-    """Names of the tables that lead to it, and its own."""
+    """Names of the tables that contain the key, then the name of the key."""
     value: object
-    """Value as TOML would give it; None if it is unset."""
+    """Value, in the type that a TOML file would give it. None if the variable unsets the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnvironment:
-    """The variables of one process."""
+    """Environment variables from which one process reads its configuration."""
 
     prefix: str
     """Prefix of the variables' names, such as OUTRIDER_ROUTER_."""
     variables: Mapping[str, str]
-    """All variables, those of others among them."""
+    """All environment variables, including those that are not for this process."""
 
     @classmethod
     def for_role(cls, role: str) -> ProcessEnvironment:
-        """Return the environment of this process; `role` is router, verifier, drafter or ray."""
+        """Return the environment of this process. `role` is router, verifier, drafter or ray."""
         return cls(f"OUTRIDER_{role.upper()}_", os.environ)
 
     @property
     def file(self) -> str | None:
-        """The TOML file that is named here."""
+        """Path of the TOML file that OUTRIDER_<ROLE>_CONFIG names, or None if it is not set."""
         return self.variables.get(self.prefix + CONFIG_FILE) or None
 
     def settings(self, config: type) -> Iterator[EnvironmentSetting]:
-        """Yield the values for a configuration dataclass, by the names of their variables. Raises
-        InvalidRequestError (reason INVALID_CONFIG) for a variable with this prefix that is not a
-        field, or whose text does not have the field's type."""
+        """Yield the settings of the configuration dataclass `config`, in the order of the
+        variables' names.
+
+        Raises InvalidRequestError (reason INVALID_CONFIG) for a variable with this prefix that
+        names no field, or whose text does not have the field's type.
+        """
         for variable in sorted(self.variables):
             text = self.variables[variable]
             if not variable.startswith(self.prefix) or _is_service_link(variable, text):
@@ -82,7 +85,7 @@ class ProcessEnvironment:
 
 
 def variable_of(role: str, key: str) -> str:
-    """Return the variable of a dotted key."""
+    """Return the name of the environment variable for a dotted key of a process."""
     return f"OUTRIDER_{role.upper()}_{key.replace('.', '__').upper()}"
 
 
@@ -93,7 +96,8 @@ def _is_service_link(variable: str, text: str) -> bool:
 
 
 def _find(config: type, path: tuple[str, ...], variable: str, prefix: str) -> Any:
-    """Type of the field that a path leads to."""
+    """Return the type of the field to which a path leads. Raises InvalidRequestError if there is
+    none."""
     hint: Any = config
     for depth, name in enumerate(path):
         above = "".join(f"{part.upper()}__" for part in path[:depth])
@@ -116,8 +120,11 @@ def _find(config: type, path: tuple[str, ...], variable: str, prefix: str) -> An
 
 
 def _table_of(hint: Any) -> Any:
-    """Return the type that says what is in it: of some keys of another configuration, that one; of
-    what may be unset, what it is else."""
+    """Return the type that describes the keys of a field.
+
+    For a mapping with `KeysOf` this is the other configuration, and for an optional table it is the
+    table's dataclass. Other types are returned without their annotations.
+    """
     if typing.get_origin(hint) in (Union, types.UnionType):
         tables = [each for each in typing.get_args(hint) if dataclasses.is_dataclass(each)]
         return tables[0] if tables else hint
@@ -133,7 +140,8 @@ def _is_mapping(hint: Any) -> bool:
 
 
 def _parse(hint: Any, text: str) -> object:
-    """Return a variable's text as TOML would have the value. Raises ValueError."""
+    """Return the value of a variable's text, in the type that a TOML file would give it. Raises
+    ValueError if the text does not have the type `hint`."""
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
         return _parse(hint.__origin__, text)

@@ -27,7 +27,7 @@ _TYPES: Final = {"str": str, "int": int, "float": float, "bool": bool}
 
 @dataclass(frozen=True, slots=True)
 class HookSpec:
-    """One entry of the setting `hooks`."""
+    """One entry of the setting `hooks`, split into its parts."""
 
     module: str
     """Dotted name of the module."""
@@ -64,7 +64,8 @@ def check_hooks(hooks: Sequence[str]) -> None:
 
 
 def install_hooks(settings: Sequence[str], hooks: HooksT) -> HooksT:
-    """Import the modules of the setting, call the `install` of each in order, and return `hooks`.
+    """Import the modules in `settings`, call the function `install` of each in order, and return
+    `hooks`.
 
     Raises InvalidRequestError (reason INVALID_HOOK) if an entry is malformed, a module cannot be
     imported or has no `install`, an option is unknown, missing or invalid, or an `install` fails.
@@ -109,7 +110,7 @@ def _find_install(text: str, name: str) -> Callable[..., object]:
 def _convert_options(
     text: str, install: Callable[..., object], given: Mapping[str, str]
 ) -> dict[str, object]:
-    """Return the options, converted to the types of the parameters of `install`.
+    """Return the options `given`, converted to the types of the parameters of `install`.
 
     Raises InvalidRequestError (reason INVALID_HOOK) if an option is unknown, missing or invalid.
     """

@@ -4,27 +4,30 @@ target_probs (p) is the target's distribution after the logits processor. draft_
 distribution from which a draft token was drawn. Every row walks down its draft tree from the root.
 Its acceptance rule decides at each node:
 
-greedy, coupled   y = argmax(z / T + G); the child whose token is y is accepted, otherwise y is
-                  emitted. G is the TARGET noise of the position; greedy has G = 0 and T = 1.
+greedy, coupled   y = argmax(z / T + G), where z are the target's logits, T is the temperature and G
+                  is the TARGET noise of the position. Greedy has T = 1 and G = 0. If a child has
+                  token y, it is accepted. Otherwise y is the next token.
 rejection         Children were drawn from q without replacement, in node order. Child c is accepted
                   if u < p(c) / q(c), where u is the child's ACCEPT random draw; otherwise
                   p <- max(p - q, 0) and q <- q without c, both renormalised. If all children are
                   rejected, a token is drawn from p (RECOVER noise).
-target-only       The siblings share one random draw u: child c_j is accepted for the first j
-                  with u < p(c_1) + .. + p(c_j). If no child is accepted, a token is drawn from p
-                  without the children.
+target-only       The children share one random draw u. The first child c_j for which
+                  u < p(c_1) + .. + p(c_j) is accepted. If there is none, a token is drawn from p,
+                  restricted to the ids that are not children.
 
 At a node without children a token is drawn from p: the bonus token. Only visited nodes are
-evaluated, so the cost depends on accepted_len and not on the size of the tree. If rounding leaves a
-residual that is zero everywhere, p itself is sampled. A row's result depends on that row only.
+evaluated, so the cost depends on accepted_len and not on the size of the tree. If rounding makes
+max(p - q, 0) zero everywhere, the token is drawn from the p of the logits processor. A row's result
+depends on that row only.
 
 A row of logits without a finite value (NaN weights, an overflow) is invalid: a walk that reaches it
 ends there, and its result has `invalid_output` set. Other rows are unaffected.
 
-The random draws of a position are used once, however often drafts are proposed for the position:
-a position that was drafted but not reached has used none of its random draws.
+Each random draw belongs to one position and is used at most once, however often drafts are proposed
+for that position. A position that was drafted but not reached has used none of its random draws.
 
-Shape suffixes: R rows of the target's forward, A rows of one level, V vocabulary.
+Shape suffixes: R rows of the target's forward pass, A walks that are at the same level of their
+trees, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 
 MAX_CHUNK_ELEMENTS = 1 << 18
-"""Maximum number of logits processed at once on a CPU, so that they fit into its caches."""
+"""Maximum number of logits that a CPU processes together, so that they fit into its caches."""
 
 
 def _no_ids() -> NDArray[np.int32]:
@@ -65,7 +68,10 @@ def _no_ids() -> NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AcceptRow:
-    """Inputs of the acceptance of one session's draft. Tree and distribution must be valid."""
+    """Draft, sampling parameters and token history of one session, for `accept_drafts`.
+
+    The caller must have validated `tree` and `distribution`.
+    """
 
     logits_start: int
     """Row of the root in the logits. The row of node i is logits_start + 1 + i."""
@@ -88,15 +94,15 @@ class AcceptRow:
 
 
 class AcceptanceResult(NamedTuple):
-    """Accepted path and next token of one row."""
+    """Accepted path and next token of one session (`AcceptRow`)."""
 
     accepted_nodes: tuple[int, ...]
     """Indices of the accepted nodes, from the first level of the tree down."""
     tokens: tuple[int, ...]
     """Tokens of the accepted nodes, then the next token: accepted_len + 1 ids."""
     resampled: bool
-    """Whether all children of the last node were rejected. If not, the last token is the bonus
-    token."""
+    """Whether the last accepted node (or the root) had children, all of which were rejected. If
+    not, the last token is the bonus token."""
     used_target_only_fallback: bool
     """Whether the target-only rule replaced the rejection rule because the draft distribution was
     missing."""
@@ -182,12 +188,13 @@ def _children_in_range(tree: DraftTree | None, vocab_size: int) -> dict[int, lis
 
 
 def accept_drafts(logits: Tensor, rows: Sequence[AcceptRow]) -> list[AcceptanceResult]:
-    """Apply each row's acceptance rule to the target's logits, float32 [R, V].
+    """Apply the acceptance rule of each row and return one result per row.
 
-    Rows may have different rules. A rejection row without a draft distribution uses the target-only
-    rule, which is lossless for any draft that does not depend on the random draws. All returned
-    tokens lie in [0, V). A row that reaches logits without a finite value ends there, with
-    `AcceptanceResult.invalid_output` set.
+    `logits` are the target's, float32 [R, V]. Rows may have different rules. A row with the
+    rejection rule but without a draft distribution uses the target-only rule, which is lossless for
+    any draft that does not depend on the random draws. All returned tokens lie in [0, V). A row
+    that reaches logits without a finite value ends there, with `AcceptanceResult.invalid_output`
+    set.
     """
     walks = [_Walk(row, logits.shape[1]) for row in rows]
     active = walks
@@ -309,7 +316,8 @@ def _candidate_probs(logprobs_AV: Tensor, walks: list[_Walk]) -> list[list[float
 
 
 def _random_draws(walks: list[_Walk]) -> list[list[float]]:
-    """Return per walk the ACCEPT draw of each child, then the draw that all children share."""
+    """Return the random draws of each walk: the ACCEPT draw of each child, then the draw that all
+    children share."""
     sizes = [len(walk.children()) + 1 for walk in walks]
     ids = [[*(t for _, t in walk.children()), SHARED_DRAW_ID] for walk in walks]
     keys = position_keys(
@@ -329,8 +337,8 @@ def _split(flat: list[float], sizes: list[int]) -> list[list[float]]:
 
 
 Change = tuple[NDArray[np.int64], NDArray[np.float64]]
-"""(ids, log-probs): values, up to a constant, that replace a row's log-probs at these ids before
-the last token is drawn."""
+"""(ids, log-probs) that replace a row's log-probs at these ids before the last token is drawn. They
+have the same additive constant as the row's other log-probs."""
 
 
 def _target_only(

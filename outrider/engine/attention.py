@@ -18,10 +18,11 @@ from outrider.engine.kv_cache import KVPool, KVSequence
 
 @dataclass(slots=True, kw_only=True)
 class SegmentPlan:
-    """Read and write positions of one segment in the pool, shared by all layers of a forward.
+    """Pool slots that one segment reads and writes, as views or indices for every layer.
 
-    The views of all layers are created together in a few calls, because on a CPU small operators
-    in each layer take a notable part of the time of its matrix products.
+    A plan is made once per forward pass. It creates the views of all layers together in a few
+    calls, because on a CPU small operators in each layer would take a notable time beside the
+    layer's matrix products.
     """
 
     rows: slice
@@ -47,9 +48,9 @@ class SegmentPlan:
         """Write this segment's keys and values to the pool, then attend. Return a view
         [N, G, g, d].
 
-        qkv [N, Q + 2G, d] holds the query heads, then the key heads, then the value heads. For a
-        single row, the query heads of a group are computed as rows of one matrix product, which
-        takes three quarters of the time of separate products on a CPU.
+        qkv [N, Q + 2G, d] holds the query heads, then the key heads, then the value heads. If the
+        segment has a single row, the query heads of a group are the rows of one matrix product. On
+        a CPU this takes three quarters of the time of one product per head.
         """
         count, _, dim = qkv_NDd.shape
         new_2GNd = qkv_NDd[:, num_heads:].view(count, 2, -1, dim).permute(1, 2, 0, 3)
@@ -85,7 +86,11 @@ def plan_segment(
     num_heads: int,
     dtype: torch.dtype,
 ) -> SegmentPlan:
-    """Return the plan of the rows that `sequence.begin` has reserved."""
+    """Return the plan of a segment, whose rows `sequence.begin` has reserved.
+
+    `rows` are the segment's rows in the batch. `mask` is that of `outrider.engine.target.Segment`.
+    `window` is the sliding window in tokens, or None if there is none.
+    """
     start, count = sequence.len, rows.stop - rows.start
     end = start + count
     window = None if window is None or end <= window else window

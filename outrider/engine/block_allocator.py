@@ -1,4 +1,5 @@
-"""Allocators for the free blocks of a KV pool: by extents or as a stack. Without I/O."""
+"""Allocators of free KV blocks: extents for contiguous sequences, a stack for block tables. They do
+no I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from outrider.errors import ResourceExhaustedError
 
 
 class BlockAllocator:
-    """Allocates blocks from free extents, for sequences that should be contiguous in the pool."""
+    """Allocates KV blocks from extents of free blocks, for sequences that should be contiguous in
+    the pool."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -30,7 +32,7 @@ class BlockAllocator:
 
     def allocate_blocks(self, count: int) -> list[int]:
         """Allocate `count` blocks: from the smallest extent that is large enough, or from several
-        extents, largest first. Raises ResourceExhaustedError if fewer blocks are free."""
+        extents, the largest first. Raises ResourceExhaustedError if fewer blocks are free."""
         _check_free(count, self.free, self.total)
         fitting = [e for e in self._extents if e[1] - e[0] >= count]
         if fitting:
@@ -47,8 +49,12 @@ class BlockAllocator:
         return taken
 
     def allocate_contiguous(self, count: int) -> range | None:
-        """Allocate `count` contiguous blocks, with free blocks behind them if possible. Return
-        None if no extent is large enough."""
+        """Allocate `count` contiguous blocks from the largest extent of free blocks. Return None if
+        no extent is large enough.
+
+        The blocks are taken from the middle of the extent, so that this sequence and the one before
+        it can grow in place. They are taken from the start of an extent that begins with block 0.
+        """
         if not self._extents:
             return None
         start, end = max(self._extents, key=lambda e: (e[1] - e[0], -e[0]))
@@ -61,8 +67,8 @@ class BlockAllocator:
         return range(first, first + count)
 
     def allocate_next(self, block: int, count: int) -> bool:
-        """Allocate the `count` blocks from `block` on. Return False without a change if one of them
-        is not free."""
+        """Allocate blocks `block` .. `block + count - 1`. If one of them is not free, return False
+        without a change."""
         place = bisect_left(self._extents, (block, block))
         if place == len(self._extents):
             return False
@@ -93,8 +99,8 @@ class BlockAllocator:
 
 
 class FreeBlockStack:
-    """Allocates single blocks for sequences with block tables, whose blocks may lie anywhere. The
-    time of an allocation does not depend on fragmentation."""
+    """Allocates single KV blocks for sequences with block tables, whose blocks may lie anywhere in
+    the pool. The time of an allocation does not depend on fragmentation."""
 
     def __init__(self, total: int, free: Sequence[int]) -> None:
         """Manage `total` blocks of which the blocks in `free` are free."""

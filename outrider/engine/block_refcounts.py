@@ -1,4 +1,4 @@
-"""Reference counts of the blocks of a KV pool, with LRU eviction of cached blocks. Without I/O.
+"""Reference counts of the blocks of a KV pool, with LRU eviction of cached blocks. They do no I/O.
 
 Several sequences may hold a reference to the same block. A *cached* block keeps its content after
 its last reference is released, until the block is needed for other content. Such an unreferenced
@@ -15,12 +15,13 @@ from typing import Final
 from outrider.engine.block_allocator import BlockAllocator, FreeBlockStack
 
 LOW_FREE_BLOCKS_FACTOR: Final = 2
-"""Without block tables, at most total / LOW_FREE_BLOCKS_FACTOR blocks are cached without a
-reference."""
+"""Divisor that limits cached blocks without a reference. If sequences do not use block tables, at
+most total / LOW_FREE_BLOCKS_FACTOR of them are kept."""
 
 
 class BlockRefCounts:
-    """Counts the references to each block, on top of an allocator of free blocks."""
+    """Counts the references to each block of a KV pool. An allocator manages the blocks that are
+    neither referenced nor cached."""
 
     def __init__(self, free: BlockAllocator | FreeBlockStack) -> None:
         self._free = free
@@ -30,7 +31,7 @@ class BlockRefCounts:
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Cached blocks without a reference, the block released longest ago first."""
         self.evicted: Callable[[int], None] = lambda block: None
-        """Called with each cached block whose content is evicted."""
+        """Function that is called with the number of each cached block that is evicted."""
 
     @property
     def uses_block_tables(self) -> bool:
@@ -48,7 +49,8 @@ class BlockRefCounts:
         return self._free.free + len(self._idle)
 
     def use_block_tables(self, by_tables: bool) -> None:
-        """Switch block tables on or off. A switch evicts all cached blocks without a reference."""
+        """Set whether sequences use block tables. A change evicts all cached blocks without a
+        reference."""
         if by_tables is self.uses_block_tables:
             return
         self._evict(len(self._idle))
@@ -70,8 +72,11 @@ class BlockRefCounts:
         return taken
 
     def allocate_contiguous(self, count: int) -> range | None:
-        """Allocate `count` contiguous blocks (`BlockAllocator.allocate_contiguous`) with one
-        reference each; evict cached blocks if needed. Return None if there is no such run."""
+        """Allocate `count` contiguous blocks with one reference each; evict cached blocks if
+        needed. Return None if there is no such run of blocks.
+
+        See `BlockAllocator.allocate_contiguous` for the choice of the blocks.
+        """
         assert isinstance(self._free, BlockAllocator)
         extent = self._free.allocate_contiguous(count)
         if extent is None and (room := self._run_of(count)) is not None:
@@ -82,8 +87,8 @@ class BlockRefCounts:
         return extent
 
     def allocate_next(self, block: int, count: int) -> bool:
-        """Allocate the `count` blocks from `block` on with one reference each. Return False without
-        a change if one of them has a reference or lies beyond the pool."""
+        """Allocate blocks `block` .. `block + count - 1` with one reference each. If one of them
+        has a reference or lies beyond the pool, return False without a change."""
         assert isinstance(self._free, BlockAllocator)
         wanted = range(block, block + count)
         if wanted.stop > self.total or any(self._holders[wanted.start : wanted.stop]):
@@ -131,7 +136,8 @@ class BlockRefCounts:
         self._kept[block] = 1
 
     def release_block(self, block: int) -> None:
-        """Remove the cached mark of a block, without a call of `evicted`."""
+        """Remove the cached mark of a block without calling `evicted`. If the block has no
+        reference, it becomes free."""
         self._kept[block] = 0
         if block in self._idle:
             del self._idle[block]

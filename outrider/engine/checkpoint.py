@@ -1,4 +1,5 @@
-"""Checkpoint reader: configuration and Hugging Face-named tensors of safetensors or GGUF models."""
+"""Checkpoint reader: configuration and tensors of safetensors or GGUF models, under Hugging Face
+names."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from outrider.errors import InvalidRequestError
 
 
 class TensorSource(Protocol):
-    """Tensors of one checkpoint."""
+    """Protocol that reads the tensors of one checkpoint by their Hugging Face names."""
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint contains the tensor."""
@@ -48,7 +49,10 @@ class SafetensorsSource:
         return name in self._tensors
 
     def get(self, name: str) -> Tensor:
-        """See `TensorSource`; the tensor is mapped from its file."""
+        """Return the tensor as a view of its memory-mapped file.
+
+        Raises InvalidRequestError if the tensor is missing or damaged.
+        """
         stored = self._tensors.get(name)
         if stored is None or stored.file is None:
             raise InvalidRequestError(f"{self._path}: the checkpoint has no tensor {name!r}")

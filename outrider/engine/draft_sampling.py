@@ -1,15 +1,16 @@
 """Draft token selection: the children of every draft row, by acceptance rule.
 
-greedy, target-only   the top_k most probable ids. With top_k = 1 that is an argmax of the logits
-                      without a softmax, and the log-prob is 0.
-coupled               the top_k of log q + G with the TARGET noise of the position and target id:
-                      the drafter guesses the target's sample, not its mode.
+greedy, target-only   the top_k most probable ids. With top_k = 1 only the argmax of the logits is
+                      computed, without a softmax, and the log-prob is returned as 0.
+coupled               the top_k ids by log q + G, where q is the draft distribution and G is the
+                      TARGET noise of the position and target id. The target adds the same noise, so
+                      that the drafter predicts its sample and not its most probable id.
 rejection             the distribution q is truncated and quantised to integer counts first;
                       children are then drawn from exactly these counts, without replacement, with
                       DRAFT noise.
 
-Rows are first processed by the logits processor with the session's own parameters (penalties, bans,
-T, top-k, top-p, min-p). Shape suffixes: N rows, D draft vocabulary columns, k children per row.
+The logits processor first processes each row with the session's own parameters (penalties, bans, T,
+top-k, top-p, min-p). Shape suffixes: N rows, D draft vocabulary columns, k children per row.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from outrider.spec.noise import noise_keys as numpy_noise_keys
 from outrider.spec.sampling import Rule, SamplingParams
 
 DRAFT_LOGIT_ERROR = 0.5
-"""Assumed error of the draft logits at temperature 1, as a scale in logits, in
+"""Assumed scale of the error of draft logits at temperature 1, in logits, for
 `coupled_logprobs`."""
 NUM_RUNNER_UPS = 32
-"""Number of perturbed candidates over which `coupled_logprobs` normalises."""
+"""Minimum number of candidates (the largest log q + G) over which `coupled_logprobs` normalises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributionLimits:
-    """Size limits of one draft distribution on the wire, at 6 bytes an id.
+    """Limits on the size of one draft distribution in a message, where each id takes 6 bytes.
 
-    The ids that are cut off reduce the acceptance rate by their probability mass, at most.
-    SmolLM2-135M over its 16,384 most frequent ids needs 70 ids per node for a mass of .995 at T =
-    .7 and 1,000 ids at T = 1; 4,096 ids hold .99 at T = 1.3, .97 at T = 1.5 and .885 at T = 2
-    (1,024 ids hold .95, .90 and .70).
+    Leaving out ids lowers the acceptance rate by at most their probability mass. Measured with
+    SmolLM2-135M over its 16,384 most frequent ids, a mass of 0.995 takes 70 ids per node at T = 0.7
+    and 1,000 ids at T = 1. 4,096 ids hold a mass of 0.99 at T = 1.3, 0.97 at T = 1.5 and 0.885 at T
+    = 2; 1,024 ids hold 0.95, 0.90 and 0.70.
     """
 
     mass: float = 0.995
@@ -61,19 +62,19 @@ class DistributionLimits:
 
 
 MAX_DISTRIBUTION_ENTRIES = 1 << 15
-"""Maximum number of ids in all distributions of one proposal, at 6 bytes an id (192 KB), unless
-that leaves fewer than 64 ids per distribution."""
+"""Maximum number of ids in all distributions of one proposal: 192 KB at 6 bytes an id. Each
+distribution may have 64 ids even if the sum is then larger."""
 DEFAULT_DISTRIBUTION_LIMITS = DistributionLimits()
 
 
 def distribution_limits_for(num_distributions: int) -> DistributionLimits:
-    """Return the limits for a proposal that contains `num_distributions` distributions (one for its
-    root and one for every node with children).
+    """Return the limits of each distribution of a proposal with `num_distributions` distributions.
 
-    A short chain may send many ids per node (8,192 for a chain of 4), which the flat distributions
-    of high temperatures need; a wide tree may send fewer, so that the message stays bounded. The
-    result depends on the tree's shape only, never on its tokens: otherwise the output would not be
-    lossless.
+    A proposal has one distribution for its root and one for every node with children. In a chain of
+    4 draft tokens each distribution may have 8,192 ids, which the flat distributions of high
+    temperatures need. In a wide tree each may have fewer ids, so that the size of the message is
+    bounded. The limits depend only on the shape of the tree, never on its tokens: otherwise the
+    output would not be lossless.
     """
     return DistributionLimits(
         max_ids=max(64, MAX_DISTRIBUTION_ENTRIES // max(num_distributions, 1))
@@ -85,22 +86,24 @@ MAX_COUNT = 65535
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChildCandidates:
-    """The child tokens of N rows, k per row, with the best (or the first drawn) first.
+    """Child tokens of N rows, k per row.
 
-    If a row has fewer than k possible children, the remaining entries have id -1 and log-prob -inf.
+    The tokens of a row are in descending order of their scores. Under the rejection rule this is
+    the order in which they were drawn. If a row has fewer than k possible children, the remaining
+    entries have id -1 and log-prob -inf.
     """
 
     tokens: Tensor
     """Target ids, int64 [N, k]."""
     draft_ids: Tensor
-    """Columns of the draft logits, int64 [N, k]."""
+    """The same tokens as columns of the draft logits, int64 [N, k]."""
     logprobs: Tensor
-    """Log-probabilities that are summed along a path to rank tree nodes, float32 [N, k], <= 0. They
-    are 0 for greedy, target-only and coupled rows with k = 1, because a chain needs no ranking and
-    0 is an upper bound that needs no softmax."""
+    """Log-probabilities of the tokens, float32 [N, k], <= 0. Their sum along a path ranks the nodes
+    of a tree. With k = 1 they are 0 for greedy, target-only and coupled rows, because a chain needs
+    no ranking, and computing them would take a softmax."""
     distributions: tuple[DistributionEntries | None, ...]
-    """The quantised draft distribution of each row: target ids (int32) and counts (uint16) under
-    the rejection rule, else None."""
+    """For each row with the rejection rule its quantised draft distribution, as target ids (int32)
+    and counts (uint16). None for rows with other rules."""
 
 
 def propose_children(
@@ -118,9 +121,9 @@ def propose_children(
 
     `target_ids` is the target id of each draft logit, int64 [D], distinct, or None if draft and
     target share one vocabulary. `sampling` and `positions` have one entry per row; a position is
-    the absolute position of the child tokens. `histories` is needed for penalties, bans before the
-    minimum length and grammars. `distribution_limits` applies to all rows, or is a list with one
-    entry per row. A row's result depends on that row only.
+    the absolute position of the child tokens. `histories` has one entry per row and is needed for
+    penalties, bans before the minimum length and grammars. `distribution_limits` is one value for
+    all rows or a list with one entry per row. A row's result depends on that row only.
     """
     rows = logits.shape[0]
     batch = _Batch(
@@ -194,7 +197,7 @@ class _Batch:
 
 
 _Part = tuple[Tensor, Tensor, list[DistributionEntries | None]]
-"""Columns [N, k], log-probs [N, k] and the distribution of each row."""
+"""(columns [N, k], log-probs [N, k], draft distribution of each row or None)."""
 _Proposer = Callable[[_Batch], _Part]
 
 
@@ -252,18 +255,19 @@ def _coupled(batch: _Batch) -> _Part:
 
 
 def coupled_logprobs(perturbed_NM: Tensor, temperatures_N: Tensor) -> Tensor:
-    """Return the log-probability that each candidate is the target's sample, given the shared noise
-    G.
+    """Return the log-probability that each candidate is the target's sample, float32 [N, M], <= 0.
 
-    `perturbed` is log q + G of the M best candidates, float64 [N, M], where q is the draft and p
-    the target distribution. Returns float32 [N, M], <= 0. The target takes the argmax of log p + G
-    = (log q + G) + log(p / q). Because the noise is known, log q alone no longer says how probable
-    a candidate is; the only unknown is log(p / q), the draft logits' error over T. If this error is
-    modelled as Gumbel noise of scale s = DRAFT_LOGIT_ERROR / T, candidate i is the sample with
-    probability softmax((log q + G) / s). Candidates far below the best have almost no weight, so M
-    candidates suffice to normalise. On simulated pairs (heavy-tailed logits, draft error .8, total
-    variation .2 to .4, T .5 to 1.5) this s is within .01 nat per token of the best s; log q alone
-    is .8 to 6 nats worse.
+    `perturbed_NM` is log q + G of the M best candidates, float64. q is the draft distribution, and
+    G is the Gumbel noise that drafter and target share. The target samples the argmax of log p + G
+    = (log q + G) + log(p / q), where p is its own distribution. The drafter knows G, so that only
+    log(p / q) is unknown: the error of the draft logits divided by the temperature T. If this error
+    is modelled as Gumbel noise of scale s = DRAFT_LOGIT_ERROR / T, candidate i is the target's
+    sample with probability softmax((log q + G) / s). Candidates far below the best have almost no
+    weight, so M candidates suffice to normalise.
+
+    On simulated pairs of distributions (heavy-tailed logits, draft error 0.8, total variation 0.2
+    to 0.4, T from 0.5 to 1.5), this s was within 0.01 nat per token of the best s. Using log q
+    alone was 0.8 to 6 nats worse.
     """
     scale = temperatures_N[:, None] / DRAFT_LOGIT_ERROR
     return (perturbed_NM * scale).log_softmax(dim=-1).to(torch.float32)
@@ -309,21 +313,22 @@ def _largest(values: NDArray[np.float64], k: int) -> NDArray[np.int64]:
 
 
 def distribution_weights(scores_ND: Tensor) -> Tensor:
-    """Return exp(score - the row's largest score), float32 [N, D], the input of
-    `quantise_distribution`. Scores are finite or -inf, and each row has a finite score."""
+    """Return exp(score - largest score of the row), float32 [N, D], which `quantise_distribution`
+    takes. Scores are finite or -inf, and each row has a finite score."""
     return (scores_ND - scores_ND.amax(dim=-1, keepdim=True)).exp()
 
 
 def quantise_distribution(
     weights_D: NDArray[np.float32], limits: DistributionLimits, *, at_least: int
 ) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
-    """Return the columns (increasing) and counts of the truncated, quantised distribution.
+    """Return the columns (increasing) and integer counts of the truncated, quantised distribution.
 
     `weights_D` holds probabilities up to a common factor. The largest weight gets count 65535, the
-    others are rounded to that scale, and columns of count 0 are dropped. Then the largest counts
-    are kept until they reach `limits.mass`, at most `limits.max_ids` but at least `at_least` if
-    there are as many. Among equal counts the lower columns are kept. This choice depends on the
-    integer counts alone, so rounding in a floating-point sum cannot change it.
+    others are rounded to that scale, and columns of count 0 are dropped. Then the columns with the
+    largest counts are kept: as few as reach `limits.mass`, and at most `limits.max_ids`. If these
+    are fewer than `at_least`, `at_least` columns are kept, or all if there are not so many. Among
+    equal counts the lower columns are kept. This choice depends on the integer counts alone, so
+    rounding in a floating-point sum cannot change it.
     """
     scale = MAX_COUNT / float(weights_D.max())
     possible = np.flatnonzero(weights_D > 0.49 / scale)

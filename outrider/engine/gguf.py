@@ -37,7 +37,8 @@ _GLOBAL_NAMES: Final = {
 }
 _PERMUTED: Final = ("attn_q", "attn_k")
 _NOT_WEIGHTS: Final = ("rope_freqs",)
-"""Tensors that can be computed from the configuration and are therefore not loaded as weights."""
+"""Tensors of RoPE factors. A file with such a tensor is refused, because it lacks the parameters of
+its RoPE scaling."""
 _MAGIC: Final = b"GGUF"
 _LFS_START: Final = b"version https://git-lfs"
 TENSOR_TYPES: Final = (
@@ -78,7 +79,8 @@ class GGUFSource:
     def get(self, name: str) -> Tensor:
         """Return the tensor in float32, with query and key projections in Hugging Face row order.
 
-        Raises InvalidRequestError if the file has no such tensor or cannot be dequantised.
+        Raises InvalidRequestError if the file has no such tensor or if the tensor cannot be
+        dequantised.
         """
         import gguf
 
@@ -206,8 +208,11 @@ def open_gguf(path: str | Path) -> GGUFSource:
 
 
 def separate_pairs(weight: Tensor, head_dim: int) -> Tensor:
-    """Convert Llama's query or key weight from GGUF's row order (the two rows of a rotary pair are
-    neighbours) to Hugging Face's (the first rows of all pairs, then the second rows, per head)."""
+    """Return Llama's query or key weight in the row order of Hugging Face instead of that of GGUF.
+
+    GGUF stores the two rows of a rotary pair next to each other. Hugging Face stores, for each
+    head, the first rows of all pairs and then their second rows.
+    """
     pairs = weight.reshape(-1, head_dim // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
 

@@ -1,12 +1,14 @@
-"""Batch-invariant attention of ragged segments on CPUs: a row's bits depend only on its path.
+"""Batch-invariant attention on CPUs: a row's result does not depend on the other rows of its batch.
 
-Shapes are those of `attention`. Each row reads the keys of its own path in the order of their
-positions: the committed slots, then the nodes from the root of a draft tree to the row. The rows of
-one path are computed together, with the number of queries padded to a multiple of QUERY_ROWS and
-the number of keys to a multiple of 64, or of 512 in float32, as many as PyTorch multiplies at once.
-With these sizes PyTorch's attention on x86 gives a row the same bits among any other rows and
-beside any number of hidden keys. This was found by comparison (torch 2.13) and is not documented by
-PyTorch, so tests compare it.
+Shapes are those of `outrider.engine.attention`. The path of a row consists of all tokens up to it
+in its text. In a draft tree these are the committed tokens and the nodes from the root to the row.
+Each row attends to the keys of its own path, in the order of their positions.
+
+The rows of one path are computed together, with padding. The number of queries is a multiple of
+QUERY_ROWS. The number of keys is a multiple of 512 in float32 and of 64 in bfloat16, the blocks in
+which PyTorch multiplies. With these sizes PyTorch's attention on x86 gives a row the same bits
+among any other rows and beside any number of hidden keys. This was found by comparison (torch 2.13)
+and is not documented by PyTorch, so tests compare it.
 """
 
 from __future__ import annotations
@@ -21,25 +23,31 @@ from torch.nn import functional as F
 from outrider.engine.kv_cache import KVPool, KVSequence
 
 QUERY_ROWS: Final = 8
-"""The number of queries of a path is padded to a multiple of this."""
+"""The number of queries of a path is padded to a multiple of QUERY_ROWS."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SegmentPath:
-    """Rows of one segment that are on one path: they follow each other in a text, or on a path from
-    the root of a draft tree to a leaf."""
+    """Rows of one segment that lie on one path, with the slots that they read.
+
+    These rows follow each other in a text, or lie on one path of a draft tree from the root to a
+    leaf.
+    """
 
     rows: Tensor
     """Rows of the segment, int64 [n], in the order of their positions."""
     read_slots: Tensor
-    """Pool slots of the path in the order of positions, int64 [C], padded."""
+    """Pool slots of the path's tokens in the order of their positions, int64 [C]. Padding at the
+    end repeats the first slot of the sequence."""
     mask: Tensor
-    """Additive mask [n padded, C] in the model's dtype."""
+    """Additive mask [n rounded up to a multiple of QUERY_ROWS, C] in the model's dtype: 0 for
+    visible slots, -inf for hidden slots."""
 
 
 @dataclass(slots=True, kw_only=True)
 class InvariantSegmentPlan:
-    """Read and write positions of one segment in the pool, shared by all layers of a forward."""
+    """Pool slots that one segment reads and writes, used by all layers of a forward pass. It
+    replaces `outrider.engine.attention.SegmentPlan` in batch-invariant models."""
 
     rows: slice
     write_slots: Tensor
@@ -49,7 +57,8 @@ class InvariantSegmentPlan:
     paths: tuple[SegmentPath, ...]
 
     def attend(self, layer: int, qkv_NDd: Tensor, num_heads: int) -> Tensor:
-        """Write this segment's keys and values to the pool, then attend. Return [N, G, g, d].
+        """Write this segment's keys and values to the pool, then attend. Return the result
+        [N, G, g, d].
 
         qkv [N, Q + 2G, d] holds the query heads, then the key heads, then the value heads.
         """
@@ -79,9 +88,11 @@ def plan_invariant_segment(
     window: int | None,
     dtype: torch.dtype,
 ) -> InvariantSegmentPlan:
-    """Return the plan of the rows that `sequence.begin` has reserved.
+    """Return the plan of a segment, whose rows `sequence.begin` has reserved.
 
-    mask: see `target.Segment`; the rows that a row sees must be its path.
+    `rows` are the segment's rows in the batch. `mask` is that of `outrider.engine.target.Segment`,
+    and each of its rows must show the path of that row and nothing else. `window` is the sliding
+    window in tokens, or None if there is none.
     """
     start, count = sequence.len, rows.stop - rows.start
     slots = sequence.slots(0, start + count)
@@ -103,8 +114,10 @@ def plan_invariant_segment(
 
 
 def _paths(start: int, count: int, mask: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-    """Return the paths of a segment with `start` committed slots, each as a pair: its rows, which
-    belong to no other pair, and its slots of the sequence, of which the rows' own are the last.
+    """Return the paths of a segment whose sequence has `start` committed slots.
+
+    Each path is a pair (rows, slots). A row of the segment is in exactly one pair. The slots are
+    those of the sequence that the path reads, and the last of them are the rows' own.
     """
     if mask is None:
         return [(torch.arange(count), torch.arange(start + count))]
@@ -126,9 +139,9 @@ def _paths(start: int, count: int, mask: Tensor | None) -> list[tuple[Tensor, Te
 
 
 def _path_mask(positions: Tensor, own: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the padded additive mask of rows that are the entries `own` of a path.
+    """Return the padded additive mask of the rows that are the entries `own` of a path.
 
-    positions: of the path's entries, int64 [c].
+    `positions` are those of all entries of the path, int64 [c].
     """
     entry = torch.arange(len(positions))
     visible = entry <= own[:, None]

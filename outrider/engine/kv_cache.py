@@ -64,8 +64,8 @@ class KVPool:
         return -(-num_tokens // self.block_tokens)
 
     def use_block_tables(self, by_tables: bool = True) -> None:
-        """Set whether the device reads blocks through block tables. If so, sequences never move and
-        may use blocks in any order."""
+        """Set whether the device reads blocks through block tables. With block tables, sequences
+        never move and may use blocks in any order."""
         self.ledger.use_block_tables(by_tables)
 
     def new_sequence(self) -> KVSequence:
@@ -73,7 +73,7 @@ class KVPool:
         return KVSequence(self)
 
     def allocate(self, max_tokens: int) -> KVSequence:
-        """Return a new sequence with blocks for `max_tokens` slots, allocated at once.
+        """Return a new sequence whose blocks for `max_tokens` slots are allocated already.
 
         `max_tokens` must include the rows of the largest draft tree, because rows are written
         before they are committed. Raises ResourceExhaustedError if too few blocks are free.
@@ -86,8 +86,8 @@ class KVPool:
 
 
 class KVSequence:
-    """The slots of one sequence: `len` committed slots, followed by the rows of the last forward
-    pass."""
+    """The slots of one sequence: `len` committed slots, then the uncommitted rows of the last
+    forward pass."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -135,7 +135,7 @@ class KVSequence:
     # ---- blocks --------------------------------------------------------------------------------
 
     def blocks_missing(self, slots: int) -> int:
-        """Return the number of blocks that `reserve` would have to allocate."""
+        """Return the number of blocks that `reserve(slots)` would have to allocate."""
         return max(0, self._pool.blocks_for(slots) - len(self._blocks))
 
     def reserve(self, slots: int) -> bool:
@@ -163,12 +163,12 @@ class KVSequence:
         return True
 
     def attach_blocks(self, filled: Sequence[int], slots: int) -> bool:
-        """Allocate at least `slots` slots and fill the first of them from `filled`, which are full
-        blocks that the prefix cache or other sequences hold.
+        """Allocate at least `slots` slots, the first of which hold the tokens of the blocks
+        `filled`.
 
-        With block tables the sequence shares the blocks; otherwise their content is copied. Returns
-        False, and changes nothing, if too few blocks are free. Raises ValueError if the sequence
-        already holds blocks.
+        `filled` are full blocks that the prefix cache or other sequences hold. With block tables
+        the sequence shares them; otherwise their content is copied. Returns False, and changes
+        nothing, if too few blocks are free. Raises ValueError if the sequence already holds blocks.
         """
         self._check_held()
         if self._blocks:
@@ -213,8 +213,8 @@ class KVSequence:
         self.start = first if joined and in_order else None
 
     def _move_to(self, extent: range) -> None:
-        """Move the sequence to an allocated extent of blocks, including rows that are not committed
-        yet."""
+        """Move the sequence, including its uncommitted rows, to an extent of blocks that is
+        allocated already."""
         used, start = self._len + self._pending, extent.start * self._pool.block_tokens
         if used:
             with torch.inference_mode():
@@ -243,7 +243,7 @@ class KVSequence:
             place += count
 
     def _follow(self, filled: Sequence[int], place: int) -> bool:
-        """Return whether the block at `place` directly follows the block before it, both in
+        """Return whether the blocks at `place - 1` and `place` are neighbours in the pool, both in
         `filled` and in this sequence's blocks."""
         return all(each[place] == each[place - 1] + 1 for each in (filled, self._blocks))
 
@@ -254,10 +254,11 @@ class KVSequence:
     # ---- rows ----------------------------------------------------------------------------------
 
     def begin(self, positions: Tensor) -> None:
-        """Begin a forward pass that writes N rows at slots len .. len + N, at these absolute
-        positions, int64 [N]. Rows that were written before but not committed are dropped.
+        """Begin a forward pass that writes N rows to the slots from `len` on. `positions` are their
+        absolute positions, int64 [N].
 
-        Raises ResourceExhaustedError if the sequence has too few slots.
+        Rows that were written before but not committed are dropped. Raises ResourceExhaustedError
+        if the sequence has too few slots.
         """
         end = self._len + positions.shape[0]
         self._check_held()
@@ -288,9 +289,11 @@ class KVSequence:
         return known[start:end]
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Commit these rows of the last forward pass (0-based, ascending), move them to be
-        contiguous, and drop the other rows. Raises ValueError for rows that are out of range or not
-        ascending."""
+        """Commit some rows of the last forward pass and drop its other rows.
+
+        `rows` are 0-based and ascending. Their keys and values are moved so that all committed
+        slots are contiguous. Raises ValueError for rows that are out of range or not ascending.
+        """
         if rows and rows[-1] >= self._pending:
             raise ValueError(f"row {rows[-1]} is not one of the {self._pending} rows written last")
         self._check_held()
@@ -303,8 +306,8 @@ class KVSequence:
         self._len, self._pending = start + len(rows), 0
 
     def advance(self, count: int) -> None:
-        """Commit `count` more slots that a device has already written contiguously. Raises
-        ValueError beyond `capacity`."""
+        """Commit the next `count` slots, which a device has already written contiguously. Raises
+        ValueError if the sequence has fewer slots."""
         if self._len + count > self.capacity:
             raise ValueError(f"{count} slots after {self._len} of {self.capacity}")
         self._len, self._pending = self._len + count, 0
@@ -317,13 +320,13 @@ class KVSequence:
         self._len, self._pending = length, 0
 
     def save_positions(self) -> Tensor | None:
-        """Return a copy of the committed slots' positions, or None if the host does not store
-        any."""
+        """Return a copy of the positions of the committed tokens, for `restore`. Return None if the
+        host does not store positions for this sequence."""
         return None if self._positions is None else self._positions[: self._len].clone()
 
     def restore(self, length: int, positions: Tensor | None) -> None:
-        """Commit the first `length` slots of an empty sequence, whose content is or will be copied
-        in by the caller.
+        """Commit the first `length` slots of an empty sequence. The caller copies their content,
+        before or after this call.
 
         `positions` is the result of `save_positions`. Raises ValueError if the sequence is not
         empty or has too few slots.
@@ -354,7 +357,7 @@ class KVSequence:
 
 def _with_capacity(held: Tensor | None, size: int, device: torch.device) -> Tensor:
     """Return `held` (int64) if it has at least `size` elements, else a longer copy. The length at
-    least doubles, so that each element of a growing sequence is copied only a few times in all."""
+    least doubles, so that a growing tensor copies each element only a few times."""
     if held is not None and held.shape[0] >= size:
         return held
     # Tensors made in inference mode can be written in that mode only.

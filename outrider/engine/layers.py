@@ -1,6 +1,6 @@
 """Decoder layer of Llama-style models: fused weights, rotary embedding and forward.
 
-R rows, H hidden size, Q query heads, G key/value heads, d head dimension.
+Shapes: R rows, H hidden size, Q query heads, G key/value heads, d head dimension.
 
 Rotary embedding rotates pairs of features. Checkpoints keep the two features of a pair d/2 apart;
 the model loader makes them neighbours (`interleave_pairs`), so that the rotation is one complex
@@ -32,7 +32,8 @@ class LayerWeights:
     """Fused projection from H to (Q + 2G) * d features. The rotary pairs of queries and keys are
     neighbours."""
     qk_norms: Tensor | None
-    """RMSNorm weight of every query and key head, [Q + G, d], or None for models without it."""
+    """RMSNorm weight of every query and key head, [Q + G, d], or None for models without these
+    norms."""
     o_proj: Linear
     post_norm: Tensor
     gate_up: Linear
@@ -49,9 +50,9 @@ def interleave_pairs(weight: Tensor, head_dim: int) -> Tensor:
 def rotations(positions_R: Tensor, inv_freq: Tensor, *, num_rotated: int, num_plain: int) -> Tensor:
     """Return the rotary factors, complex64 [R, num_rotated + num_plain, d/2].
 
-    The factors are e^(i * position * frequency) for the first `num_rotated` heads, with angles in
-    float32. They are 1 for the `num_plain` heads that follow and must not be rotated, so that one
-    product covers queries, keys and values.
+    The factors of the first `num_rotated` heads are e^(i * position * frequency), with angles in
+    float32. The factors of the last `num_plain` heads, which must not be rotated, are 1. One
+    product then covers queries, keys and values.
     """
     angles = positions_R.to(torch.float32)[:, None, None] * inv_freq
     rotated = torch.polar(torch.ones_like(angles), angles).expand(-1, num_rotated, -1)
@@ -60,7 +61,11 @@ def rotations(positions_R: Tensor, inv_freq: Tensor, *, num_rotated: int, num_pl
 
 
 def rotate(x_RDd: Tensor, rotations_RDp: Tensor) -> Tensor:
-    """Rotate neighbouring pairs of x [R, heads, d]; computed in float32, returned in x's dtype."""
+    """Multiply neighbouring pairs of features of x [R, heads, d] by rotary factors (see
+    `rotations`).
+
+    The product is computed in float32 and returned in x's dtype.
+    """
     pairs = torch.view_as_complex(x_RDd.float().view(*x_RDd.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotations_RDp).flatten(-2).to(x_RDd.dtype)
 
@@ -77,11 +82,13 @@ class LayerContext:
     """Rotary factors, complex64 [R, Q + 2G, d/2]. They are 1 for the value heads."""
     segments: Sequence[SegmentPlan | InvariantSegmentPlan]
     attention_RQd: Tensor
-    """Attention output [R, Q * d], reused by every layer. Rows outside all segments stay zero."""
+    """Buffer of the attention output [R, Q * d], which every layer overwrites. Rows outside all
+    segments stay zero."""
 
 
 def run_layer(weights: LayerWeights, index: int, x_RH: Tensor, shared: LayerContext) -> Tensor:
-    """Run one layer on the residual stream x [R, H] and return the new residual stream [R, H]."""
+    """Run the layer with number `index` on the residual stream x [R, H] and return the new residual
+    stream [R, H]."""
     normed = rms_norm(x_RH, weights.input_norm, shared.norm_eps)
     qkv = weights.qkv(normed).view(x_RH.shape[0], -1, shared.head_dim)
     if weights.qk_norms is not None:

@@ -1,11 +1,12 @@
-"""Linear layers over weights prepacked by oneDNN, or plain where this CPU cannot pack them.
+"""Linear layers over weights packed for oneDNN, or over plain weights if this CPU cannot pack them.
 
-On a CPU the time of a matrix product with few rows is the time of reading the weights, but a plain
-product with 2 to 64 rows takes several times that. oneDNN's prepacked layout keeps 4 to 8 rows at
-the price of one. With two or more rows, the result of a row does not depend on the number of rows.
-For a single row, `matmul_tuning` chooses a padded packed product or a plain product by the weight's
-shape and the kind of processor. The plain product sums in another order, so that its result differs
-in the last bits, as attention does.
+On a CPU a matrix product with one row takes as long as reading the weights. A product of a plain
+weight with 2 to 64 rows takes several times as long. With a packed weight, 4 to 8 rows take as long
+as one row. With two or more rows, the result of a row does not depend on the number of rows.
+
+For a single row, `matmul_tuning` chooses a packed product with padding or a plain product, by the
+weight's shape and the kind of processor. A plain product adds in another order than a packed one,
+so that their results can differ in the last bits. The same is true of attention.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from outrider.engine.matmul_tuning import (
 from outrider.errors import FailedPreconditionError
 
 MIN_ROWS: Final = 4
-"""Number of rows to which a smaller packed product is padded where padding is faster."""
+"""Number of rows to which smaller inputs of a packed product are padded, if that is faster."""
 BLOCK_ROWS: Final = 16
-"""Rows of each product of a `BlockedLinear`. In bfloat16 a product of 16 rows takes as long as one
-of 4, and one of 32 a third longer."""
+"""Number of rows of each product of a `BlockedLinear`. In bfloat16, 16 rows take as long as 4 rows,
+and 32 rows take a third longer."""
 _PACK_ROWS_HINT: Final = 16
 _KEPT_PRODUCTS: Final = 256
-"""Maximum number of compiled products in each of the caches of oneDNN and torch. oneDNN compiles a
-product of 0.5 to 1 MB for every number of rows, so that the default of 1,024 takes too much memory.
-Both limits are read at the first product."""
+"""Maximum number of compiled products that oneDNN and torch cache, each in its own cache. oneDNN
+compiles a product of 0.5 to 1 MB for every number of rows, so that the default of 1,024 takes too
+much memory. Both limits are read at the first product."""
 
 
 class Linear(Protocol):
@@ -52,7 +53,7 @@ class Linear(Protocol):
 
 
 class PlainLinear:
-    """Linear layer by `F.linear` over the unpacked weight."""
+    """Linear layer that applies `F.linear` to a plain (unpacked) weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
@@ -70,7 +71,8 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """Linear layer over a packed weight, with a plain copy if single rows use it."""
+    """Linear layer over a weight packed for oneDNN. It keeps a plain copy as well if single rows
+    use it."""
 
     def __init__(
         self,
@@ -104,7 +106,8 @@ class PackedLinear:
         return self(F.pad(x, (0, 0, 0, self.min_rows - rows)))[:rows]
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return `residual + self(x)` as a new tensor, with a fused sum if x is not padded."""
+        """Return `residual + self(x)` as a new tensor. The sum is part of the product unless x is
+        padded."""
         if x.dim() == 2:
             if x.shape[0] == 1 and self._alone is not None:
                 return self._alone.add(x, residual)
@@ -114,8 +117,10 @@ class PackedLinear:
 
 
 class BlockedLinear:
-    """Linear layer over a packed weight that multiplies exactly BLOCK_ROWS rows at a time, so that
-    the bits of a row do not depend on the number of rows."""
+    """Linear layer over a packed weight that multiplies exactly BLOCK_ROWS rows at a time.
+
+    The result of a row therefore does not depend, to the bit, on the number of rows.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._block = PackedLinear(weight, bias)
@@ -142,13 +147,14 @@ def make_linear(
     keep_plain: bool = True,
     batch_invariant: bool = False,
 ) -> Linear:
-    """Return a linear layer over `weight` [out, in], packed if possible on this machine.
+    """Return a linear layer over `weight` [out, in], packed if this machine supports it.
 
-    A packed layer holds the weight in the layout of oneDNN's matrix products. It also keeps
-    `weight` as it is if `keep_plain` is set and products of one input row are faster with it on
-    this kind of processor. `batch_invariant`: the bits of a row of a packed layer do not depend on
-    the number of rows. In float32 padding single rows is enough for this; in bfloat16 oneDNN sums
-    in another order for 33 rows and more on some processors.
+    A packed layer holds the weight in the layout of oneDNN's matrix products. With `keep_plain` it
+    also keeps `weight` as it is if products of one input row are faster with it on this kind of
+    processor. With `batch_invariant` a packed layer gives a row the same bits for any number of
+    rows. In float32 padding single rows is enough for this. In bfloat16, where oneDNN on some
+    processors sums in another order from 33 rows on, the layer multiplies blocks of rows
+    (`BlockedLinear`).
     """
     if not (packed and can_pack(weight.dtype, weight.device)):
         return PlainLinear(weight, bias)
@@ -163,14 +169,16 @@ def make_linear(
 
 
 def min_rows(linears: Iterable[Linear]) -> int:
-    """Return the number of rows to which a batch must be padded so that no layer pads: MIN_ROWS if
-    all layers would pad, otherwise 1."""
+    """Return the smallest `min_rows` of the layers. A layer without this attribute counts as 1.
+
+    A model pads its batches to this number once, so that each layer need not pad them.
+    """
     return min((getattr(linear, "min_rows", 1) for linear in linears), default=1)
 
 
 def plain_weights(linear: object) -> PlainLinear:
-    """Return the layer if its weights are not packed for oneDNN. Raises FailedPreconditionError
-    otherwise."""
+    """Return `linear` as a `PlainLinear`. Raises FailedPreconditionError if its weights are packed
+    for oneDNN."""
     if not isinstance(linear, PlainLinear):
         raise FailedPreconditionError(
             "the device engine needs plain weights: load the model with packed=False",

@@ -1,15 +1,17 @@
 """Logits processor: turns raw logits into the sampling distribution, for verifier and drafter.
 
 Order: penalties, logit bias, banned ids, the grammar's allowed-token mask, division by the
-temperature, top-k, top-p, min-p; removed ids become -inf. The verifier processes target logits, the
-drafter its own logits with the same parameters; at a tree node the draft tokens on its path count
-as output. At temperature 0 only penalties, biases, bans and grammars apply (`edit_logits`). A row's
-result depends on that row only, bit for bit, and its arithmetic is defined to the bit
-(`penalties_for`, `outrider.engine.truncation`), so that
-`outrider.engine.kernels.logits_processor.process` can do the same on a device.
+temperature, top-k, top-p, min-p; removed ids become -inf. The verifier processes the target's
+logits, and the drafter processes its own logits with the same parameters. At a node of a draft
+tree, penalties treat the draft tokens on the path to the node like output tokens. At temperature 0
+only penalties, biases, bans and grammars apply (`edit_logits`).
 
-Ties at a boundary of top-k, top-p or min-p are all kept: the kept set is then a function of the
-values alone and not of a sorting order, so all devices and both sides agree on it.
+A row's result depends on that row only, bit for bit. Its arithmetic is defined to the bit (see
+`penalties_for` and `outrider.engine.truncation`), so that
+`outrider.engine.kernels.logits_processor.process` gives the same result on a device.
+
+Ties at a boundary of top-k, top-p or min-p are all kept. The kept set is then a function of the
+values alone and not of a sorting order, so that all devices, and verifier and drafter, agree on it.
 
 Shape suffixes: R rows, V columns. A column is a target id, or the draft id whose target id is
 `target_ids[column]` where a draft head has a vocabulary of its own.
@@ -45,8 +47,8 @@ def _no_ids() -> NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenHistory:
-    """The tokens before one position, by target id, with the position's bans and grammar mask:
-    prompt, output, and the path to a tree node."""
+    """Prompt, output and path to a tree node before one position, with the banned ids and the
+    grammar mask at this position. All ids are target ids."""
 
     prompt_ids: NDArray[np.int32] = field(default_factory=_no_ids)
     output_ids: NDArray[np.int32] = field(default_factory=_no_ids)
@@ -76,12 +78,13 @@ def apply_logits_processor(
     *,
     target_ids: Tensor | None = None,
 ) -> Tensor:
-    """Process float32 logits [R, V] row by row; return [R, V] float32 without NaN or +inf.
+    """Return the processed logits, float32 [R, V] without NaN or +inf.
 
-    Every row of the result has at least one finite entry. If a row has none (all logits are NaN, or
-    all ids are banned), its first column that is not banned is kept; if bans exclude all ids that a
-    grammar allows, the first allowed column is kept, because the grammar takes precedence. If there
-    is nothing to change, the input itself is returned, so the caller must write to neither tensor.
+    `logits_RV` is float32. Every row of the result has at least one finite entry. If a row would
+    have none (all logits are NaN, or all ids are banned), its first column that is not banned is
+    kept. If bans exclude all ids that a grammar allows, the first allowed column is kept, because
+    the grammar takes precedence. If there is nothing to change, the input itself is returned, so
+    the caller must write to neither tensor.
     """
     warped = _edited(logits_RV, params, histories, target_ids)
     warped = _tamed(warped, params, histories, target_ids, limit=MAX_LOGIT)
@@ -109,17 +112,17 @@ def edit_logits(
 ) -> Tensor:
     """Apply only penalties, biases, bans and grammars to float32 logits [R, V].
 
-    Returns [R, V] float32 without NaN, for the argmax of greedy rows. Logits are not clamped, so
-    that the order of the remaining ids never changes. A row without any finite entry keeps one
-    column, as in `apply_logits_processor`.
+    Returns [R, V] float32 without NaN, of which greedy rows take the argmax. Logits are not
+    clamped, so that the order of the remaining ids never changes. A row without any finite entry
+    keeps one column, as in `apply_logits_processor`.
     """
     edited = _edited(logits_RV, params, histories, target_ids)
     return _tamed(edited, params, histories, target_ids, limit=math.inf)
 
 
 def plain_argmax(logits_RV: Tensor) -> Tensor:
-    """Return the argmax of every row, int64 [R]; of equal logits the first. NaN is never chosen,
-    and a row of NaN only gives 0."""
+    """Return the column of the largest logit of every row, int64 [R]. Of equal logits the first
+    column is returned. NaN is never chosen; for a row of NaN only, 0 is returned."""
     best = _raw_argmax(logits_RV)
     if bool(logits_RV.gather(1, best[:, None]).isnan().any()):
         best = logits_RV.nan_to_num(nan=-math.inf, posinf=math.inf).argmax(dim=-1)
@@ -145,8 +148,8 @@ def _raw_argmax(logits_RV: Tensor) -> Tensor:
 
 
 def needs_editing(params: SamplingParams, history: TokenHistory) -> bool:
-    """Return whether penalties, biases, bans or a grammar change the row's logits. If not, a greedy
-    row is the argmax of its raw logits."""
+    """Return whether penalties, biases, bans or a grammar change the row's logits. If not, the
+    greedy token is the argmax of the raw logits."""
     return bool(
         params.banned_ids
         or params.logit_bias
@@ -157,7 +160,7 @@ def needs_editing(params: SamplingParams, history: TokenHistory) -> bool:
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Return whether a repetition, presence or frequency penalty is on."""
+    """Return whether `params` set a repetition, presence or frequency penalty."""
     return (
         params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
@@ -166,7 +169,7 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 def has_truncation(params: SamplingParams) -> bool:
-    """Return whether top-k, top-p or min-p is on."""
+    """Return whether `params` set top-k, top-p or min-p."""
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
@@ -252,11 +255,12 @@ def _allowed_columns(
 
 
 def penalties_for(counts: NDArray[np.int64], params: SamplingParams) -> NDArray[np.float32]:
-    """Return the frequency and presence penalty to subtract from the logits of ids with these
-    counts > 0.
+    """Return the sum of frequency and presence penalty, float32, for ids that occur `counts` times
+    each.
 
-    The penalties are float32 values and the sum is rounded once, so the result is the same with and
-    without a fused multiply-add.
+    The sum is subtracted from the logits of these ids. All counts are > 0. The penalties are
+    float32 values and the sum is rounded once, so the result is the same with and without a fused
+    multiply-add.
     """
     frequency = float(np.float32(params.frequency_penalty))
     presence = float(np.float32(params.presence_penalty))
@@ -292,8 +296,8 @@ def _tamed(
 
 
 def _truncated(scores_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Return a copy in which top-k, then top-p and min-p of the remaining columns, set the removed
-    columns to -inf."""
+    """Return a copy of the scores in which removed columns are -inf. top-k is applied first, then
+    top-p and min-p to the remaining columns."""
     lowest = probability_thresholds(
         scores_RV,
         [p.top_k for p in params],

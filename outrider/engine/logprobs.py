@@ -21,7 +21,7 @@ from outrider.engine.logits_processor import MAX_LOGIT
 from outrider.spec.sampling import LOWEST_LOGPROB
 
 MAX_ROWS = 64
-"""Maximum number of rows of logits processed at once, to limit temporary memory."""
+"""Maximum number of rows of logits that are processed together, to limit temporary memory."""
 
 
 class PathLogprobs(NamedTuple):
@@ -38,22 +38,27 @@ class PathLogprobs(NamedTuple):
 
 
 class LogprobPath(NamedTuple):
-    """Rows at which a session chose its tokens in a round, and the logprobs requested for them."""
+    """Rows of logits from which a session's tokens of one round were chosen, and the
+    log-probabilities requested for these tokens."""
 
     rows: Sequence[int]
-    """Row of the logits for each token."""
+    """Index of the row of logits for each token."""
     tokens: Sequence[int]
     top: int
     """Number of most probable ids requested per token. At most V are returned."""
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of tokens and of the most likely tokens of each row.
+    """Return the log-probability of each row's token, and the `top` most likely tokens of each row.
 
-    logits: float32 [n, V]. tokens: int64 [n], one of each row. Returns values, float32 [n, 1 + K]
-    with K = min(top, V): the log-probability of the row's token, then those of the K most likely
-    tokens in descending order; and ids, int32 [n, K], of these K tokens. A NaN logit counts as
-    probability 0. Never waits for the device.
+    `logits` is float32 [n, V], and `tokens` is int64 [n]. With K = min(top, V), the result is the
+    pair
+
+      values  float32 [n, 1 + K]: the log-probability of the row's token, then those of the K most
+              likely tokens in descending order
+      ids     int32 [n, K]: the ids of these K tokens
+
+    A NaN logit counts as probability 0. The call does not wait for the device.
     """
     tamed = logits.float().nan_to_num(nan=-math.inf, posinf=MAX_LOGIT, neginf=-math.inf)
     best = tamed.topk(min(top, logits.shape[1]), dim=-1)
@@ -81,8 +86,11 @@ def path_logprobs(logits: Tensor, paths: Sequence[LogprobPath]) -> list[PathLogp
 def split_paths(
     values: NDArray[np.float32], top_ids: NDArray[np.int32], paths: Sequence[tuple[int, int]]
 ) -> list[PathLogprobs]:
-    """Split values and ids of concatenated paths into one `PathLogprobs` per path. `paths` holds
-    the number of tokens and the requested number of ids of each path."""
+    """Split the results of concatenated paths into one `PathLogprobs` per path.
+
+    `values` and `top_ids` are as in `PathLogprobs`. `paths` holds a pair for each path: its number
+    of tokens, and the number of most probable ids requested per token.
+    """
     found: list[PathLogprobs] = []
     first = 0
     for count, top in paths:

@@ -2,10 +2,10 @@
 
 The fastest product differs between processors. On an AMD EPYC oneDNN's packed layout, padded to
 four rows, takes half the time of a plain product; on an Intel Xeon with AVX-512 a plain product
-takes three quarters of the time of a padded one (decision 0006). The choice follows from the
-weight's shape and the kind of processor alone: every start, and every process of a fleet of equal
-machines, uses the same product, so that the same rows give the same bits. Several rows always take
-the packed product, which was the fastest on every CPU measured.
+takes three quarters of the time of a padded one (decision 0006). The choice depends only on the
+weight's shape and the kind of processor. All processes on machines of the same kind therefore use
+the same product at every start, and the same rows give the same bits. Two or more rows are always
+multiplied by the packed product, which was the fastest on every CPU measured.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SAMPLE_BYTES: Final = 32 << 20
-"""Size of the weight with which numbers of threads are timed, larger than the caches of a core."""
+"""Bytes of the weight with which `fastest_threads` measures. It is larger than the caches of a
+core."""
 MIN_CHOICE_BYTES: Final = 1 << 20
-"""Size of the smallest weight whose single rows may take another product than the padded one."""
+"""Minimum bytes of a weight for which `choose_single` considers products other than the padded
+one."""
 MIN_REPEATS: Final = 7
-"""Number of times that each number of threads is timed."""
+"""Number of times that `fastest_threads` measures each number of threads."""
 STRICT_TIME_SHARE: Final = 0.8
-"""A smaller number of threads is chosen only if it takes at most this share of the time of all
-threads."""
+"""`fastest_threads` prefers a smaller number of threads only if its time is less than this share of
+the time of the larger number."""
 MAX_COPIES_SHARE: Final = 0.125
 """Largest share of the machine's memory that the plain copies of one model's weights may take."""
 
@@ -38,10 +40,11 @@ Product = Callable[[Tensor], Tensor]
 
 
 class SingleRowMethod(StrEnum):
-    """Product that multiplies a single row."""
+    """Method of multiplying a single row by a weight."""
 
     PADDED = "padded"
-    """Packed product, padded to `outrider.engine.linear.MIN_ROWS` rows."""
+    """Product with the packed weight, for which the row is padded to
+    `outrider.engine.linear.MIN_ROWS` rows."""
     PACKED = "packed"
     PLAIN = "plain"
     """Product with a plain copy of the weight, kept in addition to the packed weight."""
@@ -64,7 +67,7 @@ _chosen: dict[str, str] = {}
 
 @functools.cache
 def this_processor() -> Processor:
-    """Return the kind of the processor that this process runs on."""
+    """Return the properties of the processor that this process runs on."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -73,7 +76,7 @@ def this_processor() -> Processor:
 
 
 def parse_cpuinfo(text: str) -> Processor:
-    """Read the kind of processor from the first core in the text of /proc/cpuinfo."""
+    """Return the properties of the first core in `text`, the content of /proc/cpuinfo."""
     facts: dict[str, str] = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -84,7 +87,7 @@ def parse_cpuinfo(text: str) -> Processor:
 def choose_single(
     shape: tuple[int, int], dtype: torch.dtype, processor: Processor, *, keep_plain: bool
 ) -> SingleRowMethod:
-    """Choose the product for single rows of a weight of `shape` [out, in].
+    """Return the product for single rows of a weight of `shape` [out, in].
 
     `keep_plain` allows a plain copy in addition to the packed weight. bfloat16 rows are always
     padded, because another order of summation would change many near ties.
@@ -96,27 +99,30 @@ def choose_single(
 
 
 def record_choice(shape: tuple[int, int], dtype: torch.dtype, choice: SingleRowMethod) -> None:
-    """Record the choice for a weight of `shape`, for `measured_choices`."""
+    """Record the choice for a weight of `shape` [out, in], so that `measured_choices` returns
+    it."""
     _chosen[f"{shape[0]}x{shape[1]} {str(dtype).removeprefix('torch.')}"] = str(choice)
 
 
 def measured_choices() -> dict[str, str]:
-    """Return the choices of this process: "OUTxIN float32" -> how single rows are multiplied."""
+    """Return the `SingleRowMethod` of each shape and dtype that this process has recorded. A key is
+    "OUTxIN DTYPE", such as "4096x1024 float32"."""
     return dict(_chosen)
 
 
 def has_memory_for_copies(num_bytes: int) -> bool:
     """Return whether plain copies of `num_bytes` may be kept beside the packed weights.
 
-    The bound is a share of the memory that the machine or the container has, and not of what is
-    free at the moment: the choice must not differ between two starts.
+    The limit is the share MAX_COPIES_SHARE of all memory of the machine or container. Free memory
+    does not count, because the choice must not differ between two starts.
     """
     total = total_memory_bytes()
     return total is not None and num_bytes <= MAX_COPIES_SHARE * total
 
 
 def total_memory_bytes() -> int | None:
-    """Return the memory of the machine, or the container's limit; None if unknown."""
+    """Return the memory of the machine, or the limit of the container if it is smaller. Return None
+    if the memory is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         total = next(int(s.split()[1]) << 10 for s in lines if s.startswith("MemTotal:"))
@@ -139,10 +145,11 @@ def _seconds(products: list[Product], x: Tensor) -> list[float]:
 
 @functools.cache
 def fastest_threads(most: int) -> int:
-    """Measure and return the fastest number of threads among 1, 2, 4, .. and `most`.
+    """Measure a product with 1, 2, 4, .. and `most` threads, and return the fastest number of
+    threads.
 
-    Fewer threads are chosen only if clearly faster (`STRICT_TIME_SHARE`), as in a container with
-    fewer CPUs than it sees or on cores that share memory bandwidth.
+    Fewer threads are chosen only if they are clearly faster (`STRICT_TIME_SHARE`). This is so in a
+    container with fewer CPUs than it sees, or on cores that share memory bandwidth.
     """
     counts = sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}, reverse=True)
     before = torch.get_num_threads()

@@ -2,10 +2,10 @@
 
 Tensors are read, fused and packed one layer at a time, so that the peak of memory is the packed
 model and one layer. Weights that are not packed may also be copied by background threads
-(`WeightCopies`) into memory that is allocated before, so that kernels compile meanwhile. The plain
-weight of a packed projection is kept as well only if single rows are faster with it and the machine
-has enough memory. The embedding stays plain, because its rows are looked up; an output projection
-that is tied to the embedding is a second, packed copy.
+(`WeightCopies`) while kernels compile; their memory is allocated before. The plain weight of a
+packed projection is kept as well only if single rows are faster with it and the machine has enough
+memory. The embedding stays plain, because its rows are looked up. If the output projection is tied
+to the embedding, it is a second, packed copy.
 
 The rows of the query and key projections are permuted to the interleaved RoPE layout
 (`interleave_pairs`). The weights of `q_norm` and `k_norm` are permuted likewise, and expanded to
@@ -47,16 +47,17 @@ def load_target(
 ) -> TargetModel:
     """Load a model from a safetensors directory or a `.gguf` file.
 
-    `kv_tokens` is the size of the KV pool in tokens, or a function that returns it for the model
-    configuration and is called after the weights are allocated. The size is rounded up to blocks of
-    `block_tokens`. `packed=False` keeps plain weights. With `copies`, background threads fill the
+    `kv_tokens` is the size of the KV pool in tokens, rounded up to blocks of `block_tokens`. It may
+    be a function of the model configuration that returns this size; it is called after the weights
+    are allocated. `packed=False` keeps plain weights. With `copies`, background threads fill the
     weights, which are undefined until `copies.wait` returns; with None, the weights are filled
-    before this function returns. `batch_invariant`: forwards on this CPU give a row the same bits
-    whatever the batch holds beside its path; this needs packed weights.
+    before this function returns. With `batch_invariant`, forward passes on this CPU give a row the
+    same bits whatever other rows the batch holds; this needs packed weights.
 
-    Raises NotFoundError, InvalidRequestError, and FailedPreconditionError if `batch_invariant` is
-    set and the weights cannot be packed. With `copies`, the threads report a tensor that is
-    missing, damaged or of a wrong shape.
+    Raises NotFoundError if a file is missing, InvalidRequestError if the checkpoint is damaged or
+    not supported, and FailedPreconditionError if `batch_invariant` is set and the weights cannot be
+    packed. With `copies`, `copies.wait` raises the error of a tensor that the threads could not
+    copy.
     """
     if batch_invariant and not (packed and can_pack(dtype, torch.device(device))):
         raise FailedPreconditionError(
@@ -106,8 +107,8 @@ def load_embedding(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Load only the embedding [vocab_size, hidden_size], which a draft head in another process
-    needs."""
+    """Load only the embedding [vocab_size, hidden_size]. A draft head in another process needs
+    it."""
     return open_checkpoint(path).get(EMBEDDING).to(device=device, dtype=dtype)
 
 
@@ -117,8 +118,8 @@ def load_lm_head(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Load only the output projection [vocab_size, hidden_size], which is the embedding if the two
-    are tied."""
+    """Load only the output projection [vocab_size, hidden_size]. It is the embedding if the model
+    ties the two."""
     source = open_checkpoint(path)
     return _lm_head(source, load_model_config(path)).to(device=device, dtype=dtype)
 
@@ -141,7 +142,7 @@ class _Part(NamedTuple):
 
 
 class WeightLoader:
-    """Loads the weights of a model from any source of tensors: fuses, permutes and packs them."""
+    """Loads the weights of a model from a `TensorSource`: fuses, permutes and packs them."""
 
     def __init__(
         self,
@@ -153,8 +154,10 @@ class WeightLoader:
         copies: WeightCopies | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        """With `copies`, background threads make all copies; only for weights that are not packed.
-        Raises ValueError if the weights would be packed."""
+        """Prepare to load weights. With `copies`, background threads make all copies.
+
+        Raises ValueError if `copies` is given for weights that would be packed.
+        """
         if copies is not None and packed and can_pack(dtype, device):
             raise ValueError("weights are packed from what they hold: copy them at once")
         self._source = source

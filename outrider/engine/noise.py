@@ -25,8 +25,8 @@ from outrider.spec.noise import gumbel_from_bits as gumbel_from_words
 from outrider.spec.noise import noise_keys as numpy_noise_keys
 
 BATCHED_COLUMNS = 1024
-"""Maximum number of columns of batched rows on a CPU. Wider rows are processed one by one, so that
-a row's noise stays in the cache."""
+"""Maximum number of columns of rows that a CPU processes together. Wider rows are processed one by
+one, so that a row's noise stays in the cache."""
 
 
 def _signed(word: int) -> int:
@@ -44,14 +44,16 @@ def _xor_shift_(x: Tensor, shift: int) -> Tensor:
 
 
 def mix64_(x: Tensor) -> Tensor:
-    """Finalise every word of an int64 tensor in place; see `outrider.spec.mix64.mix64`."""
+    """Apply the finaliser `outrider.spec.mix64.mix64` to every word of an int64 tensor in place,
+    and return the tensor."""
     _xor_shift_(x, 30).mul_(_MULTIPLIER_A)
     _xor_shift_(x, 27).mul_(_MULTIPLIER_B)
     return _xor_shift_(x, 31)
 
 
 def extend_digests(digests: Tensor, token_ids: Tensor) -> Tensor:
-    """Extend the digests of B prefixes, int64 words [B], by one token id each, int64 [B]."""
+    """Return the digests of B prefixes after each is extended by one token. `digests` holds int64
+    words [B], and `token_ids` is int64 [B]."""
     return mix64_(digests ^ mix64_(token_ids + _TOKEN_OFFSET))
 
 
@@ -64,12 +66,14 @@ def noise_keys(
 
 
 def noise_bits(keys: Tensor, ids: Tensor) -> Tensor:
-    """Return the noise bits, int64 words, of keys broadcast with ids (>= SHARED_DRAW_ID)."""
+    """Return the noise bits of each pair of a key and an id, int64 words. `keys` is broadcast with
+    `ids`, which are >= SHARED_DRAW_ID."""
     return mix64_(keys + (ids + 1) * _GOLDEN)
 
 
 def uniform_from_bits(bits: Tensor) -> Tensor:
-    """Return uniform variates in (0, 1), float64, bitwise equal to those of numpy."""
+    """Return uniform variates in (0, 1), float64, bitwise equal to those of
+    `outrider.spec.noise`."""
     mantissas = (bits >> 12).bitwise_and_((1 << 52) - 1)
     return mantissas.to(torch.float64).add_(0.5).mul_(2.0**-52)
 
@@ -82,9 +86,10 @@ def gumbel_from_bits(bits: Tensor) -> Tensor:
 def perturbed_argmax(scores_AV: Tensor, keys_A: Tensor, ids_V: Tensor | None = None) -> Tensor:
     """Return the column of the largest `score + Gumbel(key, id)` of each row, int64 [A].
 
-    The first column wins among equal ones. scores [A, V] are float32 log-probs up to a constant,
-    without NaN; excluded columns are -inf, but not all columns of a row. ids [V] are the int64 ids
-    of the columns, by default their indices. The result of a row depends on that row only.
+    Of equal values the first column wins. `scores_AV` holds float32 log-probs up to a constant,
+    without NaN. Excluded columns are -inf, and each row has at least one column that is not.
+    `ids_V` holds the int64 id of each column; None means the index of the column. The result of a
+    row depends on that row only.
     """
     return perturbed_topk(scores_AV, keys_A, 1, ids_V)[1][:, 0]
 
@@ -92,10 +97,11 @@ def perturbed_argmax(scores_AV: Tensor, keys_A: Tensor, ids_V: Tensor | None = N
 def perturbed_topk(
     scores_AV: Tensor, keys_A: Tensor, k: int, ids_V: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the k largest `score + Gumbel(key, id)` of each row, largest first.
+    """Return the k largest values of `score + Gumbel(key, id)` of each row, and their columns.
 
-    Returns perturbed scores, float64 [A, k], and columns, int64 [A, k]. If a row has fewer than k
-    finite scores, the remaining entries are -inf and -1. Arguments as for `perturbed_argmax`.
+    The values are float64 [A, k], largest first, and the columns are int64 [A, k]. If a row has
+    fewer than k finite scores, the remaining values are -inf and the remaining columns are -1.
+    Arguments are as for `perturbed_argmax`.
     """
     if scores_AV.device.type == "cpu" and scores_AV.shape[1] > BATCHED_COLUMNS:
         values, chosen = _topk_row_by_row(scores_AV, keys_A, k, ids_V)

@@ -22,13 +22,17 @@ ChildNode = tuple[int, int]
 
 
 class ResidualSampler:
-    """Tests the children of one node in the order in which they were drawn."""
+    """Rejection sampler of one tree node, which tests the node's children in the order in which
+    they were drawn."""
 
     def __init__(
         self, logprobs_V: Tensor, ids: NDArray[np.int32], counts: NDArray[np.uint16]
     ) -> None:
-        """Take the log target_probs, [V], and the node's draft distribution as sorted ids and their
-        counts, which may be empty."""
+        """Prepare to test the children of one node.
+
+        `logprobs_V` are the target's log-probabilities at the node. `ids` (sorted) and `counts` are
+        the node's draft distribution, which may be empty.
+        """
         self._logprobs_V = logprobs_V
         self._ids = ids
         self._counts = counts
@@ -38,9 +42,10 @@ class ResidualSampler:
     ) -> tuple[ChildNode | None, tuple[NDArray[np.int64], NDArray[np.float64]] | None]:
         """Return (accepted child, None), or (None, residual) if all children are rejected.
 
-        The residual is (ids, log-probs), up to the same constant as p. `probs` holds the
-        target_probs of the candidates, and `coins` one random draw per candidate. (None, None)
-        means that p itself must be sampled: no child was tested or the residual is empty.
+        `probs` holds the target's probability of each candidate, and `coins` one random draw per
+        candidate. The residual is a pair (ids, log-probs) that replaces the values of `logprobs_V`
+        at these ids before the next token is drawn. (None, None) means that the next token is drawn
+        from `logprobs_V` unchanged, because no child was tested or the residual is empty.
         """
         rejected = False
         for candidate, prob, coin in zip(candidates, probs, coins, strict=False):
@@ -73,8 +78,8 @@ class ResidualSampler:
         self._draft = self._counts / total
 
     def _reject(self, place: int) -> bool:
-        """Set p to max(p - q, 0) and remove the id at `place` from q, both normalised. Return False
-        if the residual is empty."""
+        """Set p to max(p - q, 0), remove the id at index `place` from q, and normalise both. Return
+        False if the residual is empty."""
         inside = np.maximum(self._inside - self._draft, 0.0)
         mass = self._outside * self._rest + float(inside.sum())
         if mass <= 0.0:

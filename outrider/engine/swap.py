@@ -3,11 +3,12 @@
 A pool's storage is [2, L, G, S, d] (see `outrider.engine.kv_cache`). Several storages, for example
 those of a target and its draft head, may use the same block numbers and are then copied together.
 Host memory is divided into blocks; one host block holds one block of every storage. A run is a
-series of neighbouring host blocks that are copied at once.
+series of neighbouring host blocks that are copied in one operation.
 
-On a CUDA device a run is first gathered into device staging memory on the stream of the rounds, so
-that the blocks can be freed at once. It is then copied to pinned memory on a separate stream, in
-parallel with the rounds. Swapping in reverses these steps. The host never waits.
+On a CUDA device a run is first gathered into device staging memory, on the stream on which rounds
+run. The pool's blocks can then be freed immediately. The run is copied to pinned memory on a
+separate stream, in parallel with the rounds. Swapping in reverses these steps. The host never
+waits.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from outrider.engine.kv_cache import KVSequence
 from outrider.engine.swap_paths import BlockLayout, DirectSwapPath, StagedSwapPath, SwapPath
 
 SLAB_BYTES = 256 << 20
-"""Bytes of host memory that are allocated at a time."""
+"""Bytes of host memory in one allocation (slab)."""
 STAGING_BYTES = 256 << 20
-"""Bytes of device staging memory, for both directions together."""
+"""Bytes of device staging memory. Half of it is for swapping out, the other half for swapping
+in."""
 MAX_RUN_BYTES = 32 << 20
-"""Maximum bytes of one run. While a run is copied, the next one is gathered."""
+"""Maximum bytes of one run. While a run is copied to the host, the next one is gathered."""
 _GAIN = 0.2
 """Weight of a new measurement in the moving average of copy rates."""
 _PROBE_BYTES = 8 << 20
-"""Bytes that are copied at the start to measure the first copy rates."""
+"""Maximum bytes that are copied when a swap space is created, to measure the first copy rates."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +51,8 @@ class SavedKV:
 
 
 class SwapSpace:
-    """Holds host copies of the KV of suspended sequences within a byte budget. Single-threaded."""
+    """Holds host copies of the KV of suspended sequences, within a byte budget. Only one thread may
+    use it."""
 
     def __init__(
         self,
@@ -62,10 +65,11 @@ class SwapSpace:
         staging_bytes: int = STAGING_BYTES,
         staged: bool | None = None,
     ) -> None:
-        """`storages` are the tensors that share block numbers, on one device. `staged` says whether
-        copies pass through staging memory; None means only on a CUDA device.
+        """Create a swap space of `budget_bytes`, rounded down to whole blocks.
 
-        On a CUDA device all host memory is allocated here, because allocating pinned memory delays
+        `storages` are the KV tensors that share block numbers, on one device. `staged` says whether
+        copies pass through device staging memory; with None they do on a CUDA device only. On a
+        CUDA device all host memory is allocated here, because allocating pinned memory delays
         rounds.
         """
         layout = BlockLayout(storages, block_tokens)
@@ -94,7 +98,7 @@ class SwapSpace:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of host memory that copies take now."""
+        """Bytes of host memory that saved copies occupy now."""
         return (self._host.total - self._host.free) * self.block_bytes
 
     def has_room_for(self, num_tokens: int) -> bool:
@@ -103,20 +107,20 @@ class SwapSpace:
 
     def round_trip_s(self, num_tokens: int) -> float:
         """Return the estimated seconds to copy the KV of `num_tokens` slots to the host and back,
-        from recent copies. Most of this time overlaps with rounds."""
+        as measured on recent copies. Most of this time overlaps with rounds."""
         return sum(self.copy_times_s(num_tokens))
 
     def copy_times_s(self, num_tokens: int) -> tuple[float, float]:
-        """Return the estimated seconds to copy the KV of `num_tokens` slots to the host, and to
-        copy it back."""
+        """Return two estimates for the KV of `num_tokens` slots, in seconds: the time of the copy
+        to the host, and the time of the copy back."""
         self._learn()
         size = self._blocks_for(num_tokens) * self.block_bytes
         return self._rates[0] * size, self._rates[1] * size
 
     @torch.inference_mode()
     def swap_out_sequence(self, kv: KVSequence) -> SavedKV | None:
-        """Copy the committed slots of a sequence to host memory. Returns None if they do not fit
-        into the budget. `kv` may be reset as soon as this returns."""
+        """Copy the committed slots of a sequence to host memory. Return the saved copy, or None if
+        it does not fit into the budget. The blocks of `kv` may be freed as soon as this returns."""
         if not self.has_room_for(kv.len):
             return None
         count = self._blocks_for(kv.len)
@@ -127,9 +131,11 @@ class SwapSpace:
 
     @torch.inference_mode()
     def prefetch(self, saved: SavedKV) -> bool:
-        """Start to copy saved KV back to the device, in parallel with the rounds. Returns whether
-        `swap_in_sequence` would now delay no round; call again until it returns True. Only one
-        saved copy is prefetched at a time."""
+        """Start to copy saved KV back to the device, in parallel with the rounds.
+
+        Call it again until it returns True: then `swap_in_sequence` does not delay a round. Only
+        one saved copy is prefetched at a time.
+        """
         return self._path.prefetch_runs(saved.runs)
 
     @torch.inference_mode()

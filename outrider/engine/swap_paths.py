@@ -3,8 +3,8 @@
 
 A run is host memory of n blocks, uint8 [n * B], where B is the bytes of one block over all
 storages. It contains, for each storage in turn, [g, n, block_tokens * d] elements, where g = 2 * L
-* G is the number of layers times heads for keys and values. See `outrider.engine.kv_cache` for the
-shape of a storage.
+* G counts the keys and values of all layers and heads. See `outrider.engine.kv_cache` for the shape
+of a storage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.engine.device.transfer.uploads import upload_int32s
 
 
 class CopyTime(NamedTuple):
-    """Duration of a finished copy."""
+    """Size and duration of a finished copy between pool and host."""
 
     bytes: int
     seconds: float
@@ -31,7 +31,8 @@ class CopyTime(NamedTuple):
 
 
 class BlockLayout:
-    """Layout of the blocks of storages [2, L, G, S, d] that share block numbers."""
+    """Layout of the blocks of one or more storages [2, L, G, S, d] that use the same block
+    numbers."""
 
     def __init__(self, storages: Sequence[Tensor], block_tokens: int) -> None:
         self.device = storages[0].device
@@ -46,19 +47,21 @@ class BlockLayout:
         """Total bytes of one block over all storages."""
 
     def index(self, blocks: Sequence[int]) -> Tensor:
-        """Return block numbers as an int64 [n] tensor on the device. The upload is ordered with the
-        current stream's work."""
+        """Return block numbers as an int64 [n] tensor on the device. The upload is part of the
+        current stream, so that later work on this stream sees the numbers."""
         numbers = torch.empty(len(blocks), dtype=torch.int32, device=self.device)
         upload_int32s(numbers, np.array(blocks, dtype=np.int32))
         return numbers.long()
 
     def gather(self, blocks: Tensor, run: Tensor) -> None:
-        """Copy blocks of the pool, int64 [n], into `run`, which must be on the pool's device."""
+        """Copy the blocks of the pool with numbers `blocks`, int64 [n], into `run`, which must be
+        on the pool's device."""
         for view, part in zip(self._views, self._parts(run), strict=True):
             torch.index_select(view, 1, blocks, out=part)
 
     def scatter(self, run: Tensor, blocks: Tensor) -> None:
-        """Copy `run`, which must be on the pool's device, into blocks of the pool, int64 [n]."""
+        """Copy `run`, which must be on the pool's device, into the blocks of the pool with numbers
+        `blocks`, int64 [n]."""
         for view, part in zip(self._views, self._parts(run), strict=True):
             view.index_copy_(1, blocks, part)
 
@@ -84,9 +87,12 @@ class SwapPath(Protocol):
         ...
 
     def prefetch_runs(self, runs: Sequence[Tensor]) -> bool:
-        """Start to copy as many of the runs as fit into staging memory, for a later `load_blocks`
-        of the same runs. Returns whether `load_blocks` would not have to wait. May be called again;
-        other runs that were prefetched before are dropped."""
+        """Start to copy the first of the runs, as many as fit into staging memory, for a later
+        `load_blocks` of the same runs. Return whether these copies have ended.
+
+        The call may be repeated until it returns True. Calling it with other runs drops the runs
+        that were prefetched before.
+        """
         ...
 
     def load_blocks(self, runs: Sequence[Tensor], blocks: Sequence[int]) -> None:
@@ -159,8 +165,11 @@ class StagedSwapPath:
     device. On a CPU the same steps run one after another."""
 
     def __init__(self, layout: BlockLayout, *, run_bytes: int, staging_bytes: int) -> None:
-        """`run_bytes` is the size of the longest run; `staging_bytes` is the staging memory of both
-        directions together."""
+        """Allocate the staging memory on the device of `layout`.
+
+        `run_bytes` is the size of the longest run. `staging_bytes` is the size of all staging
+        memory, half of it for each direction.
+        """
         self._layout, device = layout, layout.device
         count = max(2, staging_bytes // 2 // run_bytes)
         self._out = [_SwapBuffer(run_bytes, device) for _ in range(count)]
@@ -239,7 +248,7 @@ class StagedSwapPath:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Run the block's launches on the separate stream."""
+        """Run the CUDA launches of the `with` block on the separate stream."""
         if self._side is None:
             yield
             return

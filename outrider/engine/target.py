@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(slots=True, kw_only=True)
 class Segment:
-    """The rows of one sequence within a batch."""
+    """Consecutive rows of a batch that belong to one sequence."""
 
     sequence: KVSequence
     num_rows: int
@@ -54,7 +54,7 @@ class Segment:
 
 @dataclass(slots=True, kw_only=True)
 class ForwardBatch:
-    """The input of one forward: the rows of all segments, in order."""
+    """Input of one forward pass: the rows of all segments, in order."""
 
     token_ids: Tensor
     """Token id of each row, int64 [R]."""
@@ -65,13 +65,13 @@ class ForwardBatch:
 
 @dataclass(slots=True, kw_only=True)
 class ForwardOutput:
-    """Results of one forward."""
+    """Results of one forward pass."""
 
     logits: Tensor
     """Logits of the requested rows, float32 [L, V]."""
     taps: Tensor | None = None
-    """Hidden states of the tapped layers, concatenated in the order of `tap_layers`, [R, taps * H];
-    None if no layer is tapped."""
+    """Hidden states after the layers in `tap_layers`, concatenated in that order, [R, taps * H].
+    None if `tap_layers` is empty."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class ModelWeights:
 
 
 class TargetModel:
-    """Runs forwards; owns the weights and the KV pool."""
+    """A model that runs forward passes. It owns its weights and its KV pool."""
 
     def __init__(
         self,
@@ -98,8 +98,12 @@ class TargetModel:
         *,
         batch_invariant: bool = False,
     ) -> None:
-        """`batch_invariant`: on a CPU, `forward` gives a row the same bits whatever the batch holds
-        beside its path. This needs weights whose products pad single rows (see `load_target`)."""
+        """Make a model of loaded weights and a KV pool.
+
+        With `batch_invariant`, `forward` on a CPU gives a row the same bits whatever other rows the
+        batch holds. The products of `weights` must then be batch-invariant, too (see
+        `load_target`).
+        """
         self.config = config
         self._plan_segment: Callable[..., SegmentPlan | InvariantSegmentPlan] = (
             plan_invariant_segment
@@ -132,8 +136,8 @@ class TargetModel:
 
     @property
     def has_plain_weights(self) -> bool:
-        """Whether all linear layers have plain (not packed) weights, which the device programs
-        need."""
+        """Whether the weights of all linear layers are plain (not packed for oneDNN), so that
+        device kernels can read them."""
         linears = [self.weights.lm_head]
         for layer in self.weights.layers:
             linears += [layer.qkv, layer.o_proj, layer.gate_up, layer.down]
@@ -151,8 +155,8 @@ class TargetModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, *, tap_layers: tuple[int, ...] = ()) -> ForwardOutput:
-        """Run a forward over all rows and write their KV, uncommitted, to slots len .. len +
-        num_rows of each sequence.
+        """Run a forward pass over all rows and write the KV of each segment to its sequence, from
+        slot `len` on, without committing it.
 
         `tap_layers` are 0-based layer ids whose output hidden states are returned; FINAL_NORM
         stands for the hidden state after the final norm. A sequence may appear in only one segment.

@@ -1,4 +1,4 @@
-"""Copies of weights by threads in the background, beside the compilation of kernels."""
+"""Background threads that copy a model's weights while its kernels are compiled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WeightCopies:
         self._began = self._ended = 0.0
 
     def add(self, copy: Callable[[], object]) -> None:
-        """Add a copy, to be called once by any thread."""
+        """Add a copy: a function that one of the threads calls once."""
         self._copies.append(copy)
 
     def start(self) -> None:
@@ -37,7 +37,7 @@ class WeightCopies:
         threads.shutdown(wait=False)
 
     def check(self) -> None:
-        """Raise the error of a failed copy, if there is one. Do not wait if none has failed."""
+        """Raise the error of a failed copy. Return immediately if no copy has failed."""
         done = [future for future in self._futures if future.done() and not future.cancelled()]
         if any(future.exception() for future in done):
             self.wait()

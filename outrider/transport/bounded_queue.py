@@ -22,10 +22,10 @@ def _no_size(_: object) -> int:
 class BoundedQueue(Generic[ItemT]):
     """FIFO queue limited by its number of items and by their total size.
 
-    `put` waits while the queue is full, `get` while it is empty. After `close(error)` every `put`
-    raises the error; `get` returns the remaining items and then raises the error too. Both may be
-    cancelled at any time without losing an item. An item larger than the size limit is accepted
-    when the queue is empty.
+    `put` waits while the queue is full, and `get` waits while it is empty. After `close(error)`,
+    every `put` raises the error, and `get` returns the remaining items and then raises the error
+    too. Both may be cancelled at any time without losing an item. An item larger than the size
+    limit is accepted when the queue is empty.
     """
 
     def __init__(
@@ -68,15 +68,17 @@ class BoundedQueue(Generic[ItemT]):
         )
 
     async def put(self, item: ItemT) -> None:
-        """Append an item, and wait while the queue is full. Raises the error of `close`."""
+        """Wait until the queue has space, then append an item. Raises the error given to `close` if
+        the queue is closed.
+        """
         while not self.try_put(item):
             await _park(self._putters)
         if self._putters and not self._full(0):
             _wake(self._putters)
 
     def try_put(self, *items: ItemT) -> bool:
-        """Append all items and return True, or append none and return False if the first one does
-        not fit now. Raises the error of `close`.
+        """Append all items and return True if the first one fits into the queue now. Otherwise
+        append none and return False. Raises the error given to `close` if the queue is closed.
         """
         if self._error is not None:
             raise self._error.copy()
@@ -86,8 +88,9 @@ class BoundedQueue(Generic[ItemT]):
         return True
 
     def put_unbounded(self, *items: ItemT) -> None:
-        """Append items even if the queue is full, for a caller that waits before it gets more of
-        them. After `close` the items are dropped.
+        """Append items even if the queue is full. Callers must limit the items in another way, for
+        example by reading no more input while `is_full` is true. After `close` the items are
+        dropped.
         """
         if self._error is not None:
             return
@@ -97,8 +100,8 @@ class BoundedQueue(Generic[ItemT]):
             _wake(self._getters)
 
     async def get(self) -> ItemT:
-        """Remove and return the oldest item, and wait while the queue is empty. Raises the error of
-        `close` once the queue is empty.
+        """Wait until the queue has an item, then remove and return the oldest one. Raises the error
+        given to `close` if the queue is closed and empty.
         """
         while not self._items:
             if self._error is not None:
@@ -112,9 +115,10 @@ class BoundedQueue(Generic[ItemT]):
         return item
 
     def take_some(self, max_items: int, max_size: int) -> list[ItemT]:
-        """Remove and return the oldest items within both limits, but at least one if there is any.
+        """Remove and return the oldest items without waiting: at most `max_items` items with a
+        total size of at most `max_size`, but always at least one if the queue is not empty.
 
-        Raises the error of `close` once the queue is empty.
+        Raises the error given to `close` if the queue is closed and empty.
         """
         if not self._items and self._error is not None:
             raise self._error.copy()
@@ -131,7 +135,7 @@ class BoundedQueue(Generic[ItemT]):
         return taken
 
     def take_all(self) -> list[ItemT]:
-        """Remove and return all items; never raises."""
+        """Remove and return all items without waiting. Never raises."""
         taken = list(self._items)
         self._items.clear()
         self._size = 0

@@ -1,4 +1,4 @@
-"""Error serialisation: typed errors survive the trip through any transport."""
+"""Serialisation of errors: every transport delivers an error with its type and details."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from outrider.errors import InternalError, OutriderError
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 2048
-"""Largest number of characters of an error message; longer ones are truncated, because they are
-sent in HTTP/2 headers, whose size peers limit.
+"""Largest number of characters of an error message. Longer messages are truncated, because gRPC
+sends them in HTTP/2 headers, and peers limit the size of headers.
 """
 
 _TYPES: dict[str, type[OutriderError]] = {
@@ -65,8 +65,8 @@ class ErrorStatus:
 
 
 def to_status(error: BaseException) -> ErrorStatus:
-    """Return the status of an error. Errors outside `outrider.errors` are bugs: they are logged
-    here, and the peer gets no details.
+    """Return the `ErrorStatus` of an error. An error whose class is not in `outrider.errors` is a
+    bug: it is logged here, and its status is that of an InternalError without details.
     """
     if isinstance(error, OutriderError):
         return ErrorStatus(

@@ -40,12 +40,12 @@ class FrameStream(Protocol):
         ...
 
     async def send(self, frame: bytes, /) -> None:
-        """Queue a frame, and wait while the queue is full. Raises ConnectionLostError."""
+        """Wait until the queue has space, then queue a frame. Raises ConnectionLostError."""
         ...
 
     def try_send(self, *frames: bytes) -> bool:
-        """Queue all frames and return True, or none and return False if the first does not fit now.
-        Raises ConnectionLostError.
+        """Queue all frames and return True if the first one fits into the queue now. Otherwise
+        queue none and return False. Raises ConnectionLostError.
         """
         ...
 
@@ -54,7 +54,7 @@ class FrameStream(Protocol):
         ...
 
     def receive_ready(self) -> Sequence[bytes | memoryview]:
-        """Return the frames that have arrived, without waiting; never raises."""
+        """Return the frames that have arrived, without waiting. Never raises."""
         ...
 
     async def close(self) -> None:
@@ -73,8 +73,9 @@ class FramedConnection(Generic[SendT, ReceiveT]):
         encode: Callable[[Sequence[SendT]], Sequence[bytes]],
         decode: Callable[[bytes | memoryview], Sequence[ReceiveT | InvalidMessageError]],
     ) -> None:
-        """Create a connection over `frames`. `encode` returns frames in order. `decode` returns an
-        InvalidMessageError in place of each malformed message.
+        """Create a connection over `frames`. `encode` converts messages to frames, in the same
+        order. `decode` converts a frame to messages, and returns an InvalidMessageError in place of
+        each malformed message.
         """
         self.frames = frames
         self._encode = encode
@@ -87,17 +88,17 @@ class FramedConnection(Generic[SendT, ReceiveT]):
         return self.frames.peer
 
     async def send(self, message: SendT) -> None:
-        """Queue a message, and wait while the queue is full."""
+        """Wait until the queue has space, then queue a message."""
         (frame,) = self._encode((message,))
         await self.frames.send(frame)
 
     def try_send(self, *messages: SendT) -> bool:
-        """Queue all messages and return True, or none and return False if the queue is full."""
+        """Queue all messages and return True. If the queue is full, queue none and return False."""
         return self.frames.try_send(*self._encode(messages))
 
     async def receive(self) -> ReceiveT:
-        """Return the next message. Raises InvalidMessageError for a malformed one, after which the
-        connection continues.
+        """Return the next message. Raises InvalidMessageError if it is malformed; later messages
+        can still be received.
         """
         while not self._unread:
             self._unread.extend(self._decode(await self.frames.receive()))
@@ -107,7 +108,9 @@ class FramedConnection(Generic[SendT, ReceiveT]):
         return message
 
     def receive_ready(self) -> list[ReceiveT]:
-        """Return the messages that have arrived, up to the first malformed one."""
+        """Return the messages that have arrived before the first malformed one, without waiting.
+        The next `receive` raises the error of the malformed one.
+        """
         for frame in self.frames.receive_ready():
             self._unread.extend(self._decode(frame))
         messages: list[ReceiveT] = []
@@ -125,7 +128,9 @@ class FramedConnection(Generic[SendT, ReceiveT]):
 def verifier_end(
     frames: FrameStream, heartbeat: HeartbeatConfig, *, bundle_bytes: int = MAX_BUNDLE_BYTES
 ) -> VerifierConnection:
-    """Return the verifier's end of an exchange over frames."""
+    """Return the verifier's end of an exchange that is transported by `frames`, with heartbeats.
+    Messages are joined into frames of up to `bundle_bytes`.
+    """
     encode = partial(encode_verifier_messages, max_bytes=bundle_bytes)
     return with_heartbeat(FramedConnection(frames, encode, decode_drafter_messages), heartbeat)
 
@@ -133,20 +138,24 @@ def verifier_end(
 def drafter_end(
     frames: FrameStream, heartbeat: HeartbeatConfig, *, bundle_bytes: int = MAX_BUNDLE_BYTES
 ) -> DrafterConnection:
-    """Return the drafter's end of an exchange over frames."""
+    """Return the drafter's end of an exchange that is transported by `frames`, with heartbeats.
+    Messages are joined into frames of up to `bundle_bytes`.
+    """
     encode = partial(encode_drafter_messages, max_bytes=bundle_bytes)
     return with_heartbeat(FramedConnection(frames, encode, decode_verifier_messages), heartbeat)
 
 
 def router_end(frames: FrameStream, heartbeat: HeartbeatConfig) -> RouterConnection:
-    """Return a router's end of a session stream over frames."""
+    """Return a router's end of a session stream over `frames`, with heartbeats."""
     encode = partial(_each, encode_sessions_request)
     decode = partial(_alone, decode_sessions_message)
     return with_heartbeat(FramedConnection(frames, encode, decode), heartbeat)
 
 
 def serving_end(frames: FrameStream, heartbeat: HeartbeatConfig) -> ServingConnection:
-    """Return the verifier's end of a session stream over frames."""
+    """Return the verifier's end of a session stream that is transported by `frames`, with
+    heartbeats.
+    """
     encode = partial(_each, encode_sessions_message)
     decode = partial(_alone, decode_sessions_request)
     return with_heartbeat(FramedConnection(frames, encode, decode), heartbeat)

@@ -1,4 +1,4 @@
-"""Application heartbeats: detect a peer whose event loop hangs, over every transport.
+"""Application heartbeats: they detect a peer whose event loop hangs, over every transport.
 
 TCP and HTTP/2 keepalive detect a dead host or a stopped process; only application heartbeats detect
 a process whose sockets are open while its event loop hangs. Silence is counted in ticks of the
@@ -23,19 +23,23 @@ ItemT = TypeVar("ItemT")
 
 _TICKS_PER_TIMEOUT = 8
 ROUTER_TIMEOUT_S = 10.0
-"""Silence in seconds after which a verifier treats a router as lost. It is longer than for
-drafters, because rounds wait for drafters but not for routers.
+"""Time in seconds without a message after which a verifier considers a router lost. The time is
+shorter for drafters, because rounds wait for drafters but not for routers.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatConfig:
-    """Heartbeat interval and the silence after which a peer is considered lost."""
+    """Interval of the heartbeats, and the time without a message after which a peer is considered
+    lost.
+    """
 
     interval_s: float = 0.5
-    """Time between two heartbeats."""
+    """Time between two heartbeats in seconds."""
     timeout_s: float = 2.0
-    """Silence in seconds after which the peer is lost; several intervals."""
+    """Time in seconds without a message after which the peer is considered lost. It should be
+    several intervals long.
+    """
 
     def __post_init__(self) -> None:
         if not 0.0 < self.interval_s < self.timeout_s:
@@ -45,7 +49,7 @@ class HeartbeatConfig:
 
     @property
     def tick_s(self) -> float:
-        """Length in seconds of one step in which silence is counted."""
+        """Interval in seconds at which the peer's silence is checked."""
         return self.timeout_s / _TICKS_PER_TIMEOUT
 
 
@@ -61,7 +65,7 @@ def _silent(peer: str, config: HeartbeatConfig) -> ConnectionLostError:
 
 
 class HeartbeatConnection(Generic[SendT, ReceiveT]):
-    """Sends heartbeats, removes received ones, and ends the connection when the peer is silent.
+    """A connection that sends heartbeats, hides received ones, and ends when the peer is silent.
 
     Silence counts only while a caller waits in `receive`, because unread messages may prove that
     the peer is alive.
@@ -95,8 +99,8 @@ class HeartbeatConnection(Generic[SendT, ReceiveT]):
             raise self._reason(error) from None
 
     def try_send(self, *messages: SendT) -> bool:
-        """Queue all messages and return True, or none and return False if the queue is full. Raises
-        ConnectionLostError.
+        """Queue all messages and return True. If the queue is full, queue none and return False.
+        Raises ConnectionLostError.
         """
         try:
             return self.inner.try_send(*messages)
@@ -121,7 +125,7 @@ class HeartbeatConnection(Generic[SendT, ReceiveT]):
                 return message
 
     def receive_ready(self) -> list[ReceiveT]:
-        """Return the messages that have arrived, without heartbeats."""
+        """Return the messages that have arrived, except for heartbeats, without waiting."""
         return [
             message for message in self.inner.receive_ready() if not isinstance(message, Heartbeat)
         ]

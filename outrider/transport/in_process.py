@@ -1,7 +1,7 @@
 """In-process transport: endpoints and dialers that share one event loop.
 
-Used by tests and by fused placement. With `encoded`, exchange messages go through the wire codec
-(for tests); without it, objects are passed by reference (for fused placement).
+Used by tests and by fused placement. With `encoded`, exchange messages are encoded and decoded by
+the wire codec (for tests). Without it, objects are passed by reference (for fused placement).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _InProcessHost:
 
 
 class InprocNetwork:
-    """The endpoints of one process by address."""
+    """The endpoints of one process, which dialers find by address."""
 
     def __init__(self, *, heartbeat: HeartbeatConfig | None = None, encoded: bool = True) -> None:
         self.heartbeat = heartbeat or HeartbeatConfig()
@@ -131,17 +131,19 @@ class InprocNetwork:
         process.drafter = endpoint
 
     async def remove(self, address: str) -> None:
-        """Make an address unreachable and break its streams, as if its process had died."""
+        """Make an address unreachable and end its connections with an error, as if its process had
+        died."""
         process = self._processes.pop(address, None)
         if process is not None:
             await process.die(address)
 
     def dialer(self) -> InprocDialer:
-        """Return a dialer within this network."""
+        """Return a dialer to the endpoints of this network."""
         return InprocDialer(self)
 
     def process(self, address: str) -> _InProcessHost:
-        """Return the host of an address. Raises UnavailableError if there is none."""
+        """Return the endpoints, tasks and connections of an address. Raises UnavailableError if
+        nothing serves it."""
         process = self._processes.get(address)
         if process is None:
             raise UnavailableError(f"nothing serves {address}", reason="UNREACHABLE")
@@ -156,7 +158,7 @@ class InprocNetwork:
         return _found(self.process(address).drafter, "drafter", address)
 
     def connect(self, address: str) -> DrafterConnection:
-        """Start an exchange with the verifier at an address."""
+        """Start an exchange with the verifier at an address, and return the drafter's end."""
         endpoint, process = self.verifier(address), self.process(address)
         far: _InProcessEnd[Any, Any]
         if self._encoded:
@@ -174,7 +176,7 @@ class InprocNetwork:
         return near
 
     def connect_sessions(self, address: str) -> RouterConnection:
-        """Start a stream of sessions with the verifier at an address."""
+        """Start a session stream with the verifier at an address, and return the router's end."""
         endpoint, process = self.verifier(address), self.process(address)
         far: _InProcessEnd[Any, Any]
         if self._encoded:
@@ -191,8 +193,8 @@ class InprocNetwork:
 
 
 def open_local_sessions(endpoint: VerifierEndpoint) -> RouterConnection:
-    """Return a stream of sessions with an endpoint of this process, without codec and
-    heartbeats."""
+    """Start a session stream with an endpoint of this process, without codec and heartbeats, and
+    return the router's end."""
     process = _InProcessHost()
     far, near = _session_pipe("inproc:verifier")
     serving = process.start(_serve(endpoint.serve_sessions, far, far, process))
@@ -208,7 +210,8 @@ _LOCAL: set[asyncio.Task[None]] = set()
 def make_byte_pipe(
     address: str, peer: str
 ) -> tuple[_InProcessEnd[Any, Any], _InProcessEnd[bytes | memoryview, bytes | memoryview]]:
-    """Return both ends of a connection of frames: the endpoint's end and the caller's end."""
+    """Return both ends of a connection that transports frames: first the endpoint's end, whose peer
+    is `peer`, then the caller's end, whose peer is `address`."""
     up: BoundedQueue[bytes | memoryview] = BoundedQueue(size_of=len)
     down: BoundedQueue[bytes | memoryview] = BoundedQueue(size_of=len)
     return _InProcessEnd(peer, down, up), _InProcessEnd(address, up, down)
@@ -269,7 +272,7 @@ class InprocVerifier(SessionIteratorMixin):
             return await endpoint.info()
 
     async def sessions(self) -> RouterConnection:
-        """Open a stream of sessions. Raises UnavailableError."""
+        """Open a session stream to the verifier. Raises UnavailableError."""
         return self._network.connect_sessions(self._address)
 
     async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:

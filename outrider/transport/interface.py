@@ -1,7 +1,8 @@
 """Transport interfaces: connections, control clients, endpoints and dialers between processes.
 
-A process implements an endpoint (`VerifierEndpoint`, `DrafterEndpoint`); a transport carries it.
-Three transports exist: in-process, gRPC and Ray. None of them imports a process package.
+A process implements an endpoint (`VerifierEndpoint`, `DrafterEndpoint`), and a transport makes the
+endpoint available to other processes. Three transports exist: in-process, gRPC and Ray. None of
+them imports a process package.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ ReceiveT = TypeVar("ReceiveT", covariant=True)
 
 
 class ExchangeConnection(Protocol[SendT, ReceiveT]):
-    """One end of a long-lived, ordered, message-oriented exchange connection.
+    """One end of a long-lived, ordered, message-oriented connection between two processes.
 
-    Connections that a dialer returns or an endpoint is given carry heartbeats already: neither
-    side sends or sees a `Heartbeat`. Sends and receives may be cancelled without loss. One task
-    receives at a time.
+    Connections that a dialer returns or that an endpoint is given send and receive heartbeats by
+    themselves: their users never see a `Heartbeat`. Sends and receives may be cancelled without
+    losing a message. Only one task may receive at a time.
     """
 
     @property
@@ -41,30 +42,30 @@ class ExchangeConnection(Protocol[SendT, ReceiveT]):
         ...
 
     async def send(self, message: SendT) -> None:
-        """Queue a message, and wait while the queue is full. Raises ConnectionLostError."""
+        """Wait until the queue has space, then queue a message. Raises ConnectionLostError."""
         ...
 
     def try_send(self, *messages: SendT) -> bool:
-        """Queue messages without waiting: all of them if the queue has room for one, else none.
+        """Queue all messages and return True if the queue has space for one. Otherwise queue none
+        and return False. Never waits.
 
-        Returns whether they were queued. The queue may exceed its limit by the messages of one
-        call. A transport with frames sends them in one frame if they fit. `SendQueue` keeps their
-        order among messages that wait for room. Raises ConnectionLostError if the connection is
-        lost.
+        The queue may exceed its limit by the messages of one call. A transport with frames sends
+        the messages of one call in one frame if they fit. For messages that must wait for space,
+        `SendQueue` keeps the order. Raises ConnectionLostError if the connection is lost.
         """
         ...
 
     async def receive(self) -> ReceiveT:
         """Return the next message.
 
-        Raises InvalidMessageError for a malformed one (the connection stays usable) and
-        ConnectionLostError when the peer is gone or silent.
+        Raises InvalidMessageError if the message is malformed (the connection stays usable), and
+        ConnectionLostError if the peer is gone or silent.
         """
         ...
 
     def receive_ready(self) -> Sequence[ReceiveT]:
-        """Return the messages that `receive` would give without waiting, up to the first malformed
-        one.
+        """Return the messages that `receive` would return without waiting, up to the first
+        malformed one.
 
         The error of a malformed message, or of a lost connection, is raised by a later `receive`.
         """
@@ -80,9 +81,9 @@ VerifierConnection = ExchangeConnection[VerifierMessage, DrafterMessage]
 DrafterConnection = ExchangeConnection[DrafterMessage, VerifierMessage]
 """The drafter's end of an exchange: sends proposals, receives verdicts."""
 RouterConnection = ExchangeConnection[SessionsRequest, SessionsMessage]
-"""A router's end of a session stream: opens and leaves sessions, receives their events."""
+"""A router's end of a session stream: opens and leaves sessions, and receives their events."""
 ServingConnection = ExchangeConnection[SessionsMessage, SessionsRequest | MalformedOpen]
-"""The verifier's end of a session stream."""
+"""The verifier's end of a session stream: receives the router's requests, and sends events."""
 
 
 class VerifierControl(Protocol):
@@ -104,9 +105,9 @@ class VerifierControl(Protocol):
         stream.
 
         This is an async generator (use `contextlib.aclosing`); closing it ends the session. Its
-        first step raises InvalidRequestError if ids are out of range or the session is too long,
-        AlreadyExistsError, or ResourceExhaustedError if the session does not fit now. Any step
-        raises UnavailableError if the verifier is lost.
+        first step raises InvalidRequestError if token ids are out of range or the session is too
+        long, AlreadyExistsError if the session id is in use, or ResourceExhaustedError if the
+        session does not fit now. Any step raises UnavailableError if the verifier is lost.
         """
         ...
 
@@ -154,11 +155,13 @@ class DrafterControl(Protocol):
 
 
 DrafterEndpoint = DrafterControl
-"""Interface that a drafter process implements. Its exchange connections are outgoing."""
+"""Interface that a drafter process implements. It has no method for exchange connections, because
+drafters open these connections themselves.
+"""
 
 
 class Dialer(Protocol):
-    """Connects to the other processes of one transport by address."""
+    """Opens connections to other processes by address, over one transport."""
 
     async def exchange(self, verifier_address: str) -> DrafterConnection:
         """Open an exchange connection to a verifier. Raises UnavailableError."""
@@ -173,7 +176,9 @@ class Dialer(Protocol):
         ...
 
     async def close_channel(self, address: str) -> None:
-        """Close the channel to an address whose process has ended, if there is one."""
+        """Close the channel to `address` if one is open. Call this after the process at the address
+        has ended.
+        """
         ...
 
     async def close(self) -> None:

@@ -18,7 +18,7 @@ _MS: Final = 1000.0
 
 
 class PollableQueue(Generic[ItemT]):
-    """FIFO queue that any thread may fill and only one thread, its owner, empties."""
+    """FIFO queue. Any thread may add items, but only one thread, the owner, may remove them."""
 
     def __init__(self) -> None:
         self._items: deque[ItemT] = deque()

@@ -14,7 +14,7 @@ SendT = TypeVar("SendT")
 
 
 class SendQueue(Generic[SendT]):
-    """Sends messages at once while the connection has space, and otherwise queues them for
+    """Sends messages immediately while the connection has space, and otherwise queues them for
     `run_sender`. The queue is not bounded: its owner must check `len` or `size`."""
 
     def __init__(
@@ -29,14 +29,14 @@ class SendQueue(Generic[SendT]):
         self._sending = False
         self._wake = asyncio.Event()
         self.size = 0
-        """Total size of the queued messages, as `size_of` counts it."""
+        """Total size of the queued messages, in the unit of `size_of`."""
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def put_messages(self, *messages: SendT) -> None:
-        """Send or queue messages, in order. Messages that are sent at once share a frame. Raises
-        ConnectionLostError."""
+        """Send messages, or queue them for `run_sender`, in order. Messages that are sent
+        immediately share frames. Raises ConnectionLostError."""
         for group in self._groups(messages):
             if self._queue or self._sending or not self._connection.try_send(*group):
                 self._queue.extend(group)
@@ -44,8 +44,9 @@ class SendQueue(Generic[SendT]):
                 self._wake.set()
 
     def _groups(self, messages: Sequence[SendT]) -> Iterator[Sequence[SendT]]:
-        """Split messages into groups that each fit into one frame. A connection accepts a group at
-        once or not at all, so that everything that waits is in this queue, whose size is known."""
+        """Split messages into groups that each fit into one frame. A connection accepts either all
+        messages of a group or none. All waiting messages are therefore in this queue, whose size is
+        known."""
         first = size = 0
         for place, message in enumerate(messages):
             needs = self._size_of(message)

@@ -1,4 +1,4 @@
-"""Client of a verifier's session stream: listeners by handle, and iterators over one session."""
+"""Client of a verifier's session stream, with a listener or an iterator for each session."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class SessionListener(Protocol):
         ...
 
     def handle_drafter_change(self, drafter_id: DrafterId | None) -> None:
-        """Handle the result of a drafter change: `drafter_id` is the session's drafter now, whether
-        or not the change succeeded; None means no drafter."""
+        """Handle the result of a drafter change. `drafter_id` is the drafter that the session has
+        now, whether or not the change succeeded; None means no drafter."""
         ...
 
 
 EventSink = Callable[[SessionEvents, Mapping[int, ListenerT]], None]
-"""Function that receives a message of events and the listeners by handle. Sessions that were left
-have no listener."""
+"""Function that is called with a message of events and the listeners of all sessions by handle. A
+session that was left has no listener."""
 
 
 class OpenedSession(Protocol):
@@ -99,9 +99,9 @@ class SessionStream(Generic[ListenerT]):
         lasting: bool = True,
     ) -> None:
         """`deliver` is called with all events. If `lasting` is false, the connection is closed
-        after its last session. `on_lost` is called when a connection broke or could not be made,
-        before its sessions fail. `on_draining` is called with the number of seconds after which the
-        verifier will stop."""
+        after its last session has ended. `on_lost` is called when a connection broke or could not
+        be made, before its sessions fail. `on_draining` is called with the number of seconds after
+        which the verifier will stop."""
         self._connect = connect
         self._hooks = _Hooks(deliver, on_lost, on_draining)
         self._lasting = lasting
@@ -111,8 +111,8 @@ class SessionStream(Generic[ListenerT]):
     def open_session(self, spec: SessionSpec, listener: ListenerT) -> OpenedSession:
         """Open a session.
 
-        All errors go to the listener, among them UnavailableError if the verifier cannot be
-        reached.
+        Errors are not raised but passed to the listener, among them UnavailableError if the
+        verifier cannot be reached.
         """
         live = self._live
         if live is None or live.lost:
@@ -123,19 +123,19 @@ class SessionStream(Generic[ListenerT]):
         return _Opened(self, live, handle)
 
     def close_in_background(self) -> None:
-        """Close the connection in the background; open sessions fail at once."""
+        """Close the connection in the background. Open sessions fail immediately."""
         live, self._live = self._live, None
         if live is not None and not live.lost:
             live.hang_up()
 
     async def close(self) -> None:
-        """Close the connection and wait for it; open sessions fail."""
+        """Close the connection and wait until it is closed. Open sessions fail."""
         live, self._live = self._live, None
         if live is not None:
             await live.close()
 
     def leave(self, live: _LiveConnection[ListenerT], handle: int) -> None:
-        """Stop listening to the session with this handle; see `OpenedSession.leave_session`."""
+        """Stop listening to the session with this handle, and end it if it still runs."""
         if live.listeners.pop(handle, None) is not None:
             live.send_message(SessionLeave(handle))
         if not (self._lasting or live.listeners) and live is self._live:
@@ -198,7 +198,7 @@ class _LiveConnection(Generic[ListenerT]):
         closing.add_done_callback(_CLOSING.discard)
 
     async def close(self) -> None:
-        """Close the connection in any state, and wait until it is closed."""
+        """Close the connection, even if it is not connected yet, and wait until it is closed."""
         self.lost = True
         self._task.cancel()
         await asyncio.wait((self._task,))
@@ -290,7 +290,7 @@ _CLOSING: set[asyncio.Task[None]] = set()
 
 
 def make_failure(handle: int, error: BaseException) -> SessionFailure:
-    """Return the message that tells a router of a failed session."""
+    """Return the message that informs a router that a session has failed."""
     status = to_status(error)
     return SessionFailure(
         handle=handle,
@@ -332,7 +332,7 @@ class _Followed:
 
 
 class SessionIteratorMixin:
-    """Mixin that adds `open_session` to a class with `sessions`."""
+    """Mixin that adds the async generator `open_session` to a class that implements `sessions`."""
 
     _followed: SessionStream[_Followed] | None = None
 

@@ -127,7 +127,7 @@ class TlsMaterial:
 
 
 class TlsFiles:
-    """TLS files of one configuration, which are read again after they have changed."""
+    """The TLS files of one configuration. They are read again after they have changed."""
 
     def __init__(self, config: TlsConfig) -> None:
         """Read the files. Raises FailedPreconditionError (BAD_TLS) if they are missing or
@@ -187,8 +187,8 @@ def server_context(config: TlsConfig, *, require_client: bool) -> ssl.SSLContext
 
 
 def uvicorn_tls(config: TlsConfig) -> dict[str, Any]:
-    """Return the TLS keyword arguments of `uvicorn.Config`; none without a certificate. Raises
-    FailedPreconditionError (BAD_TLS)."""
+    """Return the TLS keyword arguments of `uvicorn.Config`, or an empty dict if no certificate is
+    configured. Raises FailedPreconditionError (BAD_TLS)."""
     if config.cert is None:
         return {}
     _check(config)
@@ -202,8 +202,8 @@ def uvicorn_tls(config: TlsConfig) -> dict[str, Any]:
 
 
 def check_host(config: TlsConfig, host: str, advice: str) -> None:
-    """Check that a client that trusts `config.ca` and dials `host`, a name or an IP address,
-    accepts the certificate.
+    """Check that clients accept the certificate when they connect to `host`, a name or an IP
+    address, and trust `config.ca`.
 
     Raises FailedPreconditionError: WRONG_HOST, with `advice` in its message, if the certificate is
     for other hosts, and BAD_TLS if another authority signed it or it is not valid now.

@@ -1,4 +1,7 @@
-"""Dense arrays and feature rows of messages; F rows of features, H values each."""
+"""Arrays of messages: dense arrays, and the feature vectors of tokens as rows.
+
+In shapes, F is the number of rows and H the number of values in a row.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from numpy.typing import NDArray
 
 
 class TensorDtype(StrEnum):
-    """Element types that may cross the wire."""
+    """Element types that arrays of messages may have."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -30,13 +33,13 @@ class WireTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FeatureRows:
-    """Features of a round, [F, H] (F rows of H values), as segments that are joined only for
-    encoding.
+    """Feature vectors of a round, [F, H]: F rows of H values. They are held in segments, which are
+    joined only when they are encoded.
     """
 
     dtype: TensorDtype
     segments: tuple[NDArray[np.generic], ...]
-    """Segments of the rows, [m, H] each; at least one."""
+    """Segments of consecutive rows, [m, H] each; there is at least one."""
 
     @property
     def width(self) -> int:
@@ -54,5 +57,5 @@ class FeatureRows:
         return sum(piece.nbytes for piece in self.segments)
 
     def joined(self) -> NDArray[np.generic]:
-        """Return all rows [F, H]; a view if there is one segment."""
+        """Return all rows as one array [F, H]. It is not a copy if there is only one segment."""
         return self.segments[0] if len(self.segments) == 1 else np.concatenate(self.segments)

@@ -23,7 +23,7 @@ _FIXED_BYTES = {1: 8, 5: 4}
 _TAG = bytes([_BUNDLE << 3 | LENGTH_DELIMITED])
 _MAX_VARINT_BYTES = 10
 _SHORT = [bytes([value]) for value in range(0x80)]
-"""Encoded varints of the numbers 0 to 127, which take one byte, by number."""
+"""Encoded varints of the numbers 0 to 127, indexed by number. Each takes one byte."""
 _MAX_OTHER_FIELDS = 64
 """Maximum number of fields of a frame apart from bundled messages. A frame with one message has one
 such field; newer peers may add fields that this version does not know."""

@@ -31,13 +31,15 @@ def quote_value(value: object) -> str:
 
 
 def raise_invalid(message: str) -> NoReturn:
-    """Raise InvalidMessageError."""
+    """Raise InvalidMessageError with this message."""
     raise InvalidMessageError(message, reason="INVALID_MESSAGE")
 
 
 @contextmanager
 def convert_validation_errors(what: str) -> Generator[None]:
-    """Turn every InvalidRequestError of domain validation into an InvalidMessageError."""
+    """Convert an InvalidRequestError of the code within the context into an InvalidMessageError
+    whose message begins with `what`.
+    """
     try:
         yield
     except InvalidMessageError:
@@ -47,7 +49,7 @@ def convert_validation_errors(what: str) -> Generator[None]:
 
 
 def parse_message(kind: type[MessageT], data: bytes | memoryview) -> MessageT:
-    """Parse protobuf bytes. Raises InvalidMessageError for invalid or too many bytes."""
+    """Parse protobuf bytes. Raises InvalidMessageError if the bytes are invalid or too many."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise_invalid(
             f"{kind.__name__} of {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are allowed"
@@ -61,7 +63,9 @@ def parse_message(kind: type[MessageT], data: bytes | memoryview) -> MessageT:
 
 
 def check_text(value: str, name: str, *, limit: int = MAX_NAME_BYTES, empty: bool = False) -> str:
-    """Return `value` if it has at most `limit` bytes, and is not "" unless `empty` is set."""
+    """Return `value` if it has at most `limit` bytes and, unless `empty` is true, is not empty.
+    Raises InvalidMessageError otherwise.
+    """
     if not value and not empty:
         raise_invalid(f"{name} must not be empty")
     if len(value) > limit or (not value.isascii() and len(value.encode()) > limit):
@@ -70,7 +74,9 @@ def check_text(value: str, name: str, *, limit: int = MAX_NAME_BYTES, empty: boo
 
 
 def check_traceparent(value: str) -> str:
-    """Return `value` if it is "" or a W3C Trace Context of version 00."""
+    """Return `value` if it is "" or a W3C Trace Context of version 00. Raises InvalidMessageError
+    otherwise.
+    """
     if value and not _TRACEPARENT.fullmatch(value):
         raise_invalid(
             f"traceparent must be 00-TRACE-SPAN-FLAGS in lower-case hex, got {value[:64]!r}"
@@ -79,36 +85,41 @@ def check_traceparent(value: str) -> str:
 
 
 def check_number(value: int, name: str, *, low: int = 0, high: int) -> int:
-    """Return `value` if it is in [low, high]."""
+    """Return `value` if it is in [low, high]. Raises InvalidMessageError otherwise."""
     if not low <= value <= high:
         raise_invalid(f"{name} must be in [{low}, {high}], got {value}")
     return value
 
 
 def check_finite(value: float, name: str) -> float:
-    """Return `value`, such as a time or rate, if it is finite and not negative."""
+    """Return `value`, such as a time or rate, if it is finite and not negative. Raises
+    InvalidMessageError otherwise.
+    """
     if not (math.isfinite(value) and value >= 0.0):
         raise_invalid(f"{name} must be finite and >= 0, got {value}")
     return value
 
 
 def check_logprob(value: float, name: str) -> float:
-    """Return `value` if it is a valid log-probability, in [LOWEST_LOGPROB, 0]."""
+    """Return `value` if it is a valid log-probability, in [LOWEST_LOGPROB, 0]. Raises
+    InvalidMessageError otherwise.
+    """
     if not LOWEST_LOGPROB <= value <= 0.0:
         raise_invalid(f"{name} must be in [{LOWEST_LOGPROB}, 0], got {value}")
     return value
 
 
 def check_count(values: Sized, name: str, *, high: int) -> None:
-    """Check that a repeated field has at most `high` elements."""
+    """Raise InvalidMessageError if a repeated field has more than `high` elements."""
     length = len(values)
     if length > high:
         raise_invalid(f"{name} must have at most {high} entries, got {length}")
 
 
 def check_token_ids(values: Collection[int], name: str, *, high: int) -> tuple[int, ...]:
-    """Return the ids if there are at most `high` and each is below `MAX_VOCAB_SIZE`. The receiver
-    must check them against its vocabulary.
+    """Return the token ids `values` as a tuple. Raises InvalidMessageError if there are more than
+    `high` or one is not below MAX_VOCAB_SIZE. The receiver must still check them against its
+    vocabulary.
     """
     check_count(values, name, high=high)
     ids = tuple(values)

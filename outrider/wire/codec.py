@@ -1,13 +1,14 @@
-"""Public entry point of `outrider.wire`: every internal message to bytes and back.
+"""Public entry point of `outrider.wire`: converts internal messages to bytes and back.
 
-    encode_X(message) -> bytes        never fails on a valid dataclass; deterministic
-    decode_X(bytes) -> message        raises InvalidMessageError for anything but a valid message
-    encode_verdicts(verdicts)         returns the bytes in pieces; features are not copied
+    encode_X(message) -> bytes        is deterministic and never fails for a valid dataclass
+    decode_X(bytes) -> message        raises InvalidMessageError if the message is not valid
+    encode_verdicts(verdicts)         returns the bytes in pieces and does not copy features
     encode_Xs(messages) -> frames     joins several exchange messages into a frame
     decode_Xs(frame) -> messages      returns an InvalidMessageError for each malformed message
 
 Decoding limits every size and checks every field whose valid values are the same for all receivers.
-The receiver checks the entries of a round (a verifier by `valid_proposals`).
+Receivers check the single verdicts or proposals of a message themselves (a verifier by
+`valid_proposals`).
 """
 
 from __future__ import annotations

@@ -46,12 +46,13 @@ from outrider.wire.v1 import common_pb2 as pb
 EnumT = TypeVar("EnumT", bound=StrEnum)
 
 REMEMBERED: Final = 256
-"""Number of decoded plans, and of sampling parameters without seeds, that are cached. Hundreds of
-sessions have equal ones, and validating them costs more than the rest of a session's first message.
+"""Size of each of two caches: one of decoded plans, and one of decoded sampling parameters without
+seeds. Hundreds of sessions have equal ones, and validating them costs more than decoding the rest
+of a session's first message.
 """
 REMEMBERED_BYTES: Final = 256
-"""Largest size in bytes of an encoded plan or sampling parameters that is cached, so that a peer
-cannot fill the memory.
+"""Largest size in bytes of encoded plans and sampling parameters that are cached. The limit
+prevents a peer from filling the memory.
 """
 
 RULES: dict[Rule, pb.Rule] = {
@@ -136,12 +137,14 @@ def sampling_to_pb(params: SamplingParams) -> pb.Sampling:
 
 
 def bias_to_pb(entries: Iterable[tuple[int, float]]) -> list[pb.LogitBias]:
-    """Encode a logit bias."""
+    """Encode a logit bias: pairs of a token id and the value that is added to its logit."""
     return [pb.LogitBias(id=id_, amount=amount) for id_, amount in entries]
 
 
 def bias_from_pb(messages: Collection[pb.LogitBias]) -> tuple[tuple[int, float], ...]:
-    """Decode a logit bias. The ranges of the amounts are not checked."""
+    """Decode a logit bias: pairs of a token id and the value that is added to its logit. The values
+    are not checked.
+    """
     check_count(messages, "logit_bias", high=MAX_BIASED_IDS)
     ids = check_token_ids([message.id for message in messages], "logit_bias", high=MAX_BIASED_IDS)
     return tuple(zip(ids, (message.amount for message in messages), strict=True))
@@ -210,7 +213,7 @@ def drafter_sampling_from_pb(message: pb.Sampling) -> SamplingParams:
 
 
 def structured_to_pb(structured: StructuredOutput | None) -> pb.StructuredOutput | None:
-    """Encode the grammar of an answer."""
+    """Encode the schema, expression or grammar of a structured output. Returns None for None."""
     match structured:
         case None:
             return None
@@ -225,7 +228,9 @@ def structured_to_pb(structured: StructuredOutput | None) -> pb.StructuredOutput
 
 
 def structured_from_pb(holder: Message) -> StructuredOutput | None:
-    """Decode the grammar of an answer from the field `structured_output` of `holder`."""
+    """Decode the schema, expression or grammar of a structured output from the field
+    `structured_output` of `holder`. Returns None if the field is not set.
+    """
     if not holder.HasField("structured_output"):
         return None
     message: pb.StructuredOutput = getattr(holder, "structured_output")  # noqa: B009
@@ -240,7 +245,7 @@ def structured_from_pb(holder: Message) -> StructuredOutput | None:
 
 
 def token_limits_to_pb(limits: TokenLimits | None) -> pb.TokenLimits | None:
-    """Encode the restrictions of an answer's token ids."""
+    """Encode the allowed token ids and bad words of an answer. Returns None for None."""
     if limits is None:
         return None
     words = [pb.TokenSequence(token_ids=word) for word in limits.bad_words]
@@ -248,8 +253,8 @@ def token_limits_to_pb(limits: TokenLimits | None) -> pb.TokenLimits | None:
 
 
 def token_limits_from_pb(holder: Message) -> TokenLimits | None:
-    """Decode and validate the restrictions of an answer's token ids from the field `token_limits`
-    of `holder`.
+    """Decode and validate the allowed token ids and bad words of an answer from the field
+    `token_limits` of `holder`. Returns None if the field is not set.
     """
     if not holder.HasField("token_limits"):
         return None
@@ -334,7 +339,9 @@ def stats_to_pb(stats: SpecStats) -> pb.SpecDecodeStats:
 
 
 def stats_from_pb(message: pb.SpecDecodeStats) -> SpecStats:
-    """Decode speculation statistics; the derived mean is ignored."""
+    """Decode speculation statistics. The mean in the message is ignored, because it can be computed
+    from the other fields.
+    """
     check_count(message.accepted_per_depth, "accepted_per_depth", high=MAX_DRAFT_TOKENS)
     return SpecStats(
         rounds=message.rounds,
@@ -356,7 +363,7 @@ def stats_from_pb(message: pb.SpecDecodeStats) -> SpecStats:
 
 
 def device_exchange_to_pb(info: DeviceExchangeInfo | None) -> pb.DeviceExchangeInfo | None:
-    """Encode the device exchange of a verifier, or return None if it is off."""
+    """Encode the state of a verifier's device exchange. Returns None if it is off."""
     if info is None:
         return None
     memory = pb.MEMORY_KIND_UNSPECIFIED if info.memory is None else MEMORY_KINDS[info.memory]
@@ -370,7 +377,7 @@ def device_exchange_to_pb(info: DeviceExchangeInfo | None) -> pb.DeviceExchangeI
 
 
 def device_exchange_from_pb(message: pb.DeviceExchangeInfo) -> DeviceExchangeInfo:
-    """Decode the device exchange of a verifier."""
+    """Decode the state of a verifier's device exchange."""
     is_open = message.HasField("drafter_id")
     return DeviceExchangeInfo(
         drafter_id=DrafterId(check_text(message.drafter_id, "drafter_id")) if is_open else None,

@@ -69,7 +69,7 @@ def encode_drain(draining: bool) -> bytes:
 
 
 def decode_drain(data: bytes | memoryview) -> bool:
-    """Decode a Drain request. Return whether the drafter is to be drained."""
+    """Decode a Drain request, and return whether the drafter must announce that it will stop."""
     return parse_message(pb.DrainRequest, data).draining
 
 

@@ -1,8 +1,8 @@
-"""Messages about a replica: the draft model of one verifier on another GPU of the verifier's host.
+"""Messages about a replica: a drafter's copy of a verifier's session slots and block tables.
 
-The verifier manages the replica's session slots and KV blocks by these messages. The rounds
-themselves go through memory that both processes share; its file descriptors are passed beside the
-messages.
+A replica is on another GPU of the verifier's host. The verifier manages its session slots and KV
+blocks by these messages. The data of the rounds pass through memory that both processes share. File
+descriptors of this memory are passed separately from the messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class MemoryKind(StrEnum):
     """Memory that contains the exchange buffers of a verifier and a drafter."""
 
     DEVICE = "device"
-    """Memory of a device, which the other device maps."""
+    """Memory of one device, which the other device maps."""
     HOST = "host"
     """Pinned memory of the host, which both devices map."""
 
@@ -28,13 +28,14 @@ class MemoryKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOffer:
-    """Sizes of the replica that a verifier asks a drafter for; the drafter answers with either
-    ReplicaReady or ReplicaRefused."""
+    """Request of a verifier to create a replica of these sizes. The drafter answers with either
+    ReplicaReady or ReplicaRefused.
+    """
 
     num_slots: int
-    """Number of session slots of the verifier, including its padding slot."""
+    """Number of session slots of the verifier, including the slot that padding rows use."""
     max_rows: int
-    """Largest number of decode rows in a round."""
+    """Largest number of rows to draft for in a round, one row for each session."""
     draft_length: int
     """Largest number of tokens in a draft chain."""
     max_chunks: int
@@ -50,7 +51,7 @@ class ReplicaOffer:
     depth: int
     """Number of rounds by which the verifier may be ahead of the drafter."""
     num_blocks: int
-    """KV blocks of the verifier's pool."""
+    """Number of KV blocks in the verifier's pool."""
     block_tokens: int
     """Number of KV slots (tokens) in a block."""
     table_blocks: int
@@ -60,25 +61,27 @@ class ReplicaOffer:
     memory: MemoryKind
     """Memory that the verifier wants the exchange buffers in."""
     fan_out: int = 0
-    """Number of outcomes per session for which drafts are made while a round runs; 0 disables
-    look-ahead."""
+    """Number of likely outcomes of a session's round for which drafts are made while the round
+    runs; 0 disables look-ahead.
+    """
     ahead_rows: int = 0
-    """Largest number of decode rows in a round with look-ahead."""
+    """Largest number of decode rows in a round with look-ahead. Larger rounds have no look-ahead.
+    """
     gpu: str = ""
     """UUID of the verifier's GPU; empty on a CPU. A drafter on the same GPU refuses the replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSessionBegin:
-    """A session begins in a slot of the replica, or comes back to one."""
+    """Message that a session begins, or resumes, in a slot of the replica."""
 
     slot: int
     blocks: tuple[int, ...]
-    """The session's KV blocks, in order; packed as int32 on the wire."""
+    """Ids of the session's KV blocks, in order; packed as int32 on the wire."""
     sampling: SamplingParams
     """Sampling parameters, with a draft key in place of the seed."""
     num_rows: int
-    """Number of draft rows whose KV is already in these blocks."""
+    """Number of rows (one for each token) whose draft-model KV is already in these blocks."""
     prompt_ids: tuple[int, ...] = ()
     """Distinct token ids of the prompt; empty unless penalties need them. Packed as int32 on the
     wire.
@@ -91,37 +94,40 @@ class ReplicaSessionBegin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaBlocksAdded:
-    """A session of the replica got more KV blocks."""
+    """Message that a session of the replica has got more KV blocks."""
 
     slot: int
     first: int
     """Index of the first new block in the session's block table."""
     blocks: tuple[int, ...]
-    """The blocks, in order; packed as int32 on the wire."""
+    """Ids of the new blocks, in order; packed as int32 on the wire."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSessionEnd:
-    """The session in a slot of the replica has ended."""
+    """Message that the session in a slot of the replica has ended."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRoundLaunched:
-    """The verifier has launched a round, whose data pass through the exchange buffers."""
+    """Message that the verifier has launched a round. The data of the round pass through the
+    exchange buffers.
+    """
 
     rows: int
     """Number of rows to draft for, including padding; 0 if there are none."""
     chunks: int
     """Number of prefill chunks, including padding; 0 if there are none."""
     is_sampled: bool
-    """Whether any session processes its draft logits or draws its drafts."""
+    """Whether any session applies logits processors to its draft logits or samples its drafts."""
     is_ahead: bool = False
-    """Whether drafts for outcomes of the next round are made while that round runs."""
+    """Whether the drafter makes drafts for likely outcomes of the next round while that round runs.
+    """
     has_rejection: bool = False
-    """Whether any session uses the rejection rule, so that its drafts need distributions. Only set
-    in a round with `is_sampled`.
+    """Whether any session uses the rejection rule, so that its drafts need distributions. Only true
+    if `is_sampled` is true.
     """
 
 
@@ -138,7 +144,7 @@ ReplicaCommand = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReady:
-    """The drafter has created the replica that was offered."""
+    """Answer that the drafter has created the replica of a ReplicaOffer."""
 
     memory: MemoryKind
     """Memory that the exchange buffers are in."""
@@ -146,10 +152,10 @@ class ReplicaReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRefused:
-    """The drafter cannot create the replica that was offered."""
+    """Answer that the drafter cannot create the replica of a ReplicaOffer."""
 
     reason: str
-    """Reason for logs; not empty."""
+    """Reason for the refusal, for the log; not empty."""
 
 
 ReplicaAnswer = ReplicaReady | ReplicaRefused

@@ -1,6 +1,7 @@
 """Codec of the messages about a replica; decoding validates every field.
 
-The replica itself checks slots and blocks against the sizes in its offer.
+Decoding does not compare slots and blocks with the sizes of the replica. The replica itself does
+that.
 """
 
 from __future__ import annotations
@@ -215,8 +216,8 @@ def _pack_int32s(values: tuple[int, ...]) -> bytes:
 
 
 def _unpack_int32s(data: bytes, name: str, *, max_len: int, count: int) -> tuple[int, ...]:
-    """Decode at most `max_len` int32 numbers in [0, count). Raises InvalidMessageError for
-    others."""
+    """Decode packed int32 numbers. Raises InvalidMessageError if there are more than `max_len` or
+    one is not in [0, count)."""
     numbers = cast("NDArray[np.int32]", unpack(data, INT32, name, max_len=max_len))
     wrong = (numbers < 0) | (numbers >= count)
     if wrong.any():

@@ -1,7 +1,8 @@
 """Codec of exchange messages (verifier and drafter); decoding validates every field.
 
-The entries of verdicts and proposals are checked by their readers (`valid_proposals`, and the
-drafter's sessions), which know the vocabulary and the cost of an entry.
+Decoding does not check the single entries of verdicts and proposals. Their receivers do
+(`valid_proposals` at a verifier, the sessions at a drafter), because they know the vocabulary and
+the session that an invalid entry belongs to.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ def encode_drafter_messages(
 
 
 def decode_drafter_messages(frame: EncodedFrame) -> list[DrafterMessage | InvalidMessageError]:
-    """Decode the messages of a drafter in a frame, in order. A malformed message is returned as an
-    InvalidMessageError; a frame that cannot be split counts as one malformed message.
+    """Decode the messages of a drafter in a frame, in order. Each malformed message is replaced by
+    an InvalidMessageError. A frame that cannot be split counts as one malformed message.
     """
     return _decode_all(frame, _drafter_message, PROPOSALS_FIELD, decode_proposals)
 
@@ -149,8 +150,9 @@ def _decode_all(
     round_field: int,
     decode_round: Callable[[memoryview], MessageT],
 ) -> list[MessageT | InvalidMessageError]:
-    """Decode all messages of a frame. `decode_round` decodes a frame that contains only the field
-    `round_field`, without a copy. Everything else is copied and decoded by `decode`.
+    """Decode all messages of a frame. `decode_round` decodes, without a copy, a frame whose only
+    content is the field `round_field`. Every other frame is copied, and `decode` decodes its
+    messages.
     """
     try:
         content = sole_content(frame, round_field)
@@ -244,8 +246,8 @@ def encode_verifier_messages(
 
 
 def decode_verifier_messages(frame: EncodedFrame) -> list[VerifierMessage | InvalidMessageError]:
-    """Decode the messages of a verifier in a frame, as `decode_drafter_messages` does for a
-    drafter.
+    """Decode the messages of a verifier in a frame, in order. Each malformed message is replaced by
+    an InvalidMessageError. A frame that cannot be split counts as one malformed message.
     """
     return _decode_all(frame, _verifier_message, VERDICTS_FIELD, decode_verdicts)
 

@@ -1,7 +1,7 @@
 """Public inference API as dataclasses: requests and answers of clients and router.
 
-`None` everywhere means "not set: the server's default applies"; a set value, zero included, is used
-as given. Conversion to and from protobuf is in `outrider.wire.inference_codec` and
+A field that is None is not set, and the server's default applies. Any other value, including zero,
+is used as given. Conversion to and from protobuf is in `outrider.wire.inference_codec` and
 `outrider.wire.server_info_codec`.
 """
 
@@ -24,7 +24,8 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_BAD_WORD_TEXTS = 128
-"""Largest number of bad words. Each may have two sequences of token ids."""
+"""Largest number of bad words. Each may have two tokenizations (see `SamplingOptions.bad_words`).
+"""
 MAX_BAD_WORD_BYTES = 256
 MAX_NAME_BYTES = 256
 MAX_ABORT_IDS = 4096
@@ -32,7 +33,7 @@ MAX_ABORT_IDS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
-    """One turn of a conversation; the model's chat template renders it."""
+    """One message of a conversation. The model's chat template converts all of them to a prompt."""
 
     role: str
     """Role of the author: system, user or assistant."""
@@ -41,21 +42,21 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text that is tokenized as it stands, without a chat template."""
+    """Text that is tokenized unchanged, without a chat template."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """Token ids that are used as they stand."""
+    """Token ids that are used unchanged."""
 
     token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation, oldest message first, rendered with the model's chat template."""
+    """A conversation, oldest message first. The chat template converts it to a prompt."""
 
     messages: tuple[ChatMessage, ...]
 
@@ -65,7 +66,7 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """Sampling parameters of a request; ranges are those of `spec.sampling.SamplingParams`."""
+    """Sampling parameters of a request, with the ranges of `spec.sampling.SamplingParams`."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -75,7 +76,7 @@ class SamplingOptions:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    """64-bit seed of the noise; without one the server draws one."""
+    """64-bit seed of the random numbers. The server chooses one if it is None."""
     rule: Rule | None = None
     """Acceptance rule at temperature > 0."""
     banned_token_ids: tuple[int, ...] = ()
@@ -84,8 +85,8 @@ class SamplingOptions:
     allowed_token_ids: tuple[int, ...] = ()
     """The only token ids that may be emitted, including end-of-turn ids; empty allows all ids."""
     bad_words: tuple[str, ...] = ()
-    """Texts that are never emitted in their usual tokenization, at the start of a text or after a
-    space.
+    """Texts that are never emitted in their usual tokenization. A text has two of these: one for
+    the start of a text and one for the position after a space.
     """
 
 
@@ -97,41 +98,47 @@ class StoppingOptions:
     """Maximum number of tokens to emit."""
     default_max_tokens: int | None = None
     """Maximum number of tokens if `max_tokens` is None, reduced to the remaining context; None uses
-    the router's default. Only the router sets it, and it is not encoded.
+    the router's default. Only the router sets this field, and it is not part of encoded requests.
     """
     min_tokens: int | None = None
-    """Number of tokens before which neither a stop token nor a stop string ends the answer."""
+    """Number of tokens that must be emitted before a stop token or stop string can end the answer.
+    """
     stop: tuple[str, ...] = ()
-    """The text ends before the first of these strings; it is not part of the output."""
+    """Stop strings. The text ends before the first one that occurs, unless
+    `include_stop_str_in_output` is true.
+    """
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end generation, in addition to the model's end-of-turn ids."""
     ignore_eos: bool | None = None
     """Whether generation continues after the model's end-of-turn ids."""
     include_stop_str_in_output: bool = False
-    """Whether the stop string, or the text of the stop token, is part of the text."""
+    """Whether the text includes the stop string, or the text of the stop token, that ended it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions:
-    """Speculation settings of a request; they change the speed and never the distribution of the
-    text."""
+    """Speculation settings of a request. They change the speed, but never the distribution of the
+    text.
+    """
 
     enabled: bool | None = None
     """Whether speculation is used; False decodes without drafts."""
     method: DraftMethod | None = None
     draft_tokens: int | None = None
-    """Draft tokens (tree nodes) per round."""
+    """Number of draft tokens (tree nodes) in a round."""
     draft_top_k: int | None = None
-    """Children per expanded node of the draft tree; 1 drafts a chain."""
+    """Largest number of children of a node of the draft tree; 1 drafts a chain."""
     look_ahead: int | None = None
-    """0 drafts in lock-step; 1 lets the verifier's planner draft ahead of the verdicts."""
+    """0 disables look-ahead: the drafter waits for each verdict (lock-step). 1 allows look-ahead,
+    which the verifier's planner may still disable.
+    """
     fan_out: int | None = None
-    """Number of outcomes drafted ahead per round; 0 lets the drafter choose."""
+    """Number of outcomes of a round for which drafts are made ahead; 0 lets the drafter choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One prompt to be continued."""
+    """Request to generate an answer to one prompt."""
 
     prompt: Prompt
     request_id: RequestId | None = None
@@ -146,8 +153,8 @@ class GenerateRequest:
     lower ones.
     """
     resumable: bool = False
-    """Whether the request continues when its stream breaks, so that `ResumeStream` can resume the
-    stream.
+    """Whether the request continues to run when its stream breaks, so that `ResumeStream` can
+    resume the stream.
     """
     top_logprobs: int | None = None
     """Number of most probable token ids to return with each emitted token, in [0,
@@ -169,14 +176,14 @@ class StreamPosition:
     tokens: int = 0
     """Number of token ids of the answer that have arrived."""
     characters: int = 0
-    """Number of characters of the text that have arrived, which is counted separately because text
-    may lag behind ids. With both counts 0 the stream begins with PromptInfo.
+    """Number of characters of the text that have arrived. It is separate from `tokens`, because the
+    text may lag behind the token ids. If both are 0, the stream begins with PromptInfo.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptInfo:
-    """First message of a stream: the request was admitted."""
+    """First message of a stream. It says that the request was admitted."""
 
     request_id: RequestId
     prompt_tokens: int
@@ -187,13 +194,16 @@ class PromptInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """Newly emitted text and ids. The text may lag behind the ids by a few tokens, because it waits
-    until its bytes form whole characters and cannot be the start of a stop string."""
+    """Newly emitted text and token ids. The text may lag behind the ids by a few tokens: it is held
+    back while its bytes do not form whole characters or could be the start of a stop string.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One entry per id of `token_ids` if the request has `top_logprobs`, else empty."""
+    """Log-probabilities, with one entry for each id of `token_ids` if the request has
+    `top_logprobs`; otherwise empty.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +216,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishInfo:
-    """Last message of a stream that ended without an error; errors are RPC statuses."""
+    """Last message of a stream that ended without an error. An error ends the stream with an RPC
+    status instead.
+    """
 
     reason: FinishReason
     usage: Usage
@@ -218,7 +230,9 @@ class FinishInfo:
 
 
 StreamEvent = PromptInfo | Delta | FinishInfo
-"""What a stream yields: one PromptInfo, any number of Delta, one FinishInfo."""
+"""Message of a stream. A stream consists of one PromptInfo, any number of Delta, and one
+FinishInfo.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +245,9 @@ class GenerateResult:
     token_ids: tuple[int, ...]
     finish: FinishInfo
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One entry per id of `token_ids` if the request has `top_logprobs`, else empty."""
+    """Log-probabilities, with one entry for each id of `token_ids` if the request has
+    `top_logprobs`; otherwise empty.
+    """
     prompt_token_ids: tuple[int, ...] = ()
     """Token ids of the prompt if the request has `return_prompt_token_ids`, else empty."""
 
@@ -259,30 +275,34 @@ class VerifierSummary:
     kv_free_blocks: int
     kv_total_blocks: int
     in_process_methods: tuple[DraftMethod, ...] = ()
-    """Draft methods of in-process drafts."""
+    """Draft methods of the verifier's in-process drafter."""
     simulated_acceptance: str = ""
     """Rates at which drafts are accepted at random (benchmarks only); empty otherwise."""
     planner: str = ""
-    """Decisions of the planner by workload class; empty if it decides nothing."""
+    """Text with the planner's decision for each workload class; empty if the planner decides
+    nothing.
+    """
     stats: SpecStats = field(default_factory=SpecStats)
     """Speculation counters of all sessions since the start."""
     hit_idle_us_p50: float = 0.0
-    """Median time in microseconds between the end of a round and the submission of a round in which
-    all sessions have hits; 0 without such rounds."""
+    """Median time in microseconds from the end of a round to the launch of the next one, over
+    rounds in which all sessions use drafts made by look-ahead (hits); 0 without such rounds.
+    """
     draining: bool = False
     """Whether the verifier refuses new sessions because it is about to stop."""
     waiting_sessions: int = 0
-    """Number of sessions without KV: preempted, or not started."""
+    """Number of sessions that have no KV blocks, because they were preempted or have not started.
+    """
     preemptions_swap: int = 0
-    """Preemptions since the start whose KV was swapped to host memory."""
+    """Number of preemptions since the start in which the KV was copied to host memory."""
     preemptions_recompute: int = 0
-    """Preemptions since the start whose KV was dropped for recomputation."""
+    """Number of preemptions since the start in which the KV was dropped, to be computed again."""
     prefix_cache_query_tokens: int = 0
-    """Tokens looked up in the prefix cache since the start."""
+    """Number of tokens looked up in the prefix cache since the start."""
     prefix_cache_hit_tokens: int = 0
-    """Tokens found in the prefix cache since the start."""
+    """Number of tokens found in the prefix cache since the start."""
     device_exchange: DeviceExchangeInfo | None = None
-    """Device exchange with a drafter; None if it is off."""
+    """State of the device exchange; None if it is off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,12 +313,12 @@ class DrafterLink:
     sessions: int
     """Number of the verifier's sessions that the drafter drafts for."""
     answer_ms: float = 0.0
-    """Recent mean time from the end of a round to the drafter's proposals in milliseconds; 0 if
-    unknown.
+    """Recent mean time in milliseconds from the end of a round to the arrival of the drafter's
+    proposals; 0 if unknown.
     """
     quarantine: str = ""
-    """Reason for which the drafter is quarantined for the verifier: slow, silent or wrong; empty if
-    it is not.
+    """Reason why the drafter is quarantined for the verifier: slow, silent or wrong. Empty if it is
+    not quarantined.
     """
     probe_in_s: float = 0.0
     """Time in seconds until the quarantined drafter gets one session as a probe; 0 during the
@@ -316,11 +336,11 @@ class DrafterSummary:
     methods: tuple[DraftMethod, ...]
     sessions: int
     handicap: str = ""
-    """How benchmarks slow the drafter down; empty otherwise."""
+    """Artificial slow-down of the drafter in benchmarks; empty otherwise."""
     draining: bool = False
     """Whether the drafter is being removed."""
     links: tuple[DrafterLink, ...] = ()
-    """One link per verifier that the drafter is connected to."""
+    """One entry for each verifier that the drafter is connected to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

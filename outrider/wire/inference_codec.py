@@ -1,7 +1,8 @@
 """Codec of the public API's requests; `inference_response_codec` has the answers.
 
-`*_from_pb` raise InvalidMessageError, a subclass of InvalidRequestError, for invalid messages.
-`*_to_pb` raise InvalidRequestError for values that do not fit their protobuf fields.
+The functions `*_from_pb` raise InvalidMessageError, a subclass of InvalidRequestError, for invalid
+messages. The functions `*_to_pb` raise InvalidRequestError for values that do not fit their
+protobuf fields.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def _encoding(what: str) -> Generator[None]:
 
 
 def _made(kind: type[MessageT], **values: Any) -> MessageT:
-    """Return a message with these fields. Raises InvalidRequestError that names the field whose
-    value does not fit.
+    """Return a message with these fields. Raises InvalidRequestError if a value does not fit, and
+    names its field.
     """
     try:
         return kind(**values)

@@ -1,6 +1,7 @@
 """Codec of responses of the inference API: generate results, stream events and resumed streams.
 
-`*_from_pb` raise InvalidMessageError, a subclass of InvalidRequestError, for invalid messages.
+The functions `*_from_pb` raise InvalidMessageError, a subclass of InvalidRequestError, for invalid
+messages.
 """
 
 from __future__ import annotations

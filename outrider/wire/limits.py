@@ -1,4 +1,7 @@
-"""Size limits of everything that a peer may send; a message beyond one is malformed."""
+"""Size limits of everything that a peer may send.
+
+A message that exceeds a limit is malformed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from outrider.spec.plan import MAX_DRAFT_TOKENS
 from outrider.spec.sampling import LOWEST_LOGPROB as LOWEST_LOGPROB
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Default largest size of one encoded message in bytes, on every transport."""
+"""Largest size in bytes of one encoded message, on every transport. `GrpcConfig` can reduce it."""
 MAX_BUNDLE_MESSAGES = 1024
 """Largest number of messages in one frame."""
 MAX_BUNDLE_BYTES = 4 << 20
@@ -20,7 +23,7 @@ MAX_ROUND_SESSIONS = 4096
 MAX_HANDLES = 1 << 20
 """Exclusive upper limit of the session handles of a connection."""
 MAX_DISTRIBUTION_ENTRIES = 1 << 22
-"""Largest number of (id, count) pairs in all draft distributions of a message."""
+"""Largest total number of entries in all draft distributions of a message."""
 MAX_VOCAB_SIZE = 1 << 24
 MAX_SEQUENCE_LEN = 1 << 24
 """Largest number of tokens in a session and in any list of tokens."""
@@ -31,11 +34,11 @@ MAX_FEATURE_WIDTH = 1 << 16
 MAX_STOP_TOKEN_IDS = 256
 MAX_METHODS = 16
 MAX_TOP_LOGPROBS = 20
-"""Largest number of most probable ids that a request may ask for with each emitted token."""
+"""Largest value of `top_logprobs` in a request."""
 MAX_EVENT_LOGPROBS = 1 << 22
 """Largest number of log-probabilities in one message of events."""
 MAX_PRIORITY = 100
-"""Priorities are in [-100, 100]."""
+"""Largest priority of a request. Priorities are in [-MAX_PRIORITY, MAX_PRIORITY]."""
 MAX_PEERS = 4096
 """Largest number of drafters or verifiers in an info message."""
 MAX_NAME_BYTES = 256
@@ -52,7 +55,7 @@ MAX_ERROR_BYTES = 8192
 replica.
 """
 MAX_REPLICA_SLOTS = 1 << 16
-"""Largest number of session slots of a replica, without its padding slot."""
+"""Largest number of session slots of a replica, not counting the slot of padding rows."""
 MAX_ROUND_ROWS = 1 << 16
 """Largest number of decode rows in a round of a replica."""
 MAX_ROUND_CHUNKS = 1024
@@ -68,7 +71,7 @@ MAX_EXCHANGE_DEPTH = 64
 MAX_FAN_OUT = 64
 """Largest number of outcomes per session and round for which a replica makes drafts."""
 MAX_AHEAD_ROWS = 64
-"""Largest number of decode rows in a round with look-ahead of a replica."""
+"""Largest number of decode rows in a round for which a replica uses look-ahead."""
 MAX_GPU_BYTES = 64
 """Largest size in bytes of the UUID of a GPU."""
 MAX_KV_BLOCKS = 1 << 24

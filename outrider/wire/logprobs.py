@@ -15,33 +15,40 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of an emitted token and its most probable alternatives."""
+    """Log-probability of an emitted token, and the most probable token ids at its position."""
 
     logprob: float
     """Natural logarithm of the probability of the emitted token."""
     top: tuple[tuple[int, float], ...] = ()
-    """(id, log-probability) of the most probable ids at the token's position, the most probable
-    first; the emitted id may be among them."""
+    """Most probable token ids at the token's position, as pairs (id, log-probability), the most
+    probable first. The emitted token may be among them.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EventLogprobs:
-    """Log-probabilities of the ids of `SessionEvents`, in columns for its n rows."""
+    """Log-probabilities of the tokens of a `SessionEvents` message, as columns.
+
+    n is the number of rows of the message, and `counts` is its column with the number of tokens of
+    each row.
+    """
 
     widths: NDArray[np.uint8]
-    """Number of values per id of each row, [n]: 0 for none, else 1 plus the number of most probable
-    ids.
+    """Number of log-probabilities for each token of a row, [n]: 0 if the row has none, otherwise 1
+    plus the number of most probable ids.
     """
     values: NDArray[np.float32]
-    """Log-probabilities, [sum(counts * widths)], row by row and id by id: first that of the emitted
-    id, then those of the most probable ids, the most probable first.
+    """Log-probabilities, [sum(counts * widths)], row by row and token by token: first that of the
+    emitted token, then those of the most probable ids, the most probable first.
     """
     top_ids: NDArray[np.int32]
-    """The most probable ids, [sum(counts * (widths - 1))] over rows whose width is not 0."""
+    """The most probable token ids, [sum(counts * (widths - 1))], in the order of `values`. Rows
+    with width 0 have none.
+    """
 
     def split_rows(self, counts: Sequence[int]) -> Iterator[list[TokenLogprobs]]:
-        """Yield, for each row, the log-probabilities of its ids, or an empty list. `counts` is the
-        number of ids of each row.
+        """Yield a list for each row with the log-probabilities of its tokens. The list is empty if
+        the row has none. `counts` is the number of tokens of each row.
         """
         values, top_ids = self.values.tolist(), self.top_ids.tolist()
         value = top = 0
@@ -57,7 +64,9 @@ class EventLogprobs:
 def unpack_logprobs(
     width: int, values: Sequence[float], top_ids: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Return the log-probabilities of a row of `EventLogprobs` with `width` values per id."""
+    """Return the log-probabilities of the tokens of one row of `EventLogprobs`. The arguments are
+    the row's parts of its columns.
+    """
     others = width - 1
     return [
         TokenLogprobs(
@@ -75,8 +84,8 @@ def unpack_logprobs(
 
 
 def pack_logprobs(entries: Sequence[TokenLogprobs]) -> tuple[list[float], list[int]]:
-    """Return the values and most probable ids of log-probabilities with equal widths, as stored in
-    a row of `EventLogprobs`.
+    """Return the parts of one row for the columns `values` and `top_ids` of `EventLogprobs`.
+    `entries` are the row's tokens, which must all have the same number of most probable ids.
     """
     values: list[float] = []
     top_ids: list[int] = []

@@ -1,8 +1,8 @@
 """Internal messages between router, verifier and drafter, as plain dataclasses.
 
-Nothing outside `outrider.wire` sees generated protobuf code. `outrider.wire.codec` turns each of
-these into bytes and back, and validates every field that a peer could get wrong.
-Arrays are numpy; bfloat16 travels as uint16 under its own dtype tag (`WireTensor`).
+Nothing outside `outrider.wire` sees generated protobuf code. `outrider.wire.codec` converts each of
+these messages to bytes and back, and validates every field that a peer could get wrong. Arrays are
+numpy arrays. bfloat16 values are sent as uint16 with a dtype tag of their own (`WireTensor`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from outrider.wire.server_info import VerifierInfo as VerifierInfo
 from outrider.wire.stats import SpecStats as SpecStats
 
 PROTOCOL_VERSION = 1
-"""Version of the wire protocol. It increases with every incompatible change; peers with another
+"""Version of the wire protocol. It increases with every incompatible change. Peers with another
 version are refused.
 """
 
@@ -61,40 +61,50 @@ class Hello:
     protocol_version: int
     drafter_id: DrafterId
     incarnation: str
-    """Random value of each process start, which distinguishes a restarted drafter from a stalled
-    one."""
+    """Random value that the process chooses when it starts. It distinguishes a restarted drafter
+    from a stalled one.
+    """
     vocab_size: int
-    """Vocabulary size of the token ids in drafts; must equal the verifier's."""
+    """Size of the vocabulary that the token ids of drafts belong to. It must equal the verifier's.
+    """
     tokenizer_hash: str
-    """sha256 of tokenizer.json, "" if the drafter has none (then only vocab_size is compared)."""
+    """SHA-256 of tokenizer.json; "" if the drafter has none, in which case only `vocab_size` is
+    compared.
+    """
     methods: tuple[DraftMethod, ...]
     feature_layout: FeatureLayout
     feature_fingerprint: str
-    """Fingerprint of the head's feature projection; must equal the verifier's unless NONE."""
+    """Fingerprint of the EAGLE head's feature projection. It must equal the verifier's unless
+    `feature_layout` is NONE.
+    """
     supports_shm: bool = False
-    """Whether the drafter can have a shared-memory channel (`outrider.transport.shm`)."""
+    """Whether the drafter can use a shared-memory channel (`outrider.transport.shm`)."""
     feature_offsets: bool = False
     """Whether the drafter supports `Verdicts.feature_offsets`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Shows that the sender's event loop is alive. `sequence` increases with every heartbeat."""
+    """Message that shows that the sender's event loop is alive. `sequence` increases with every
+    heartbeat.
+    """
 
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
 class SessionsLost:
-    """Sessions that the drafter cannot draft for any more, unless they are announced again."""
+    """Message that the drafter cannot draft for these sessions any more, unless they are announced
+    again.
+    """
 
     handles: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ShmAnswer:
-    """Answer to a `Welcome` with a shared-memory channel. If it was joined, later messages about
-    sessions use the channel.
+    """A drafter's answer to a `Welcome` that offers a shared-memory channel. If the drafter has
+    joined the channel, later messages about sessions use it.
     """
 
     is_joined: bool
@@ -102,8 +112,8 @@ class ShmAnswer:
 
 @dataclass(frozen=True, slots=True)
 class EncodedMessage:
-    """A message that its producing thread has already encoded. Segments may be views of memory that
-    a later round overwrites; `copy_owned` makes a copy that can be kept.
+    """A message that is already encoded by the thread that produced it. Its segments may be views
+    of memory that a later round overwrites; `copy_owned` makes a copy that can be kept.
     """
 
     segments: tuple[bytes | memoryview, ...]
@@ -115,7 +125,7 @@ class EncodedMessage:
 
     @property
     def data(self) -> bytes:
-        """The message as one bytes object."""
+        """The encoded message as one bytes object."""
         (first, *others) = self.segments
         return first if isinstance(first, bytes) and not others else b"".join(self.segments)
 
@@ -133,12 +143,14 @@ DrafterMessage = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmOffer:
-    """Address at which a drafter on the verifier's host finds its shared-memory channel."""
+    """Offer of a shared-memory channel to a peer on the same host, which joins the channel with
+    this name and token.
+    """
 
     name: str
-    """32 hexadecimal digits."""
+    """Name of the listening socket: 32 hexadecimal digits."""
     token: bytes = field(repr=False)
-    """Secret of 16 bytes with which the drafter identifies itself on the channel."""
+    """Secret of 16 bytes with which the peer identifies itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,16 +162,18 @@ class Welcome:
     verifier_id: VerifierId
     incarnation: str
     shm_offer: ShmOffer | None = None
-    """Shared-memory channel that a drafter on the same host may join; None if there is none."""
+    """Offer of a shared-memory channel that a drafter on the same host may join; None if there is
+    none.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionStart:
-    """Announces a session to its drafter; verdicts with the prompt follow."""
+    """Message that announces a session to its drafter. Verdicts with the prompt follow."""
 
     handle: int
-    """Identifies the session on this connection until its SessionEnd; handles are small and
-    reused.
+    """Number of the session on this connection until its SessionEnd. Handles are small and are used
+    again for later sessions.
     """
     session_id: SessionId
     """Id of the session, used only in logs."""
@@ -167,25 +181,28 @@ class SessionStart:
     plan: SpeculationPlan
     sampling: SamplingParams
     max_len: int
-    """Upper bound of the session's length in tokens (prompt + output)."""
+    """Largest length in tokens (prompt and output) that the session can reach."""
     prompt_len: int
-    """Number of tokens of the prefix that belong to the prompt (penalties treat prompt and output
-    differently)."""
+    """Number of tokens of the prefix that belong to the prompt. Penalties treat prompt and output
+    differently.
+    """
     structured_output: StructuredOutput | None = None
     """Grammar of the output; None if unrestricted."""
     stop_token_ids: tuple[int, ...] = ()
-    """With a structured output, the ids that end the session; they are allowed where the output is
-    complete.
+    """Token ids that end the session; empty without a structured output. The grammar allows them
+    where the output is complete.
     """
     token_limits: TokenLimits | None = None
-    """Restrictions of the output's token ids; None if there are none."""
+    """Allowed token ids and bad words of the output; None if there are none."""
     traceparent: str = ""
-    """W3C Trace Context of the parent of the session's spans; "" if the session is not traced."""
+    """W3C Trace Context (`traceparent`) of the span below which the session's spans are; "" if the
+    session is not traced.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChange:
-    """The router changed a session's plan."""
+    """Message that the router has changed the speculation plan of a session."""
 
     handle: int
     plan: SpeculationPlan
@@ -193,7 +210,7 @@ class PlanChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnd:
-    """The drafter no longer serves the session and must free its state."""
+    """Message that the drafter no longer serves a session and must free the session's state."""
 
     handle: int
 
@@ -213,7 +230,7 @@ VerifierMessage = (
 
 
 class FinishReason(StrEnum):
-    """Why a session's token stream ended."""
+    """Reason why a session's token stream ended."""
 
     STOP_TOKEN = "stop_token"
     STOP_STRING = "stop_string"
@@ -225,23 +242,29 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """Everything a verifier needs to serve a session."""
+    """Everything that a verifier needs to serve a session."""
 
     session_id: SessionId
     epoch: int
     token_ids: tuple[int, ...]
-    """The prefix: the prompt, then (after a failover) every token already emitted."""
+    """Token ids of the prefix: the prompt, and after a failover also all tokens that were already
+    emitted.
+    """
     prompt_len: int
     max_new_tokens: int
-    """Largest number of tokens still to emit."""
+    """Largest number of tokens that the session may emit, not counting those in `token_ids`."""
     stop_token_ids: tuple[int, ...]
-    """Emitting one of these ends the session; the stop token itself is emitted."""
+    """Token ids that end the session when one of them is emitted. That stop token is part of the
+    output.
+    """
     min_new_tokens: int = 0
-    """Stop tokens are masked until this many tokens were emitted."""
+    """Number of tokens that must be emitted before stop tokens are allowed. Until then they are
+    masked.
+    """
     sampling: SamplingParams
     plan: SpeculationPlan
     drafter_id: DrafterId | None = None
-    """The drafter that serves the session; None decodes without drafts."""
+    """Id of the drafter that serves the session; None decodes without drafts."""
     priority: int = 0
     """Priority in [-MAX_PRIORITY, MAX_PRIORITY]. Higher priorities are served first and may preempt
     lower ones.
@@ -253,30 +276,32 @@ class SessionSpec:
     structured_output: StructuredOutput | None = None
     """Grammar of the answer; None if unrestricted."""
     token_limits: TokenLimits | None = None
-    """Restrictions of the answer's token ids; None if there are none."""
+    """Allowed token ids and bad words of the answer; None if there are none."""
     traceparent: str = ""
-    """W3C Trace Context of the parent of the session's spans; "" if the session is not traced."""
+    """W3C Trace Context (`traceparent`) of the span below which the session's spans are; "" if the
+    session is not traced.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOpen:
-    """Request to serve a session. Later messages about the session have its handle."""
+    """Request to serve a session. Later messages refer to the session by its handle."""
 
     handle: int
-    """Chosen by the router; never used twice on one stream."""
+    """Number that the router chooses for the session. No number is used twice on one stream."""
     spec: SessionSpec
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLeave:
-    """Request to free a session whose events are not read any more."""
+    """Request to free a session, because the router no longer reads its events."""
 
     handle: int
 
 
 @dataclass(frozen=True, slots=True)
 class MalformedOpen:
-    """Result of decoding a `SessionOpen` whose specification is invalid."""
+    """Result of decoding a `SessionOpen` with an invalid specification."""
 
     handle: int
     error: InvalidMessageError
@@ -297,26 +322,28 @@ SessionsRequest = SessionOpen | SessionLeave | SessionMove | Heartbeat
 # ---- control: verifier -> router ---------------------------------------------------------------
 
 DRAFTER_ATTACHED = 1
-"""Event flag: the session's drafter is attached."""
+"""Event flag: a drafter is attached to the session."""
 FALLBACK = 2
-"""Flag of an event: the plan is speculative but there was no proposal."""
+"""Event flag: the session's plan is speculative, but there was no proposal for the round."""
 TARGET_ONLY = 4
-"""Event flag: a round under the rejection rule used target-only because the draft distribution was
-missing.
+"""Event flag: the session has the rejection rule, but the round used the target-only rule because
+the draft distribution was missing.
 """
 PAUSED = 8
 """Event flag: the planner decoded the session without speculation."""
 DECISION_SHIFT = 4
-"""Position of a two-bit field of the event flags: the reason of the planner's decision, or 0 if the
-planner decides nothing.
+"""Lowest bit of a two-bit field of the event flags. The field holds the reason of the planner's
+decision, or 0 if the planner decides nothing.
 """
 PLANNED = PAUSED | 3 << DECISION_SHIFT
-"""Mask of all event flags of the planner."""
+"""Mask of the event flags that describe the planner's decision."""
 LOOKED_AHEAD = 64
-"""Flag of an event: the plan has look-ahead, and the round used a proposal or wanted one."""
+"""Event flag: the session's plan has look-ahead, and the session wanted a proposal for the round.
+"""
 LOOK_AHEAD_HIT = 128
-"""Event flag, with LOOKED_AHEAD: the proposal arrived before its prefix was known. Without this
-flag and FALLBACK, the proposal was made for a known prefix.
+"""Event flag, only set together with LOOKED_AHEAD: the proposal arrived before its prefix was
+known. If LOOKED_AHEAD is set without this flag and without FALLBACK, the drafter made the proposal
+after the prefix was known.
 """
 REASON_CODES = {
     FinishReason.STOP_TOKEN: 1,
@@ -324,40 +351,46 @@ REASON_CODES = {
     FinishReason.LENGTH: 3,
     FinishReason.CANCELLED: 4,
 }
-"""Codes of finish reasons in columns of events; 0 means that the session continues."""
+"""Codes of finish reasons in `SessionEvents`. The code 0 means that the session continues."""
 REASONS = (None, *REASON_CODES)
-"""Finish reasons by code, the inverse of `REASON_CODES`."""
+"""Finish reasons, indexed by code: the inverse of `REASON_CODES`."""
 MALFORMED_ROW = 255
-"""Finish reason that decoding gives to an invalid row, which ends the row's session."""
+"""Finish reason that the decoder gives to an invalid row of `SessionEvents`. It ends the row's
+session.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionEvents:
-    """Tokens that the sessions of a round emitted: n rows, at most one per session, as columns."""
+    """Tokens that sessions emitted in a round, as columns with n rows. A session has at most one
+    row.
+    """
 
     handles: NDArray[np.uint32]
     """Handles of the sessions, [n]."""
     round_ids: NDArray[np.uint32]
-    """Round numbers of each session, [n]; 0 for the token that prefill emits."""
+    """Round number of each row, [n]; 0 for the token that prefill emits."""
     counts: NDArray[np.uint32]
-    """Number of newly committed ids of each row, [n]."""
+    """Number of token ids that each row emits, [n]."""
     tokens: NDArray[np.int32]
-    """The newly committed ids, [sum(counts)], row by row."""
+    """Emitted token ids, [sum(counts)], row by row."""
     finish_reasons: NDArray[np.uint8]
-    """Codes of `REASON_CODES`, [n]; 0 unless the row is its session's last."""
+    """Finish reasons as codes of `REASON_CODES`, [n]; 0 unless the row is its session's last."""
     flags: NDArray[np.uint8]
-    """Event flags of each row, [n]."""
+    """Bits of the event flags of each row (DRAFTER_ATTACHED to LOOK_AHEAD_HIT), [n]."""
     proposed: NDArray[np.uint16]
     """Number of draft nodes verified in the round, [n]."""
     accepted: NDArray[np.uint16]
-    """Number of draft nodes accepted, [n], without those after a stop."""
+    """Number of draft nodes accepted in the round, [n]. Nodes after the end of the session are not
+    counted.
+    """
     logprobs: EventLogprobs | None = None
-    """Log-probabilities of the ids; None if no session asked for them."""
+    """Log-probabilities of the emitted tokens; None if no session asked for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFailure:
-    """A session was refused or failed; no further messages about it follow."""
+    """Message that a session was refused or has failed. No further messages about it follow."""
 
     handle: int
     code: str
@@ -371,7 +404,9 @@ class SessionFailure:
 
 @dataclass(frozen=True, slots=True)
 class SessionMoved:
-    """Drafter of a session after a `SessionMove`, whether the move was carried out or not."""
+    """Answer to a `SessionMove`: the drafter that the session has now, whether or not the move was
+    carried out.
+    """
 
     handle: int
     drafter_id: DrafterId | None
@@ -393,12 +428,12 @@ SessionsMessage = SessionEvents | SessionFailure | SessionMoved | SessionsDraini
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEvent:
-    """Committed tokens of one round of one session."""
+    """Tokens that one session emitted in one round."""
 
     session_id: SessionId
     epoch: int
     round_id: int
-    """0 for the token that prefill emits."""
+    """Number of the round; 0 for the token that prefill emits."""
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
     """Finish reason of the session; None except in the last event."""
@@ -407,4 +442,6 @@ class SessionEvent:
     drafter_attached: bool = False
     """Whether a drafter is attached to the session."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Log-probabilities of each of `tokens` if the session asked for them, else empty."""
+    """Log-probabilities, with one entry for each of `tokens` if the session asked for them;
+    otherwise empty.
+    """

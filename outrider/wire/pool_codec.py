@@ -10,7 +10,7 @@ from outrider.wire.v1 import pool_pb2 as pb
 
 
 class RemovedDrafter(NamedTuple):
-    """Numbers of sessions that a removed drafter had."""
+    """Counts of the sessions that a drafter had when it was removed."""
 
     num_moved: int
     """Number of sessions that moved to other drafters."""
@@ -29,15 +29,15 @@ def remove_drafter_to_pb(address: str) -> pb.RemoveDrafterRequest:
 
 
 def address_from_pb(message: pb.AddDrafterRequest | pb.RemoveDrafterRequest) -> str:
-    """Decode a drafter's address."""
+    """Decode the drafter's address in a request to add or remove the drafter."""
     return check_text(message.address, "address", limit=MAX_ADDRESS_BYTES)
 
 
 def removed_to_pb(removed: RemovedDrafter) -> pb.RemoveDrafterResponse:
-    """Encode the numbers of a removed drafter's sessions."""
+    """Encode the response to the removal of a drafter."""
     return pb.RemoveDrafterResponse(moved=removed.num_moved, left=removed.num_remaining)
 
 
 def removed_from_pb(message: pb.RemoveDrafterResponse) -> RemovedDrafter:
-    """Decode the numbers of a removed drafter's sessions."""
+    """Decode the response to the removal of a drafter."""
     return RemovedDrafter(message.moved, message.left)

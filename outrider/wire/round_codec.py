@@ -1,11 +1,12 @@
 """Codec of `Verdicts` and `Proposals` that avoids copies of arrays.
 
 Both are protobuf messages (`exchange.proto`) whose arrays are `bytes` fields. This module reads and
-writes their outermost fields itself: encoding copies each array once and features not at all, and
-decoded arrays are views of the received bytes unless stated otherwise.
+writes their outermost fields itself. Encoding copies each array once, except for features, which it
+does not copy. Decoded arrays are views of the received bytes unless stated otherwise.
 
-Shapes: S entries. Decoding only checks that all lengths agree. The receiver checks the individual
-entries, because it knows its vocabulary and the session that an invalid entry belongs to.
+In shapes, S is the number of entries of a message. Decoding only checks that the lengths of all
+arrays agree. The receiver checks the individual entries, because it knows its vocabulary and the
+session that an invalid entry belongs to.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class _Fragments(NamedTuple):
 
 
 def encode_verdicts(verdicts: Verdicts) -> tuple[Buffer, ...]:
-    """Encode verdicts as an ExchangeResponse, in buffers that the caller joins. Feature buffers are
-    not copied; everything else is in one buffer."""
+    """Encode verdicts as an ExchangeResponse, in several buffers that the caller joins. Features
+    are not copied and have their own buffers; everything else is in the first buffer."""
     columns = np.empty((_VERDICT_COLUMNS, len(verdicts)), dtype=_UINT32)
     columns[0], columns[1] = verdicts.handles, verdicts.starts
     columns[2], columns[3] = verdicts.token_counts, verdicts.feature_starts
@@ -105,8 +106,8 @@ def encode_verdicts(verdicts: Verdicts) -> tuple[Buffer, ...]:
 
 
 def encode_proposals(proposals: Proposals) -> bytes:
-    """Encode proposals as an ExchangeRequest. Parents of chains, and log-probs that are all 0, are
-    omitted."""
+    """Encode proposals as an ExchangeRequest. The array of parents is omitted if all drafts are
+    chains, and the array of log-probabilities if all of them are 0."""
     chains = bool((proposals.parents == chain_parents(proposals.node_counts)).all())
     columns = np.empty((_PROPOSAL_COLUMNS, len(proposals)), dtype=_UINT32)
     columns[0], columns[1] = proposals.handles, proposals.prefix_lens
@@ -136,8 +137,8 @@ def encode_proposals(proposals: Proposals) -> bytes:
 
 
 def sole_content(data: Encoded, field: int) -> memoryview | None:
-    """Return the content of `field` if the frame contains nothing else, which is the usual case.
-    Returns None in all other cases, for which `only_member` must be called."""
+    """Return the content of `field` if the frame contains nothing else, which is the usual case. In
+    all other cases return None; the caller must then call `only_member`."""
     frame = memoryview(data)
     if not 2 <= len(frame) <= MAX_MESSAGE_BYTES or frame[0] != field << 3 | LENGTH_DELIMITED:
         return None
@@ -146,8 +147,8 @@ def sole_content(data: Encoded, field: int) -> memoryview | None:
 
 
 def only_member(data: Encoded, field: int) -> memoryview | None:
-    """Return the content of `field` if it is the frame's message, or None if the frame contains
-    another message.
+    """Return the content of `field` if the frame contains it as its message, or None if the frame
+    contains another message.
 
     Raises InvalidMessageError for a frame with more than one message.
     """
@@ -166,10 +167,11 @@ def only_member(data: Encoded, field: int) -> memoryview | None:
 
 
 def decode_verdicts(data: memoryview) -> Verdicts:
-    """Decode verdicts from their submessage. Raises InvalidMessageError unless all lengths agree.
+    """Decode verdicts from their submessage. Raises InvalidMessageError unless the lengths of all
+    arrays agree.
 
-    Features are views of `data`. All arrays that are checked are copied first, so that it is safe
-    if the sender can still change `data`, as in shared memory (`ShmChannel.receive_views`).
+    Features are views of `data`. All other arrays are copied before they are checked, because the
+    sender can still change `data` if it is in shared memory (`ShmChannel.receive_views`).
     """
     content = _contents(data)
     columns = _columns(content, pb.Verdicts.COLUMNS_FIELD_NUMBER, _VERDICT_COLUMNS, "verdicts")
@@ -194,9 +196,11 @@ def decode_verdicts(data: memoryview) -> Verdicts:
 
 
 def decode_proposals(data: memoryview) -> Proposals:
-    """Decode proposals from their submessage. Raises InvalidMessageError unless all lengths agree.
+    """Decode proposals from their submessage. Raises InvalidMessageError unless the lengths of all
+    arrays agree.
 
-    All arrays are copied: drafts are small, may be kept for long, and torch needs writable arrays.
+    All arrays are copied, because drafts are small, may be kept for long, and torch needs writable
+    arrays.
     """
     content = _contents(data)
     columns = _columns(content, pb.Proposals.COLUMNS_FIELD_NUMBER, _PROPOSAL_COLUMNS, "proposals")
@@ -220,7 +224,8 @@ def decode_proposals(data: memoryview) -> Proposals:
 
 
 _LAST_MESSAGE: Final = pb.ExchangeRequest.BUNDLE_FIELD_NUMBER - 1
-"""Highest field number of a message in a frame; higher numbers are the bundle and other fields."""
+"""Highest field number of a message in a frame. Higher numbers belong to the bundle and to fields
+of newer versions."""
 _Contents = Mapping[int, int | memoryview]
 
 
@@ -269,8 +274,8 @@ def _distributions(content: _Contents, node_counts: Indices) -> DraftDistributio
 
 
 def _features(content: _Contents, counts: Indices, offsets: Indices) -> FeatureRows | None:
-    """Decode the feature rows. Entry e has counts[e] rows, which begin at row offsets[e]; without
-    offsets, the rows of the entries follow each other."""
+    """Decode the feature rows. Entry e has counts[e] rows, the first of which is row offsets[e].
+    Without offsets, the rows of entry e + 1 follow those of entry e."""
     data = content.get(pb.Verdicts.FEATURES_FIELD_NUMBER, b"")
     width = content.get(pb.Verdicts.FEATURE_WIDTH_FIELD_NUMBER, 0)
     tag = content.get(pb.Verdicts.FEATURE_DTYPE_FIELD_NUMBER, 0)
@@ -333,8 +338,8 @@ def _read(
 
 
 def _contents(data: memoryview) -> _Contents:
-    """Return the field contents by number. Of repeated field numbers the last one counts, as in
-    protobuf."""
+    """Return the contents of the fields by field number. If a field occurs more than once, the last
+    one counts, as in protobuf."""
     return {name: content for name, content in parse_fields(data) if content is not None}
 
 

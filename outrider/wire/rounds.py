@@ -1,9 +1,10 @@
-"""Messages of a whole round or draft batch: columns with one entry per session.
+"""Messages with the verdicts of a round or the proposals of a draft batch, as columns.
 
-In shapes, S is the number of entries; T, N and F are the numbers of tokens, nodes and feature rows
-of all entries together; and H is the feature width. Each entry owns a consecutive part of each flat
-array, in the order of the entries. Decoded arrays are read-only views of the received bytes.
-`Verdict` and `Proposal` are single entries.
+In shapes, S is the number of entries, which are verdicts or proposals; T, N and F are the numbers
+of tokens, nodes and feature rows of all entries together; and H is the number of values in a
+feature row. Each entry owns a consecutive part of each flat array, in the order of the entries.
+Decoded arrays are read-only views of the received bytes. `Verdict` and `Proposal` are single
+entries.
 """
 
 from __future__ import annotations
@@ -26,48 +27,50 @@ ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Verdict:
-    """Committed tokens of one session, and features of positions with written KV.
+    """Tokens that one session has committed, and features of positions whose KV is written.
 
     The result of a prefill is a verdict too: its tokens are the prompt and the first sampled token.
-    A chunked prefill gives one verdict per chunk; only the last one has `draft_wanted`. Invariant
-    after each verdict with features: num_features == num_tokens - 1 (the root's KV is unwritten)
-    once prefill is complete.
+    A chunked prefill gives one verdict for each chunk, and only the last one has `draft_wanted`.
+    Once prefill is complete, a session has after each verdict with features one feature row for
+    each token except for the last one, the root, whose KV is not written yet.
     """
 
     handle: int
     start: int
-    """Index of the first token of `tokens` in the session's prefix."""
+    """Position of the first token of `tokens` in the session's prefix."""
     tokens: NDArray[np.int32]
-    """[n] newly committed ids; the last one is the new root when `draft_wanted`."""
+    """Newly committed token ids, [n]. The last one is the new root if `draft_wanted` is true."""
     prefix_digest: int
-    """Digest of the prefix after `tokens`."""
+    """Digest of the session's prefix, including `tokens`."""
     feature_start: int
-    """Index of the first position covered by `features`."""
+    """First position that has a row in `features`."""
     features: WireTensor | None
-    """[m, H] projected features of positions feature_start .. feature_start + m - 1."""
+    """Projected features, [m, H], of the positions feature_start to feature_start + m - 1."""
     draft_wanted: bool
-    """Whether a proposal for the new prefix is expected."""
+    """Whether the verifier expects a proposal for the new prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Verdicts:
-    """Committed tokens of a round for one drafter; int64 columns [S] unless noted."""
+    """Verdicts of a round for one drafter, as columns with one entry for each session. Columns are
+    int64 [S] unless noted.
+    """
 
     handles: Indices
     starts: Indices
     token_counts: Indices
     tokens: NDArray[np.int32]
-    """Newly committed ids, [T]."""
+    """Newly committed token ids of all entries, [T]."""
     digests: NDArray[np.uint64]
-    """Prefix digests after the tokens."""
+    """Digest of each session's prefix, including its new tokens, [S]."""
     feature_starts: Indices
     feature_counts: Indices
     draft_wanted: NDArray[np.bool_]
     features: FeatureRows | None
     """Features of all entries, [F, H]; None if no entry has features."""
     feature_offsets: Indices | None = None
-    """Index of each entry's first feature row, [S]. `features` may contain other rows too. None if
-    it contains exactly the entries' rows, in order.
+    """Index of each entry's first row in `features`, [S]. `features` may then contain rows of no
+    entry. None if `features` contains exactly the entries' rows, in order.
     """
 
     def __len__(self) -> int:
@@ -81,8 +84,8 @@ class Verdicts:
 
     @classmethod
     def of_verdicts(cls, verdicts: Sequence[Verdict]) -> Verdicts:
-        """Return one message with the verdicts of several sessions, whose features must have one
-        dtype and width.
+        """Return one message with these verdicts of several sessions. Their features must have the
+        same dtype and width.
         """
         features = [v.features for v in verdicts if v.features is not None]
         pieces = tuple(wire.data for wire in features)
@@ -102,14 +105,16 @@ class Verdicts:
         )
 
     def first_rows(self) -> Indices:
-        """Return the index of each entry's first feature row, [S]."""
+        """Return the index of each entry's first row in `features`, [S]."""
         if self.feature_offsets is not None:
             return self.feature_offsets
         first: Indices = np.cumsum(self.feature_counts) - self.feature_counts
         return first
 
     def iter_verdicts(self) -> list[Verdict]:
-        """Return each session's verdict; its features are None if it has no rows."""
+        """Return the verdicts of all entries. The features of an entry without feature rows are
+        None.
+        """
         ends, firsts = np.cumsum(self.token_counts), self.first_rows()
         rows = None if self.features is None else self.features.joined()
         result: list[Verdict] = []
@@ -134,11 +139,11 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Proposal:
-    """A draft tree of one session. It can be used only if `prefix_digest` is the session's current
-    one.
+    """A draft tree of one session. It can be used only if `prefix_digest` is the digest of the
+    session's present prefix.
 
-    A tree without nodes means that there is no draft for this prefix, so that the verifier decodes
-    without drafts at once instead of waiting for the proposal timeout.
+    A tree without nodes means that the drafter has no draft for this prefix. The verifier then
+    decodes without drafts immediately, instead of waiting for the proposal timeout.
     """
 
     handle: int
@@ -148,20 +153,25 @@ class Proposal:
     """Number of tokens in that prefix, prompt and root included."""
     tree: DraftTree
     distribution: DraftDistribution | None = None
-    """Draft probabilities by expanded node; None unless the rule needs them."""
+    """Draft probabilities of the children of each node; None unless the acceptance rule needs them.
+    """
     draft_us: int = 0
-    """Time spent drafting the batch in microseconds."""
+    """Time in microseconds that drafting took for the whole batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftDistributions:
-    """Draft distributions of the entries that have one. Such an entry with n nodes owns n + 1
-    slots."""
+    """Draft distributions of the entries of `Proposals` that have one.
+
+    Such an entry with n nodes owns n + 1 slots: one for the root and one for each node. A slot
+    holds the distribution from which the children of its node were drawn. L is the number of slots
+    and M the number of token ids in all slots.
+    """
 
     has_distribution: NDArray[np.bool_]
-    """[S]: whether an entry has a distribution."""
+    """Whether each entry has a distribution, [S]."""
     sizes: Indices
-    """[L]: (id, count) pairs of each slot."""
+    """Number of token ids in each slot, [L]."""
     ids: NDArray[np.int32]
     """Token ids of all slots, [M]."""
     counts: NDArray[np.uint16]
@@ -172,18 +182,20 @@ class DraftDistributions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Proposals:
-    """The drafts of a batch; int64 columns [S] unless noted. Handles repeat where a session is
-    drafted for more than one prefix."""
+    """Proposals of a draft batch, as columns with one entry for each proposal. Columns are int64
+    [S] unless noted. A session's handle occurs more than once if the batch has drafts for several
+    of its prefixes.
+    """
 
     handles: Indices
     digests: NDArray[np.uint64]
-    """Digest of the prefix that each tree continues."""
+    """Digest of the prefix that each tree continues, [S]."""
     prefix_lens: Indices
     node_counts: Indices
     tokens: NDArray[np.int32]
     """Token ids of the nodes, [N]."""
     parents: NDArray[np.int32]
-    """Index of each node's parent within the same tree, [N]; -1 is the root."""
+    """Index of each node's parent within the same tree, [N]; -1 means the root."""
     logprobs: NDArray[np.float32]
     """Cumulative log-probability of each node's path, [N]."""
     distributions: DraftDistributions | None = None
@@ -204,7 +216,7 @@ class Proposals:
         )
 
     def select(self, chosen: Indices) -> Proposals:
-        """Return the entries at the indices `chosen`, in that order."""
+        """Return a message with the entries at the indices `chosen`, in that order."""
         if len(chosen) == len(self) and bool((chosen == np.arange(len(self))).all()):
             return self
         nodes = owned_indices(self.node_counts, chosen)
@@ -241,8 +253,8 @@ class Proposals:
 
     @classmethod
     def concatenate(cls, messages: Sequence[Proposals]) -> Proposals:
-        """Return the entries of several messages without distributions, in order, with the longest
-        `draft_us`.
+        """Return one message with the entries of several messages, in order, and with the longest
+        `draft_us` of them. The messages must not have distributions.
         """
         assert all(message.distributions is None for message in messages)
         return cls(
@@ -260,8 +272,8 @@ class Proposals:
     def of_proposals(
         cls, proposals: Sequence[Proposal], *, draft_us: int | None = None
     ) -> Proposals:
-        """Return one message with several sessions' proposals. Its `draft_us` is the longest one
-        unless it is given.
+        """Return one message with these proposals. Its `draft_us` is the longest one of the
+        proposals unless it is given.
         """
         return cls(
             handles=_column([p.handle for p in proposals]),
@@ -290,7 +302,7 @@ class Proposals:
         )
 
     def nodes_of(self, index: int) -> slice:
-        """Return the slice of an entry's nodes in the flat arrays."""
+        """Return the slice of the flat arrays that contains the nodes of entry `index`."""
         begin = int(self.node_counts[:index].sum())
         return slice(begin, begin + int(self.node_counts[index]))
 
@@ -317,9 +329,9 @@ class Proposals:
 
 
 def valid_proposals(proposals: Proposals, *, vocab_size: int, max_nodes: int) -> NDArray[np.bool_]:
-    """Return which entries follow all rules of trees and distributions, [S], for a vocabulary of
-    `vocab_size` and at most `max_nodes` nodes. Handles may repeat. Never raises for decoded
-    messages.
+    """Return a mask [S] of the entries that follow all rules of trees and distributions, for a
+    vocabulary of `vocab_size` and at most `max_nodes` nodes in a tree. Several entries may have the
+    same handle. Never raises for decoded messages.
     """
     drafts = proposals
     sound = valid_trees(
@@ -348,7 +360,7 @@ def valid_proposals(proposals: Proposals, *, vocab_size: int, max_nodes: int) ->
 
 
 def is_last_occurrence(values: Indices) -> NDArray[np.bool_]:
-    """Return, for each value, whether it does not occur again later, [S]."""
+    """Return a mask [S] of the values that do not occur again at a higher index."""
     result = np.ones(len(values), dtype=np.bool_)
     if len(values) < 2:
         return result
@@ -361,8 +373,8 @@ def is_last_occurrence(values: Indices) -> NDArray[np.bool_]:
 
 
 def owner_and_offset(counts: Indices) -> tuple[Indices, Indices]:
-    """Return, for each element of flat arrays that entries own consecutively, the index of its
-    entry and its index within the entry.
+    """Return two indices for each element of a flat array: the index of the entry that owns it, and
+    its index within that entry. Entry e owns counts[e] consecutive elements.
     """
     owners = np.repeat(np.arange(len(counts)), counts)
     firsts = np.cumsum(counts) - counts
@@ -370,8 +382,8 @@ def owner_and_offset(counts: Indices) -> tuple[Indices, Indices]:
 
 
 def owned_indices(counts: Indices, chosen: Indices) -> Indices:
-    """Return the indices, in flat arrays, of the elements that the entries at `chosen` own, in that
-    order.
+    """Return the indices of the elements of a flat array that the entries `chosen` own, in the
+    order of `chosen`. Entry e owns counts[e] consecutive elements.
     """
     owners, places = owner_and_offset(counts[chosen])
     firsts = (np.cumsum(counts) - counts)[chosen]

@@ -1,4 +1,4 @@
-"""Self-description of a verifier or drafter: identity, capacity, load."""
+"""Information that verifiers and drafters give about themselves: identity, capacity, load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ class FeatureLayout(StrEnum):
 
     NONE = "none"
     PROJECTED = "projected"
-    """H values per token after the head's `fc` projection, which the verifier applies."""
+    """Output of the EAGLE head's `fc` projection, H values for each token. The verifier computes
+    it.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,40 +30,44 @@ class AttachedDrafter:
     methods: tuple[DraftMethod, ...]
     sessions: int
     answer_ms: float = 0.0
-    """Recent mean time from the end of a round to the drafter's proposals in milliseconds; 0 if
-    unknown.
+    """Recent mean time in milliseconds from the end of a round to the arrival of the drafter's
+    proposals; 0 if unknown.
     """
     same_host: bool = False
-    """Whether the drafter is known to be on the verifier's host."""
+    """Whether the drafter is known to run on the verifier's host."""
     answers: int = 0
     """Number of usable proposals since the verifier started."""
     proposal_timeouts: int = 0
     """Number of proposal timeouts since the verifier started."""
     invalid: int = 0
-    """Number of invalid messages and proposals since the verifier started."""
+    """Number of invalid messages and proposals of the drafter since the verifier started."""
     silent_ms: float = 0.0
-    """Time in milliseconds that a session has waited without any message from the drafter; 0 if no
-    session waits.
+    """Time in milliseconds for which a session has been waiting without any message from the
+    drafter; 0 if no session waits.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceExchangeInfo:
-    """Exchange of drafts and features between the devices of a verifier and a drafter."""
+    """State of a device exchange, which passes drafts and features directly between the devices of
+    a verifier and a drafter.
+    """
 
     drafter_id: DrafterId | None = None
-    """Drafter with which the exchange is open; None if it is not open, so that drafts are sent as
-    messages.
+    """Id of the drafter with which the exchange is open. If it is None, the exchange is not open,
+    and drafts are sent as messages.
     """
     memory: MemoryKind | None = None
     """Memory that the exchange buffers are in; None unless the exchange is open."""
     draft_length: int = 0
-    """Number of tokens in a draft."""
+    """Number of tokens in a draft chain."""
     idle_us_p50: float = 0.0
-    """Median idle time before a round in microseconds, over recent rounds of `idle_rows` rows."""
+    """Median time in microseconds for which the verifier's device was idle before a round, over
+    recent rounds of `idle_rows` rows.
+    """
     idle_rows: int = 0
-    """Most frequent number of decode rows in recent rounds, including padding; 0 before the first
-    measurement.
+    """Most frequent number of decode rows (one for each session, plus padding) in recent rounds; 0
+    before the first measurement.
     """
 
 
@@ -89,43 +95,46 @@ class VerifierInfo:
     round_ms_p50: float = 0.0
     """Median wall time of recent rounds in milliseconds."""
     forward_ms_p50: float = 0.0
-    """Median time in the target forward pass of recent rounds in milliseconds."""
+    """Median time in milliseconds of the target's forward pass in recent rounds."""
     overhead_ms_p50: float = 0.0
-    """Median time of recent rounds in milliseconds without the target forward pass and without
+    """Median time in milliseconds of recent rounds, without the target's forward pass and without
     waiting for drafts.
     """
     in_process_methods: tuple[DraftMethod, ...] = ()
     """Draft methods of the in-process drafter; sessions that use them have no separate drafter."""
     in_process_draft_length: int = 0
-    """Draft tokens per round of the in-process drafter; 0 if there is none."""
+    """Number of draft tokens per round of the in-process drafter; 0 if there is none."""
     simulated_acceptance: str = ""
     """Rates at which drafts are accepted at random (benchmarks only); empty otherwise."""
     planner: str = ""
-    """Decisions of the planner by workload class; empty if it decides nothing."""
+    """Text with the planner's decision for each workload class; empty if the planner decides
+    nothing.
+    """
     stats: SpecStats = field(default_factory=SpecStats)
     """Speculation statistics of all sessions since the start."""
     hit_idle_us_p50: float = 0.0
-    """Median time in microseconds between the end of a round and the submission of a round in which
-    all sessions have hits; 0 without such rounds.
+    """Median time in microseconds from the end of a round to the launch of the next one, over
+    rounds in which all sessions use drafts made by look-ahead (hits); 0 without such rounds.
     """
     draining: bool = False
     """Whether the verifier refuses new sessions because it is about to stop."""
     waiting_sessions: int = 0
-    """Number of sessions without KV: preempted, or not started."""
+    """Number of sessions that have no KV blocks, because they were preempted or have not started.
+    """
     preemptions_swap: int = 0
-    """Preemptions since the start whose KV was kept in host memory."""
+    """Number of preemptions since the start in which the KV was copied to host memory."""
     preemptions_recompute: int = 0
-    """Preemptions since the start whose KV was dropped."""
+    """Number of preemptions since the start in which the KV was dropped, to be computed again."""
     prefix_cache_query_tokens: int = 0
     """Number of tokens looked up in the prefix cache since the start."""
     prefix_cache_hit_tokens: int = 0
     """Number of tokens found in the prefix cache since the start."""
     engine_steps: int = 0
-    """Number of engine steps since the start. It grows while sessions make progress, also within a
-    long round and while they wait for proposals.
+    """Number of engine steps since the start. It grows as long as sessions make progress, even
+    within a long round and while sessions wait for proposals.
     """
     device_exchange: DeviceExchangeInfo | None = None
-    """Device exchange with a drafter; None if it is off."""
+    """State of the device exchange; None if it is off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +154,8 @@ class DrafterInfo:
     """Addresses of the verifiers to which the drafter is connected."""
     draft_ms_p50: float = 0.0
     handicap: str = ""
-    """How benchmarks slow the drafter down; empty otherwise."""
+    """Artificial slow-down of the drafter in benchmarks; empty otherwise."""
     draining: bool = False
-    """Whether the drafter is about to stop, so that its sessions should move to others."""
+    """Whether the drafter is about to stop. Its sessions should then move to other drafters."""
     max_sessions: int = 0
-    """Largest number of sessions that the drafter serves at once; 0 if unknown."""
+    """Largest number of sessions that the drafter can serve at the same time; 0 if unknown."""

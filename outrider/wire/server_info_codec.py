@@ -32,22 +32,22 @@ def _request_ids(values: Collection[str]) -> tuple[RequestId, ...]:
 
 
 def abort_request_to_pb(request_ids: Iterable[RequestId]) -> pb.AbortRequest:
-    """Encode the ids to cancel."""
+    """Encode a request to cancel the requests with these ids."""
     return pb.AbortRequest(request_ids=request_ids)
 
 
 def abort_request_from_pb(message: pb.AbortRequest) -> tuple[RequestId, ...]:
-    """Decode the ids to cancel."""
+    """Decode the ids of the requests to cancel."""
     return _request_ids(message.request_ids)
 
 
 def abort_response_to_pb(aborted: Iterable[RequestId]) -> pb.AbortResponse:
-    """Encode the ids that were cancelled."""
+    """Encode the ids of the requests that were cancelled."""
     return pb.AbortResponse(aborted_request_ids=aborted)
 
 
 def abort_response_from_pb(message: pb.AbortResponse) -> tuple[RequestId, ...]:
-    """Decode the ids that were cancelled."""
+    """Decode the ids of the requests that were cancelled."""
     return _request_ids(message.aborted_request_ids)
 
 

@@ -1,7 +1,7 @@
 """Codec of the session stream between router and verifier.
 
-A round's events are a few columns: encoding and checking them costs the same for one session as for
-hundreds, except for copying their bytes.
+The events of a round are encoded as a few columns. Encoding and checking them therefore costs the
+same for one session as for hundreds, except for copying their bytes.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def encode_sessions_request(message: SessionsRequest) -> bytes:
 
 
 def decode_sessions_request(data: bytes | memoryview) -> SessionsRequest | MalformedOpen:
-    """Decode one message of a router. Raises InvalidMessageError for invalid data. An invalid
-    session specification is returned as `MalformedOpen`, so that only its session fails.
+    """Decode one message of a router. Raises InvalidMessageError for invalid data. A `SessionOpen`
+    with an invalid specification is returned as `MalformedOpen`, so that only its session fails.
     """
     frame = parse_message(pb.SessionsRequest, data)
     match frame.WhichOneof("message"):
@@ -134,8 +134,8 @@ def encode_sessions_message(message: SessionsMessage) -> bytes:
 
 
 def decode_sessions_message(data: bytes | memoryview) -> SessionsMessage:
-    """Decode one message of a verifier. Raises InvalidMessageError for invalid data and for columns
-    of different lengths. A row of events that is invalid by itself gets the finish reason
+    """Decode one message of a verifier. Raises InvalidMessageError for invalid data, and for events
+    whose columns have different lengths. An invalid row of events gets the finish reason
     MALFORMED_ROW, so that only its session fails.
     """
     frame = parse_message(pb.SessionsResponse, data)
@@ -252,7 +252,7 @@ def _mark_malformed(events: SessionEvents) -> None:
 
 
 def _senseless_logprobs(logprobs: EventLogprobs, counts: NDArray[np.uint32]) -> NDArray[np.bool_]:
-    """Return which rows have an invalid log-probability or token id, [n]."""
+    """Return a mask [n] of the rows that have an invalid log-probability or token id."""
     bad = np.zeros(len(counts), dtype=np.bool_)
     rows = np.arange(len(counts))
     widths = logprobs.widths.astype(np.int64)

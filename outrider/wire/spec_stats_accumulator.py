@@ -1,4 +1,4 @@
-"""Speculation statistics of a session, accumulated round by round, and decision labels."""
+"""Accumulation of a session's speculation statistics, and texts of the planner's decisions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from outrider.wire.messages import (
 
 _REASONS: Final = ("", *DecodingModeReason)
 REASON_FLAGS: Final = {why: code << DECISION_SHIFT for code, why in enumerate(_REASONS)}
-"""Event flags by the reason of the planner's decision."""
+"""Event flags for each reason of a planner's decision."""
 
 
 def describe_decision(flags: int) -> str:
     """Return the planner's decision for a round and its reason, such as "speculate/faster", or ""
-    if the planner decides nothing. `flags` are bits as in `SessionEvents`.
+    if the planner decides nothing. `flags` are event flags as in `SessionEvents.flags`.
     """
     return _DECISIONS[flags & _DECISION_BITS]
 
@@ -53,10 +53,11 @@ def add_round(
     `proposed` is the number of draft nodes verified, and `accepted_len` the number accepted (<=
     proposed). `emitted` is the number of tokens that reached the stream: usually accepted_len + 1,
     fewer if a stop ended the session. `fallback` says that the plan is speculative but there was no
-    proposal. `target_only` says that the rejection rule used target-only because the draft
-    distribution was missing. `planned` holds the event flags of the planner's decision, or 0 if it
-    decides nothing. `looked_ahead` says that the plan has look-ahead and the round used a proposal
-    or wanted one. `hit` says that this proposal arrived before its prefix was known.
+    proposal. `target_only` says that the session has the rejection rule, but the round used the
+    target-only rule because the draft distribution was missing. `planned` holds the event flags of
+    the planner's decision, or 0 if it decides nothing. `looked_ahead` says that the plan has
+    look-ahead and the session wanted a proposal. `hit` says that this proposal arrived before its
+    prefix was known.
     """
     assert 0 <= accepted_len <= proposed, (accepted_len, proposed)
     per_depth = stats.accepted_per_depth

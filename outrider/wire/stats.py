@@ -7,40 +7,43 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecStats:
-    """Speculation counters of one session, cumulative."""
+    """Speculation counters of one session since it began, or of all sessions of a verifier."""
 
     rounds: int = 0
-    """Verify rounds of this session that emitted tokens, prefill excluded."""
+    """Number of verification rounds that emitted tokens. Prefill is not counted."""
     emitted: int = 0
-    """Tokens emitted by these rounds."""
+    """Number of tokens that the `rounds` emitted."""
     proposed: int = 0
-    """Draft nodes verified."""
+    """Number of draft nodes that were verified."""
     accepted: int = 0
-    """Draft nodes accepted."""
+    """Number of draft nodes that were accepted."""
     fallback_rounds: int = 0
-    """Rounds with a speculative plan that had no proposal."""
+    """Number of rounds for which the plan was speculative but there was no proposal."""
     target_only_rounds: int = 0
-    """Rounds under the rejection rule that used target-only because the draft distribution was
-    missing."""
+    """Number of rounds of the rejection rule that used the target-only rule, because the draft
+    distribution was missing."""
     accepted_per_depth: tuple[int, ...] = ()
-    """Number of accepted draft tokens at depth d (1-based, index d-1)."""
+    """Number of accepted draft tokens at each depth. Index 0 is depth 1, below the root."""
     paused_rounds: int = 0
-    """Rounds without speculation because the verifier's planner measured that to be faster."""
+    """Number of rounds without speculation because the verifier's planner measured that to be
+    faster."""
     decision: str = ""
     """Decision of the verifier's planner for the newest round, with its reason, such as
-    "speculate/faster"; empty if the planner is fixed."""
+    "speculate/faster"; empty if the planner decides nothing."""
     look_ahead_rounds: int = 0
-    """Rounds with look-ahead that used a proposal or wanted one."""
+    """Number of rounds in which the plan had look-ahead and the session wanted a proposal
+    (look-ahead rounds)."""
     hit_rounds: int = 0
-    """Look-ahead rounds whose proposal arrived before its prefix was known (hits)."""
+    """Number of look-ahead rounds whose proposal arrived before its prefix was known (hits)."""
     hit_accepted: int = 0
-    """Draft nodes accepted in hit rounds."""
+    """Number of draft nodes accepted in hits."""
     fresh_rounds: int = 0
-    """Look-ahead rounds whose proposal was made for a known prefix (fresh)."""
+    """Number of look-ahead rounds whose proposal was made after its prefix was known (fresh
+    rounds)."""
     fresh_accepted: int = 0
-    """Draft nodes accepted in fresh rounds."""
+    """Number of draft nodes accepted in fresh rounds."""
     drafted_rounds: int = 0
-    """Rounds that verified draft nodes."""
+    """Number of rounds that verified at least one draft node."""
 
     @property
     def hit_rate(self) -> float:
@@ -49,12 +52,12 @@ class SpecStats:
 
     @property
     def accepted_per_hit(self) -> float:
-        """Mean accepted draft nodes per hit round."""
+        """Mean number of accepted draft nodes in a hit."""
         return _ratio(self.hit_accepted, self.hit_rounds)
 
     @property
     def accepted_per_fresh_round(self) -> float:
-        """Mean accepted draft nodes per fresh look-ahead round."""
+        """Mean number of accepted draft nodes in a fresh look-ahead round."""
         return _ratio(self.fresh_accepted, self.fresh_rounds)
 
 

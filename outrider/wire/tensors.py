@@ -39,8 +39,8 @@ UINT32 = np.dtype("<u4")
 
 
 def pack(values: NDArray[np.generic], dtype: np.dtype[np.generic]) -> bytes:
-    """Return a vector as packed little-endian elements of `dtype`, which must be able to hold the
-    values.
+    """Return the elements of a vector as packed little-endian bytes of `dtype`, which must be able
+    to hold the values.
     """
     return values.astype(dtype, casting="same_kind", copy=False).tobytes()
 
@@ -48,8 +48,9 @@ def pack(values: NDArray[np.generic], dtype: np.dtype[np.generic]) -> bytes:
 def unpack(
     data: bytes, dtype: np.dtype[np.generic], name: str, *, max_len: int
 ) -> NDArray[np.generic]:
-    """Return the vector packed in `data`. Raises InvalidMessageError if its size is invalid or
-    larger than `max_len`.
+    """Return the vector of `dtype` that is packed in `data`. Raises InvalidMessageError if the size
+    of `data` is invalid or the vector has more than `max_len` elements. The error names the field
+    `name`.
     """
     length, rest = divmod(len(data), dtype.itemsize)
     if rest:

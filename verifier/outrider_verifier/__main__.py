@@ -47,8 +47,8 @@ _EXIT_MISUSE = 2
 
 
 def parse_args(argv: Sequence[str] | None = None) -> VerifierConfig:
-    """Return the configuration from a file, the environment and flags. Raises
-    InvalidRequestError."""
+    """Return the configuration, read from a file, environment variables and flags. Raise
+    InvalidRequestError if it is invalid."""
     return parse_config(VerifierConfig, make_parser(), argv, "verifier").config
 
 
@@ -151,8 +151,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def serve(config: VerifierConfig) -> int:
-    """Serve until SIGTERM, SIGINT or SIGHUP, then drain; or stop when the device is lost. Return
-    the exit status."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain the sessions. If the device is lost or the
+    engine thread hangs, stop without draining. Return the exit status."""
     with BusyCores.claim(config.busy_polling_cores) as busy_cores:
         return await _serve(config, busy_cores)
 

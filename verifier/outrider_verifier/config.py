@@ -22,18 +22,18 @@ from outrider_verifier.state.simulated_acceptance import parse_rates
 DTYPES = ("float32", "bfloat16")
 SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
 MAX_IN_PROCESS_DRAFT_LENGTH = 64
-"""Maximum number of draft tokens per round of an in-process drafter."""
+"""Upper limit of the settings `draft_length` and `draft_tree_nodes`."""
 MAX_EXCHANGE_TIMEOUT_MS = 1000.0
-"""Maximum time that a round waits for drafts of device_exchange, in ms."""
+"""Upper limit of the setting `exchange_timeout_ms`."""
 MAX_EXCHANGE_FAN_OUT = 32
-"""Maximum number of outcomes of a round that are drafted for while the round runs."""
+"""Upper limit of the setting `exchange_fan_out`."""
 MAX_EXCHANGE_AHEAD_SESSIONS = 16
-"""Maximum number of sessions of a round whose outcomes are drafted for while the round runs."""
+"""Upper limit of the setting `exchange_ahead_sessions`."""
 MAX_EXCHANGE_DISTRIBUTION_IDS = 4096
-"""Maximum number of ids in a draft distribution of device_exchange."""
+"""Upper limit of the setting `exchange_distribution_ids`."""
 MIN_SHORTENED_CHAIN = 3
-"""Minimum number of draft tokens of chains that the planner may shorten when many sessions
-decode."""
+"""Minimum `draft_length` with which the planner may use chains that are one token shorter when many
+sessions decode."""
 DEFAULT_KV_TOKENS = 32768
 """KV budget in tokens if none is configured and the device's memory does not determine one."""
 PLANNERS = AUTOMATIC_PLANNER, FIXED_PLANNER = ("automatic", "fixed")
@@ -270,33 +270,36 @@ class VerifierConfig:
 
     @property
     def is_on_cuda(self) -> bool:
-        """Whether the target computes on a CUDA device. Otherwise it computes on CPU cores that it
-        shares with drafters."""
+        """Whether the target computes on a CUDA device. On a CPU, the target shares the cores with
+        drafters."""
         return self.device.startswith("cuda")
 
     @property
     def batch_wait_s(self) -> float:
-        """`batch_wait_ms` in seconds. The automatic value is resolved if it is a time, and is 0 if
-        it is a number of rounds."""
+        """The setting `batch_wait_ms` in seconds. Its automatic value is 5 ms on a CUDA device. On
+        a CPU it is a number of rounds: `batch_wait_rounds` returns it, and this property is 0."""
         if self.batch_wait_ms != AUTOMATIC:
             return self.batch_wait_ms / 1000.0
         return CUDA_GATHER_S if self.is_on_cuda else 0.0
 
     @property
     def batch_wait_rounds(self) -> float:
-        """Automatic value of `batch_wait_ms` as a number of rounds; 0 if it is a time."""
+        """Automatic value of the setting `batch_wait_ms` on a CPU, as a number of rounds. It is 0
+        on a CUDA device or if the setting is not automatic; then `batch_wait_s` applies."""
         automatic = self.batch_wait_ms == AUTOMATIC and not self.is_on_cuda
         return CPU_GATHER_ROUNDS if automatic else 0.0
 
     @property
     def max_proposal_wait_s(self) -> float:
-        """Maximum wait for a proposal if the planner chooses the wait, in seconds, unless two
-        rounds take longer. This is the time that a stopped drafter costs."""
+        """Maximum time, in seconds, for which the planner lets a session wait for a proposal. If
+        two rounds take longer, the maximum is their time. A drafter that stops delays its sessions
+        by this time."""
         return CUDA_CEILING_S if self.is_on_cuda else CPU_CEILING_S
 
     @property
     def resolved_prefill_tokens(self) -> int:
-        """`prefill_tokens_per_round` with the automatic value resolved."""
+        """The setting `prefill_tokens_per_round`, or its automatic value for this device if it is
+        0."""
         automatic = CUDA_PREFILL if self.is_on_cuda else CPU_PREFILL
         return self.prefill_tokens_per_round or automatic
 
@@ -328,7 +331,7 @@ class VerifierConfig:
     @property
     def short_chain_tokens(self) -> int:
         """Number of draft tokens of the shorter chains that the planner may use when many sessions
-        decode; 0 if there are none."""
+        decode; 0 if it uses none."""
         chooses = self.planner == AUTOMATIC_PLANNER and not self.simulated_acceptance
         is_chain = self.draft_top_k == 1 and self.draft_length >= MIN_SHORTENED_CHAIN
         drafts = self.has_in_process_drafter or self.exchanges_on_device

@@ -14,9 +14,9 @@ class RoundThrottle(Protocol):
     methods; which of them it calls depends on the model runner."""
 
     def delay_forward(self, num_tokens: int, began: float) -> None:
-        """Wait on the host. The CPU runner calls this after the forward pass of each round.
-        `num_tokens` is the number of token rows in the batch, and `began` the time at which the
-        pass began, on the clock of `time.perf_counter`."""
+        """Wait on the host, to make the round last longer. The CPU runner calls this after the
+        forward pass of each round. `num_tokens` is the number of token rows in the batch, and
+        `began` the time at which the pass began, on the clock of `time.perf_counter`."""
         ...
 
     def calibrate(self, measured: Mapping[RoundShape, float]) -> Mapping[RoundShape, float]:
@@ -27,8 +27,9 @@ class RoundThrottle(Protocol):
         ...
 
     def delay_launch(self, shape: RoundShape) -> None:
-        """Make the device wait on its current stream. The GPU runner calls this after each launch
-        of a round. The method must not wait for the device."""
+        """Make the current stream of the device wait, so that the round lasts longer. The GPU
+        runner calls this after each launch of a round. The method itself must not wait for the
+        device."""
         ...
 
 

@@ -4,6 +4,6 @@ cli.py                     `outrider bench events`: events per second and proces
                            router process.
 client.py                  Client process of `outrider bench events`: streams answers one after
                            another.
-scripted_verifier.py       Model-free verifier of `outrider bench events`: every round emits a row
-                           for every session.
+scripted_verifier.py       Verifier without a model for `outrider bench events`: every round emits
+                           tokens for every session.
 """

@@ -1,8 +1,9 @@
 """`outrider bench events`: events per second and processor cost of one router process.
 
-A scripted verifier emits rounds over gRPC, a real router forwards them, and client processes stream
-the answers. On a shared machine the router's processor time per event is more reliable than the
-rate. Both are reported, with the rate that one whole core would give.
+A verifier without a model sends events at a given rate, a real router forwards them, and client
+processes stream the answers. On a shared machine the router's processor time per event is more
+reliable than the rate of events. Both are reported, and also the rate that the router would reach
+with one whole core.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from outrider_bench.report import format_table, print_progress, print_result
 FRONTS = GRPC, HTTP = ("grpc", "http")
 READY_S = 60.0
 WARM_S = 2.0
-"""Seconds between the first streams and the measurement."""
+"""Seconds of warm-up between the start of the streams and the measurement."""
 _TOKENS = "outrider_round_tokens_total "
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -119,8 +120,8 @@ def _cell(
 
 
 def _emitted(http: str) -> float:
-    """Return the number of tokens that a router has passed on, from its metrics. Clients over HTTP
-    do not see tokens."""
+    """Return the number of tokens that a router has passed on to clients, as its metrics report it.
+    Clients over HTTP cannot count tokens themselves."""
     with urllib.request.urlopen(f"http://{http}/metrics", timeout=30.0) as answer:
         lines = answer.read().decode().splitlines()
     return float(next(line for line in lines if line.startswith(_TOKENS)).rpartition(" ")[2])

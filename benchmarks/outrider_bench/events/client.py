@@ -1,7 +1,7 @@
 """Client process of `outrider bench events`: streams answers one after another.
 
 It prints {"event": "ready"}. Then, for each line on stdin, it prints its totals so far:
-{"messages": N, "requests": N, "cpu_s": S, "at": monotonic seconds}.
+{"messages": N, "requests": N, "cpu_s": S, "at": T}, where T is the monotonic time in seconds.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from outrider.process_tuning import run_event_loop
 
 
 class Received:
-    """Totals received by the streams of this process."""
+    """Counts the messages and the finished requests of all streams of this process."""
 
     def __init__(self) -> None:
         self.messages = 0
         self.requests = 0
 
     async def follow(self, client: AsyncClient, max_tokens: int) -> None:
-        """Stream one answer after another until cancelled."""
+        """Stream one answer after another until the task is cancelled."""
         while True:
             async with client.stream("events", max_tokens=max_tokens, ignore_eos=True) as stream:
                 async for _ in stream:
@@ -34,8 +34,8 @@ class Received:
             self.requests += 1
 
     async def follow_http(self, address: str, max_tokens: int) -> None:
-        """Stream one answer after another over HTTP until cancelled; parse only what counting
-        needs."""
+        """Stream one answer after another over HTTP until the task is cancelled. Events are counted
+        without decoding them, to save processor time."""
         host, _, port = address.rpartition(":")
         body = {"prompt": "events", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         content = json.dumps({**body, "temperature": 0}).encode()

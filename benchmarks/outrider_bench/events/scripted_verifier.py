@@ -1,4 +1,4 @@
-"""Model-free verifier of `outrider bench events`: every round emits a row for every session.
+"""Verifier without a model for `outrider bench events`: every round emits tokens for every session.
 
 It prints {"event": "ready", "address": HOST:PORT}, like a real verifier.
 """
@@ -33,18 +33,19 @@ from outrider.wire.messages import (
 
 MAX_SESSIONS = 4096
 FIRST_ID, LAST_ID = 1000, 9000
-"""Range of the emitted token ids, which are ordinary words in most vocabularies."""
+"""First and last id of the range from which tokens are emitted. In most vocabularies these ids are
+ordinary words."""
 
 
 class ScriptedVerifier(SessionIteratorMixin):
-    """Verifier that emits `tokens` token ids per session and round, at a fixed interval of
-    rounds."""
+    """Verifier without a model that runs a round every `interval_s` seconds. A round emits `tokens`
+    token ids for each session."""
 
     def __init__(self, *, interval_s: float, tokens: int, tokenizer: str, vocab_size: int) -> None:
         self._interval_s, self._tokens = interval_s, tokens
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._left: dict[int, int] = {}
-        """Number of tokens that each session has yet to emit, by handle."""
+        """Number of tokens that each session has yet to emit, indexed by the session's handle."""
 
     async def info(self) -> VerifierInfo:
         """Return the identity and the capacity of the verifier."""
@@ -116,17 +117,17 @@ class ScriptedVerifier(SessionIteratorMixin):
         )
 
     async def sessions(self) -> RouterConnection:
-        """Raise UnavailableError: sessions are served to routers only."""
+        """Raise UnavailableError, because this verifier serves only routers."""
         raise UnavailableError("only routers are served", reason="UNIMPLEMENTED")
 
     async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
-        """Ignore the plan: rounds are scripted."""
+        """Ignore the plan, because no drafts are verified."""
 
     async def close_session(self, session_id: SessionId) -> None:
-        """Do nothing: sessions are known by their handles."""
+        """Do nothing, because routers close their sessions by a message (see `serve_sessions`)."""
 
     async def exchange(self, connection: VerifierConnection) -> None:
-        """Close the connection: drafters are not served."""
+        """Close the connection, because this verifier does not serve drafters."""
         await connection.close()
 
 

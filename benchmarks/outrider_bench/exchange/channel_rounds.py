@@ -1,8 +1,9 @@
 """Round trips between the worker threads of two processes over channels.
 
-The verifier's worker thread encodes a round's verdicts; the drafter's worker thread decodes them
-and answers with proposals, which the first one decodes. Features are in host memory before a round
-begins. Copies between devices and hosts, which a service also makes, are not included.
+The verifier's worker thread encodes and sends the verdicts of a round. The drafter's worker thread
+decodes them and answers with proposals, which the verifier's worker thread decodes. Features are in
+host memory before a round begins. A service also copies between devices and hosts; these copies are
+not measured.
 """
 
 from __future__ import annotations
@@ -37,8 +38,12 @@ def run_transport(
     *,
     width: int = FEATURE_SIZE,
 ) -> list[list[float]]:
-    """Run the round trips of every case (sessions, work in ms) in a process pair of their own.
-    Return the microseconds of each round trip, by case."""
+    """Start a drafter process for the transport and measure every case with it. A case is (number
+    of sessions, verifier's work per round in ms).
+
+    Returns one list for each case, in order: the microseconds of each of its `rounds` round trips.
+    `width` is the number of values of a feature.
+    """
     serve, through = TRANSPORTS[transport]
     results: list[list[float]] = []
 
@@ -67,8 +72,9 @@ def run_transport(
 def measure(
     channel: BenchChannel, sessions: int, *, rounds: int, pause_s: float, width: int
 ) -> list[float]:
-    """Return the microseconds of each round trip of the verifier's worker thread. A pause of
-    `pause_s` before each one stands for the verifier's work."""
+    """Return the microseconds of each of `rounds` round trips, as the verifier's worker thread
+    measures them. The thread pauses for `pause_s` before each round trip, in place of the
+    verifier's work. `width` is the number of values of a feature."""
     keep_freed_memory()
     messages = [
         verdicts(sessions, tokens=accepted_tokens(number), width=width)
@@ -88,8 +94,8 @@ def measure(
 
 
 def _in_shm(message: Verdicts, channel: BenchChannel) -> Verdicts:
-    """Return the message with its features in shared memory, if the transport sends them from
-    there. A device would have written them there."""
+    """Return the message with its features copied to shared memory, if the channel can send them
+    from there without another copy. In a service a device writes them there."""
     features = message.features
     if not isinstance(channel, InPlaceShmBenchChannel) or features is None:
         return message

@@ -1,9 +1,13 @@
-"""Channels compared by the exchange benchmark: the drafter's end and the verifier's end.
+"""Channels that the exchange benchmark compares, each with the drafter's end and the verifier's
+end.
 
-`grpc.aio`, with an event loop on either side, is used between hosts. `shm` is the shared-memory
-channel used on one host; `shm.in_place` is the same with features that a device has written into
-its memory. With `grpc` the worker threads read and write a synchronous stream, with `socket` a Unix
-socket. With `socket.aio` the event loops own the socket.
+  grpc.aio      stream of gRPC owned by an event loop on each side; Outrider uses it between hosts
+  shm           shared-memory channel; Outrider uses it on one host
+  shm.in_place  like shm, but the features are already in the channel's memory, as if a device had
+                written them there
+  grpc          synchronous stream of gRPC that the worker threads read and write
+  socket        Unix socket that the worker threads read and write
+  socket.aio    Unix socket that event loops read and write
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ _WAIT_S = 30.0
 
 
 class BenchChannel(Protocol):
-    """Interface of a channel that carries frames between two worker threads."""
+    """Interface of a channel that carries frames between the worker threads of two processes."""
 
     def send(self, frame: Frame) -> None:
         """Send a frame to the other end."""
@@ -54,7 +58,8 @@ class BenchChannel(Protocol):
 
 
 def answer_rounds(channel: BenchChannel) -> None:
-    """Answer rounds in the drafter's thread with a chain of four tokens for every session."""
+    """Answer each round of verdicts with a draft for every session, a chain of four tokens. This is
+    the loop of the drafter's worker thread."""
     keep_freed_memory()
     made: dict[int, Proposals] = {}
     while True:
@@ -77,20 +82,20 @@ def _joined(frame: Frame) -> bytes:
 
 
 class LoopChannel:
-    """Channel of a worker thread whose stream is owned by an event loop."""
+    """Channel of a worker thread whose frames are read and written by an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._write: Callable[[bytes], Any] | None = None
         self._writing: set[asyncio.Future[Any]] = set()
-        """Writes that are not done yet. This reference keeps them alive."""
+        """Pending writes. The event loop itself keeps only weak references to them."""
         self._write_lock = asyncio.Lock()
-        """Held during a write: gRPC takes one write of a stream at a time, and an answer can arrive
-        before the write that it answers has returned."""
+        """Held during a write. gRPC allows only one write at a time per stream, and the answer to a
+        frame can arrive, and cause the next write, before the write of that frame has returned."""
 
     async def serve(self, stream: Any) -> None:
-        """Run the stream on the event loop until it ends."""
+        """Read frames from the stream on the event loop until the stream ends."""
         self._write = stream.write
         while (frame := await stream.read()) is not grpc.aio.EOF:
             self._arrived.put(frame)
@@ -113,14 +118,15 @@ class LoopChannel:
 
 
 class StreamChannel:
-    """Channel whose worker thread reads and writes a synchronous stream."""
+    """Channel whose worker thread reads and writes a synchronous stream of gRPC."""
 
     def __init__(self) -> None:
         self._leaving: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.incoming: Iterator[bytes] = iter(())
 
     def outgoing(self) -> Iterator[bytes]:
-        """Yield the frames that gRPC's own thread writes."""
+        """Yield the frames to send. gRPC iterates over them in a thread of its own and writes
+        them."""
         while True:
             yield self._leaving.get()
 
@@ -174,14 +180,16 @@ class ShmBenchChannel:
 
 
 class InPlaceShmBenchChannel(ShmBenchChannel):
-    """Shared-memory channel with features that a device has written into its memory."""
+    """Shared-memory channel whose memory contains the features already, as if a device had written
+    them there."""
 
     def __init__(self, shm_channel: ShmChannel) -> None:
         super().__init__(shm_channel)
         shm_channel.allow_reservations(lambda memory: True)
 
     def reserve(self, size: int) -> NDArray[np.uint8] | None:
-        """Reserve a frame; see `ShmChannel.reserve_frame`."""
+        """Reserve `size` bytes of the channel's memory for features; see
+        `ShmChannel.reserve_frame`."""
         return self._shm_channel.reserve_frame(size)
 
 

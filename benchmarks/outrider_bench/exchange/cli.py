@@ -1,8 +1,8 @@
 """Idle time of a round between a verifier and a drafter in two processes, without models.
 
-One table compares the transports over which both exchange rounds, with the same payload: features
-of the accepted rows of a chain of four, and the next chain. Its figures are the microseconds in
-which neither side works because of the exchange, measured in two ways:
+A table compares transports. Each of them carries the same payload: the accepted tokens of a chain
+of four with their features, and the next chain. The figures are the microseconds of a round in
+which neither side works, because the exchange takes this time. They are measured in two ways:
 
 - Channels (`shm`, the shared-memory channel of one host; `grpc.aio`, between hosts; variants of
   both): a round trip of host threads by the host's clock, including encoding and decoding. Features
@@ -10,12 +10,14 @@ which neither side works because of the exchange, measured in two ways:
   not included.
 - Exchange buffers (`buffers.device`, in device memory; `buffers.host`, in host memory that both
   devices map): the time from the end of a round to the end of the next one by timestamps of the
-  verifier's device, minus the work of both sides. It includes reading, checking and writing rows,
-  and kernels that compare every value. Without a CUDA device `buffers.host` runs the PyTorch
-  reference of the kernels on the CPU, timed by the host's clock.
+  verifier's device, minus the work of both sides. It includes the kernels that read, check and
+  write the buffers, and kernels of the benchmark that compare every value with the expected one.
+  Without a CUDA device `buffers.host` runs the PyTorch reference of the kernels on the CPU, timed
+  by the host's clock.
 
-Over a channel, work (`--work-ms`) is a pause of the verifier's thread before a round trip. Over
-buffers it is a sleeping kernel of the verifier, and one of a quarter of that time of the drafter.
+The work of both sides (`--work-ms`) is simulated. Over a channel it is a pause of the verifier's
+thread before a round trip. Over buffers it is a sleeping kernel of the verifier, and one of a
+quarter of that time of the drafter.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from outrider_bench.exchange.payload import DRAFT_LENGTH, FEATURE_BYTES, FEATURE
 from outrider_bench.report import format_table, print_progress, print_result
 
 BUFFERS: Final = {"buffers.device": "device", "buffers.host": "host"}
-"""Transports over exchange buffers, with the kind of memory that holds the buffers."""
+"""Kind of memory that holds the exchange buffers ("device" or "host"), by name of the transport."""
 ALL_TRANSPORTS: Final = (*BUFFERS, *TRANSPORTS)
 DEFAULT_TRANSPORTS: Final = ("buffers.device", "buffers.host", "shm", "grpc.aio")
 BY_CHANNEL: Final = "round trip of host threads, with encoding and decoding"
@@ -49,14 +51,14 @@ _MAX_WORK_MS: Final = 1000.0
 
 
 class TransportTimes(NamedTuple):
-    """Results of one transport."""
+    """Measurements of one transport in all cases."""
 
     measured: str
-    """Description of what the microseconds measure."""
+    """Description of what the microseconds include and which clock measures them."""
     idle_us: list[list[float]]
-    """Microseconds of each round, by case."""
+    """Idle microseconds of each round: one list for each case."""
     figures: list[dict[str, Any]]
-    """Other figures, by case."""
+    """Other figures, for instance the number of wrong rounds: one dict for each case."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +124,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _read_flags(args: argparse.Namespace) -> tuple[list[int], list[float], list[str]]:
-    """Return the sessions, the work in ms and the transports. Raises InvalidRequestError."""
+    """Return the numbers of sessions, the verifier's work in ms and the names of the transports
+    that the flags list. Raises InvalidRequestError."""
     try:
         sessions = [int(part) for part in args.sessions.split(",")]
         works = [float(part) for part in args.work_ms.split(",")]
@@ -223,7 +226,8 @@ def _cells(
 
 
 def _faults(cells: Sequence[dict[str, Any]], work_ms: float) -> str:
-    """Return what went wrong in the rounds with this work, as text for the table; usually empty."""
+    """Return a description of the errors in the rounds with this work, for the table; "" if there
+    are none."""
     faults = ""
     for cell in cells:
         if cell["work_ms"] != work_ms:

@@ -1,14 +1,14 @@
 """Rounds of two processes over exchange buffers, without models.
 
-Each side replays one CUDA graph per round, two rounds ahead of its device, as verifier and drafter
-do. The verifier waits for drafts, reads them, works, and writes accepted tokens and features. The
-drafter waits for these, reads them, works, and writes drafts. Work is a sleeping kernel, so the
-time of a round beyond the work of both sides is the cost of the exchange. It includes the time in
-which each side checks what the other one wrote.
+Each side replays one CUDA graph per round and launches rounds ahead of its device, as verifier and
+drafter do. The verifier waits for drafts, reads them, works, and writes accepted tokens and
+features. The drafter waits for the tokens and features, reads them, works, and writes drafts. Work
+is a sleeping kernel, so the time of a round beyond the work of both sides is the cost of the
+exchange. It includes the time in which each side checks what the other one wrote.
 
-Buffers are in the memory of the two devices, or in host memory that both map. On a CPU both sides
-run the PyTorch reference of the same kernels over shared host memory; the times say what the
-protocol costs there, and nothing about devices.
+Buffers are in the memory of the two devices, or in host memory that both devices map. On a CPU both
+sides run the PyTorch reference of the same kernels over shared host memory. Times on a CPU are not
+comparable with those of devices.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from outrider_bench.exchange.payload import DRAFT_LENGTH, FEATURE_SIZE
 VOCAB: Final = 32_000
 CHAIN: Final = DRAFT_LENGTH
 AHEAD: Final = 2
-"""Number of rounds that a side launches before it waits for the first of them."""
+"""Number of rounds that a side launches before it waits for the first of them to end."""
 BOUND_US: Final = 30_000
 """Maximum time that the verifier's device waits for drafts, in microseconds."""
 CPU_BOUND_US: Final = 2_000_000
@@ -80,23 +80,25 @@ _ERROR: Final = "error: "
 
 
 class RoundDevices(NamedTuple):
-    """Devices of both sides of a measurement."""
+    """Names of the devices of verifier and drafter in a measurement, such as "cuda:0" or "cpu"."""
 
     verifier: str
     drafter: str
 
 
 class RoundTimes(NamedTuple):
-    """Results of a measurement."""
+    """Times and errors of the rounds of one measurement."""
 
     idle_us: list[float]
-    """Microseconds of each round beyond the work of both sides."""
+    """Microseconds of each round, minus the work of both sides."""
     attach_ms: float
-    """Milliseconds to map the drafter's memory."""
+    """Milliseconds in which the verifier mapped the drafter's memory."""
     mismatches: int
-    """Number of rounds in which a side found wrong values, or found them too late."""
+    """Number of rounds in which the verifier read unexpected drafts or none, plus the number of
+    rounds in which the drafter read unexpected features or none."""
     is_open: bool
-    """Whether the exchange stayed open to the end. Rounds after it is closed exchange nothing."""
+    """Whether both sides had the exchange open at the end. Nothing is exchanged in rounds after one
+    side has closed it."""
 
 
 class RoundSettings(NamedTuple):
@@ -105,11 +107,11 @@ class RoundSettings(NamedTuple):
     rows: int
     rounds: int
     verify_us: int
-    """Microseconds of the verifier's work; 0: none."""
+    """Duration of the verifier's work in a round, in microseconds; 0 for no work."""
     draft_us: int
-    """Microseconds of the drafter's work."""
+    """Duration of the drafter's work in a round, in microseconds; 0 for no work."""
     width: int = FEATURE_SIZE
-    """Width of a feature."""
+    """Number of bfloat16 values of a feature."""
 
     @property
     def shape(self) -> ExchangeShape:
@@ -414,7 +416,8 @@ def _clock_mhz(device: torch.device) -> float:
 
 
 def serve_drafter(connected: socket.socket, device_name: str) -> None:
-    """Run the drafter's side of each measurement that the verifier's process asks for."""
+    """Run the drafter's side of each measurement that the verifier's process requests over
+    `connected`."""
     link, device = _Link(connected), _use_device(device_name)
     try:
         _serve(link, device)
@@ -528,11 +531,13 @@ def _kill(
 
 
 def find_devices(kind: str, *, same_device: bool = False) -> RoundDevices:
-    """Return the devices of both sides for buffers in this kind of memory ("device" or "host").
+    """Return the devices of verifier and drafter for exchange buffers in memory of this kind,
+    "device" or "host".
 
-    Both are the same device if there is no other one that it can access, or if `same_device` is
-    set. Without any CUDA device they are the CPU for "host". Raises UnavailableError if there is no
-    device for "device".
+    The drafter gets a second CUDA device if there is one. For "device" the first one must also be
+    able to access its memory. Otherwise, or if `same_device` is set, both sides use the same
+    device. Without any CUDA device, both use the CPU if `kind` is "host", and UnavailableError is
+    raised if it is "device".
     """
     count = torch.cuda.device_count()
     if not count:
@@ -546,8 +551,9 @@ def find_devices(kind: str, *, same_device: bool = False) -> RoundDevices:
 def measure_rounds(
     kind: str, devices: RoundDevices, cases: Sequence[RoundSettings]
 ) -> list[RoundTimes]:
-    """Run the rounds of every case over buffers in this kind of memory, in two processes. Raises
-    UnavailableError if the devices cannot share it."""
+    """Measure every case with exchange buffers in memory of this kind ("device" or "host") and
+    return the results in order. The drafter's side runs in a process of its own. Raises
+    UnavailableError if the devices cannot share such memory."""
     device = _use_device(devices.verifier)
     clock = _clock_mhz(device)
     with _drafter(devices.drafter) as (link, peer):
@@ -560,8 +566,14 @@ def measure_rounds(
 def measure_killed_drafter(
     kind: str, devices: RoundDevices, *, width: int = FEATURE_SIZE
 ) -> dict[str, Any]:
-    """Measure how long the verifier waits for a killed drafter, and the rounds with the next
-    drafter. Raises UnavailableError."""
+    """Kill the drafter during its rounds and measure the verifier, then measure rounds with a new
+    drafter. Raises UnavailableError if the devices cannot share memory of this kind.
+
+    The result contains `longest_ms` (longest round of the verifier after the kill), `is_open` (0
+    once the verifier has closed the exchange), `round_us_alone` (median round after that),
+    `mismatches` (rounds with unexpected drafts, and all rounds) and, for the new drafter,
+    `attach_ms_again` and `idle_us_again`.
+    """
     device = _use_device(devices.verifier)
     clock, settings = _clock_mhz(device), RoundSettings(8, 4000, 2000, 500, width)
     with _drafter(devices.drafter) as (link, peer):

@@ -1,7 +1,8 @@
 """Payload of a round of the exchange benchmark, the same for every transport.
 
-From round to round a session's verdict has 2, 3, 4, 5 and 1 accepted tokens in turn, each with a
-feature of `width` bfloat16 values. Its draft is a chain of four tokens.
+In successive rounds the verdict of a session has 2, 3, 4, 5 and 1 accepted tokens, then 2 again.
+Each token has a feature of `width` bfloat16 values. The draft of a session is a chain of four
+tokens.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from outrider.wire.messages import FeatureRows, TensorDtype, Verdicts
 
 DRAFT_LENGTH: Final = 4
 FEATURE_SIZE: Final = 4096
-"""Default width of a feature: that of an 8B model."""
+"""Default number of values of a feature, which is the hidden size of an 8B model."""
 FEATURE_BYTES: Final = 2
-"""Bytes of each value of a feature."""
+"""Bytes of one value of a feature."""
 
 
 def accepted_tokens(round_number: int) -> int:
-    """Return the number of accepted tokens of every session in a round; 2 in round 0."""
+    """Return the number of accepted tokens of each session in this round, which is 2 in round 0."""
     return (round_number + 1) % (DRAFT_LENGTH + 1) + 1
 
 
 def verdicts(sessions: int, *, tokens: int, width: int) -> Verdicts:
-    """Return the verdicts of a round of so many sessions, each with `tokens` accepted tokens."""
+    """Return the verdicts of one round for `sessions` sessions. Each has `tokens` accepted tokens,
+    each with a feature of `width` values."""
     rng = np.random.default_rng(sessions)
     counts = np.full(sessions, tokens)
     segments = tuple(

@@ -1,13 +1,16 @@
-"""`outrider bench exchange-faults`: faults of an exchange between devices, under streams.
+"""`outrider bench exchange-faults`: faults of a device exchange while clients stream answers.
 
-A local fleet of a router, a verifier and a drafter serves greedy streams, each over and over, while
-faults follow each other: the drafter is killed, or stopped for a while; garbage is written into
-either buffer of the exchange, with or without the round number; half of the streams are cancelled.
-Before each fault the exchange must be open again and sessions must draft over it. Sessions that
-begin while it is lost draft by messages. With `--planner fixed` a round waits for these drafts as
-long as plans allow, which is one second. For the gaps that users see, run `--planner automatic`
-with a model for which drafts pay. Each text is compared with that of the verifier alone. Where the
-two first differ, their tokens may be a near tie of the target; such texts are counted separately.
+A local fleet of a router, a verifier and a drafter serves greedy streams. Each client sends the
+same request again and again. Meanwhile faults are injected one after another: the drafter is
+killed, or stopped for a while; garbage is written into one of the two buffers of the exchange, with
+or without a wrong round number; half of the streams are cancelled. Before each fault the exchange
+must be open again, and half of the streams must have begun a request since. Sessions that begin
+while the exchange is lost receive their drafts in messages.
+
+With `--planner fixed` a round waits for these drafts as long as plans allow, which is one second.
+To measure the pauses that users see, run `--planner automatic` with a model that drafts make
+faster. Each text is compared with the text that the verifier generates alone. The first tokens that
+differ may be a near tie of the target; such texts are counted separately.
 """
 
 from __future__ import annotations
@@ -46,14 +49,14 @@ GARBAGE: Final = {
     "garbage-verdicts": "buffer=verdicts,number=false",
     "garbage-verdict-numbers": "buffer=verdicts,number=true",
 }
-"""Options of the hook that writes garbage, by kind of fault."""
+"""Options of the hook `outrider_bench.hooks.exchange_garbage`, by kind of fault."""
 KINDS: Final = (*GARBAGE, "stop", "cancel", "kill")
 NEAR_TIE: Final = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest difference of two log-probabilities whose order may change with the order of summation,
-by dtype."""
+"""Largest difference between the log-probabilities of two tokens at which another order of
+summation may swap them, by dtype."""
 KV_TOKENS: Final = 65536
-"""KV tokens of a verifier on a GPU; by default it would take all memory and leave none for a
-drafter."""
+"""KV cache size of a verifier on a GPU, in tokens. The default size would take all GPU memory and
+leave none for the drafter."""
 _OPENED, _LOST = "exchanging between devices", "the exchange between devices is lost"
 _MAX_STOP_S, _MAX_GARBAGE_S = 1.0, 0.5
 _POLL_S: Final = 0.02
@@ -90,8 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the benchmark and print its result. Raises InternalError for changed texts, failed
-    requests, or an exchange that is not opened again."""
+    """Run the benchmark and print its result. Raises InternalError if a text changed, a request
+    failed, or the exchange was not opened again after a fault."""
     kinds = [name.strip() for name in args.kinds.split(",")]
     if unknown := set(kinds) - set(KINDS):
         raise SystemExit(f"--kinds: there is no {', '.join(sorted(unknown))}")
@@ -145,14 +148,14 @@ class _Gap(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """What one client has received in all its requests. Only its thread writes it."""
+    """Results of one client over all its requests. Only this client's thread writes them."""
 
     prompt: str
     expected: GenerateResult
     begun_at: float = 0.0
     """Monotonic time at which the running request began."""
     cancel: threading.Event = field(default_factory=threading.Event)
-    """Ends the running request when it is set."""
+    """Event that ends the running request when it is set."""
     longest_gaps: dict[str, _Gap] = field(default_factory=dict)
     """Longest gap between two messages of a request, by the last fault before the second
     message."""

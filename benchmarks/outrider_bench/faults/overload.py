@@ -1,4 +1,9 @@
-"""`outrider bench load`: 64 concurrent streams complete; a full queue refuses the rest."""
+"""`outrider bench load`: concurrent streams, first with a session for each, then with too short a
+queue.
+
+In the first run all streams must complete. In the second run the router queues some requests and
+refuses the rest.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +22,13 @@ from outrider_bench.prompts import BenchPrompt, load_prompts
 from outrider_bench.report import print_progress, print_result
 
 SETTLE_S = 5.0
-"""Time after the last stream, in seconds, after which held resources count as leaked."""
+"""Seconds after the end of the last stream. Resources that are still held then count as leaked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedStream:
-    """Result and token times of one stream."""
+    """Error code ("OK" for success), number of tokens and times of one stream. Times are in
+    seconds."""
 
     code: str
     tokens: int

@@ -2,14 +2,14 @@
 
 It measures plain decoding in this process, without a router:
 
-* throughput and texts with a quarter of the blocks that all sessions need, by policy: sessions wait
-  until all blocks that they may need are free, or are admitted and preempted;
-* time to first token of a session of higher priority under this load, against that of the same
-  session alone;
-* number of concurrent sessions whose answers are much shorter than their limit, with blocks
-  reserved and on demand.
+* Throughput and texts of sessions that need four times as many blocks as there are. Two policies
+  are compared: a session waits until all blocks that it may need are free, or it is admitted early
+  and may be preempted.
+* Time to first token of a session of higher priority, under this load and without it.
+* Number of concurrent sessions whose answers are much shorter than their `max_tokens`, with blocks
+  reserved in advance and with blocks allocated on demand.
 
-Token ids of the prompts are random: the measurements do not depend on them.
+Token ids of the prompts are random, because the measurements do not depend on them.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from outrider_bench.report import percentiles, print_progress, print_result
 
 BLOCK: Final = 16
 NODES: Final = 8
-"""Maximum number of draft nodes. It is small, so that blocks reserved for drafts are few compared
+"""Maximum number of draft nodes. It is small, so that few blocks are reserved for drafts, compared
 with those of an answer."""
 URGENT_TOKENS: Final = 8
 """Length of an answer of higher priority, in tokens."""
 PAUSE_S: Final = 0.05
-"""Mean number of seconds between two sessions of higher priority."""
+"""Mean pause between two sessions of higher priority, in seconds."""
 SHARE: Final = 4
-"""Factor by which the requests together exceed the available blocks."""
+"""Ratio of the blocks that all requests need to the blocks that the verifier has."""
 PARTS: Final = ("crowd", "urgent", "at_once")
 CONFIGURATIONS: Final[dict[str, dict[str, object]]] = {
     "waiting": {"max_preemptions": 0},
@@ -62,7 +62,7 @@ CONFIGURATIONS: Final[dict[str, dict[str, object]]] = {
 
 @dataclass(slots=True)
 class PreemptedAnswer:
-    """Tokens of a session and the time of the first one, in seconds since it was opened."""
+    """Tokens of a session's answer, and the seconds from opening the session to its first token."""
 
     tokens: list[int] = field(default_factory=list)
     first_s: float = 0.0
@@ -271,8 +271,8 @@ async def _first_tokens(args: argparse.Namespace, service: VerifierService) -> l
 
 
 async def _at_once(args: argparse.Namespace) -> dict[str, object]:
-    """Measure how many sessions run at once if they may emit `budget` tokens but emit 100 to 200.
-    There are blocks for four answers of the full length."""
+    """Measure how many sessions run concurrently, with blocks for four answers of `budget` tokens.
+    Each session may emit `budget` tokens, but its client leaves after 100 to 200."""
     slack = NODES + BLOCK
     blocks = 4 * -(-(args.prompt_tokens + args.budget + slack) // BLOCK) + 4
     found: dict[str, object] = {"blocks": blocks}

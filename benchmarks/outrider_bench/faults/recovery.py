@@ -1,9 +1,10 @@
 """`outrider bench recovery`: stream pauses while processes are killed, stopped and drained.
 
-It reports the longest pause of each stream, changed texts and failed requests, for a fleet of two
-or more verifiers and drafters behind one router. Each injection starts streams (greedy and
-coupled), waits for some tokens, causes the fault in a process that serves some of them, and waits
-for their end; then the fleet is repaired. Texts are compared with those of a fault-free run.
+A router serves streams with two verifiers and two or more drafters. The benchmark reports the
+longest pause of the streams, and the numbers of changed texts and failed requests. For each
+injection it starts streams (half of them greedy, the others sampled with the acceptance rule
+`coupled`), waits for their first tokens, sends a signal to one process, and waits for the streams
+to end. Then it repairs the fleet. Texts are compared with those of a run without faults.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from outrider_bench.prompts import load_prompts
 from outrider_bench.report import percentiles, print_progress, print_result
 
 BEGUN = 8
-"""Number of tokens that every stream has emitted before the fault."""
+"""Number of tokens that every stream has received when the fault is caused."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryFault:
-    """Signal of a fault, and the kind of process that it hits."""
+    """Signal that causes a fault, and the role of the process that receives it."""
 
     victim: CertificateRole
     number: signal.Signals
@@ -59,7 +60,7 @@ FAULTS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveredStream:
-    """One stream as its client received it."""
+    """Answer of one stream as its client received it."""
 
     code: str
     token_ids: tuple[int, ...]
@@ -120,10 +121,11 @@ class _RecoveryRun:
         self._prompts = [prompts[i % len(prompts)].text for i in range(args.streams)]
         self._calm = self._streams(lambda: None)
         self.calm_pauses = percentiles([seen.pause_s for seen in self._calm])
-        """Percentiles of the longest pauses of streams without faults, in seconds."""
+        """Percentiles of the longest pause of a stream without faults, in seconds."""
 
     def inject(self, name: str, fault: RecoveryFault) -> dict[str, object]:
-        """Cause a fault repeatedly; return what happened to the streams."""
+        """Cause a fault `--injections` times. Return the percentiles of the longest pause, and the
+        numbers of failed requests and of changed texts."""
         pauses: list[float] = []
         failed: list[str] = []
         changed = drafting = 0

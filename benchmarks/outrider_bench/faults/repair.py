@@ -1,4 +1,5 @@
-"""Fleet repair after faults: restarts processes and waits until the router sees them again."""
+"""Repair of a fleet after faults: restart of processes, and waits until the router sees them
+again."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ from outrider_bench.report import print_progress
 
 @contextmanager
 def spare_fleet_config(config: LocalFleetConfig, drafters: int = 2) -> Iterator[LocalCluster]:
-    """Start two verifiers, `drafters` drafters and a router with a journal; stop them at the end.
-    Raises UnavailableError."""
+    """Start two verifiers, `drafters` drafters and a router with a journal, with the other settings
+    of `config`. Yield the fleet once it is idle, and stop it at the end. Raises UnavailableError if
+    it does not become idle."""
     with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
         journal = Path(directory) / "journal"
         config = replace(config, verifiers=2, drafters=drafters, journal=journal)
@@ -34,14 +36,16 @@ def spare_fleet_config(config: LocalFleetConfig, drafters: int = 2) -> Iterator[
 
 
 def repair_fleet(fleet: LocalCluster, process: ChildProcess) -> None:
-    """Let a stopped process continue or start a dead one again; wait until the fleet is idle."""
+    """Continue the process if it is stopped, or start it again if it has ended. Then wait until the
+    fleet is idle."""
     if restart_process(process):
         process.wait_ready(START_TIMEOUT_S)
     wait_idle(fleet)
 
 
 def restart_process(process: ChildProcess) -> bool:
-    """Let a stopped process continue, or start a dead one again; return whether it was started."""
+    """Continue the process if it is stopped, or start it again if it has ended. Return True if it
+    was started again; it may not be ready yet."""
     if process.pid is not None and process.exit_status is None:
         os.kill(process.pid, signal.SIGCONT)
     time.sleep(0.1)
@@ -52,8 +56,8 @@ def restart_process(process: ChildProcess) -> bool:
 
 
 def wait_drafters(fleet: LocalCluster, wanted: ChildProcess) -> None:
-    """Wait until no session runs and two drafters are connected to all verifiers: `wanted`, and any
-    other one. Further drafters may still be starting. Raises UnavailableError at a timeout."""
+    """Wait until no session runs, and `wanted` and at least one other drafter are connected to all
+    verifiers. Further drafters may still be starting. Raises UnavailableError at a timeout."""
     wanted.wait_ready(START_TIMEOUT_S)
 
     def has_drafters(info: ServerInfo) -> bool:
@@ -81,7 +85,8 @@ def wait_serving(fleet: LocalCluster) -> None:
 
 
 def poll_until(is_met: Callable[[], bool], *, every_s: float = 0.02) -> bool:
-    """Poll until the condition is met; return False if it is not met within START_TIMEOUT_S."""
+    """Call `is_met` every `every_s` seconds until it returns True. Return False if it has not
+    within START_TIMEOUT_S."""
     end = time.monotonic() + START_TIMEOUT_S
     while not is_met():
         if time.monotonic() > end:

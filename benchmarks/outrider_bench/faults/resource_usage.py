@@ -15,7 +15,7 @@ from outrider.client.local.cluster import LocalCluster
 from outrider.errors import InvalidRequestError
 
 SETTLE_S = 20.0
-"""Time after the last request, in seconds, after which held resources count as leaked."""
+"""Seconds after the end of the last request. Resources that are still held then count as leaked."""
 SPARE_DESCRIPTORS = 2
 _PAGE_KB = os.sysconf("SC_PAGE_SIZE") / 1024.0
 
@@ -38,9 +38,9 @@ class FleetUsage:
     used_blocks: int
     drafter_sessions: int
     rss_kb: Mapping[str, float]
-    """Resident memory by process, KiB."""
+    """Resident memory in KiB, by process name."""
     descriptors: Mapping[str, int]
-    """Open file descriptors by process."""
+    """Number of open file descriptors, by process name."""
 
     @property
     def idle(self) -> bool:
@@ -50,8 +50,8 @@ class FleetUsage:
 
 
 def measure_usage(cluster: LocalCluster) -> FleetUsage:
-    """Return the current usage of the fleet as its router sees it. The router polls twice per
-    second."""
+    """Return the current usage of the fleet. Counts of requests, sessions and blocks are those that
+    the router reports. It polls the other processes twice per second."""
     with Client(cluster.address) as client:
         info = client.server_info()
     pids = {process.name: process.pid for process in cluster.processes if process.pid is not None}
@@ -68,7 +68,7 @@ def measure_usage(cluster: LocalCluster) -> FleetUsage:
 
 
 def wait_idle(cluster: LocalCluster, *, seconds: float = SETTLE_S) -> FleetUsage:
-    """Wait until no request holds any resource, at most `seconds`; return the last sample."""
+    """Wait at most `seconds` until no request holds any resource. Return the last sample."""
     end = time.monotonic() + seconds
     while True:
         held = measure_usage(cluster)
@@ -79,20 +79,21 @@ def wait_idle(cluster: LocalCluster, *, seconds: float = SETTLE_S) -> FleetUsage
 
 @dataclass(slots=True, kw_only=True)
 class UsageSeries:
-    """Samples of a fleet's resource usage under load, and their summary."""
+    """Samples of a fleet's resource usage under load."""
 
     looks: list[FleetUsage] = field(default_factory=list)
     done: list[float] = field(default_factory=list)
-    """Requests finished, or minutes passed, at each sample."""
+    """Progress of the load at each sample: finished requests or elapsed minutes, as the caller
+    chooses."""
 
     def add(self, held: FleetUsage, done: float) -> None:
-        """Add a sample."""
+        """Add a sample and the progress of the load at its time."""
         self.looks.append(held)
         self.done.append(done)
 
     def slopes_kb(self) -> dict[str, float]:
-        """Return the growth of each process's memory over the second half of the samples, in KiB
-        per unit of `done`."""
+        """Return how fast the memory of each process grew in the second half of the samples, by
+        process name. The unit is KiB per request or per minute, whichever `done` contains."""
         half = len(self.looks) // 2
         done, looks = self.done[half:], self.looks[half:]
         if len(looks) < 2 or done[-1] == done[0]:
@@ -104,13 +105,17 @@ class UsageSeries:
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Return the slope of the least-squares line through points."""
+    """Return the slope of the least-squares line through the points (x, y)."""
     return float(np.polyfit(np.asarray(x), np.asarray(y), 1)[0])
 
 
 def describe_leaks(before: FleetUsage, after: FleetUsage) -> dict[str, object]:
-    """Return the resources that an idle fleet holds but should not; empty if there are none. A few
-    file descriptors are allowed, because taking a sample needs connections."""
+    """Return the resources that an idle fleet still holds in sample `after`, by name; an empty dict
+    if there are none.
+
+    A process may have SPARE_DESCRIPTORS more file descriptors than in sample `before`, because
+    taking a sample needs connections.
+    """
     found: dict[str, object] = {}
     for name in ("running", "queued", "sessions", "used_blocks", "drafter_sessions"):
         if getattr(after, name):

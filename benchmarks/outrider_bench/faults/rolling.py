@@ -1,10 +1,10 @@
 """`outrider bench rolling`: rolling restart of all processes of a fleet under load.
 
 The fleet has two verifiers, two drafters and a router with a journal. As operations.md describes,
-each process in turn gets SIGTERM, exits and is started on the same address; the next one follows
-once the router sees all members. Each session has its own connection, sends the next request as
-soon as it has its answer, and retries and resumes as the client library does by default. No request
-may fail, and every text must equal that of a fault-free fleet.
+each process in turn gets SIGTERM, exits and is started again on the same address. The next process
+follows once the router sees all processes. Each client has a connection of its own and sends its
+next request as soon as it has received an answer. It retries and resumes as the client library does
+by default. No request may fail, and every text must equal that of a run without restarts.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(slots=True)
 class RollingResult:
-    """Answers and errors of all sessions."""
+    """Counts and times of the requests of all clients."""
 
     codes: Counter[str] = field(default_factory=Counter)
-    """Number of ended requests by error code."""
+    """Number of ended requests by error code; "OK" stands for success."""
     changed: int = 0
-    """Number of complete answers that differ from those of an undisturbed fleet."""
+    """Number of complete answers that differ from those of a run without restarts."""
     answer_s: list[float] = field(default_factory=list)
     pause_s: list[float] = field(default_factory=list)
-    """Longest time without a message, in seconds, of each answer."""
+    """Longest time without a message in each answer, in seconds."""
 
 
 class ClosedLoopClients:
-    """Closed-loop clients with the answers that they must receive."""
+    """Closed-loop clients of a router, and the answers that they must receive."""
 
     def __init__(self, address: str, args: argparse.Namespace) -> None:
         self._address, self._count = address, args.sessions
@@ -69,7 +69,8 @@ class ClosedLoopClients:
         self.heard = RollingResult()
 
     async def listen_in_calm(self) -> None:
-        """Generate every answer once without restarts, as the expected answer."""
+        """Generate the answer to every prompt before the first restart, and store it as the
+        expected answer."""
         bound = asyncio.Semaphore(self._count)
 
         async def one(client: AsyncClient, case: int) -> tuple[int, ...]:
@@ -82,11 +83,11 @@ class ClosedLoopClients:
             self._calm = await asyncio.gather(*(one(client, case) for case in cases))
 
     async def run(self) -> None:
-        """Send requests from all sessions repeatedly until `end`."""
+        """Send requests with all clients until `end` is called."""
         await asyncio.gather(*map(self._session, range(self._count)))
 
     def end(self) -> None:
-        """Let every session finish its answer and send no further request."""
+        """Let every client finish its current answer and send no further request."""
         self._over.set()
 
     async def _session(self, number: int) -> None:

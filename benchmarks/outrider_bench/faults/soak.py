@@ -1,4 +1,5 @@
-"""`outrider bench soak`: long run with many concurrent streams; no errors, no memory growth."""
+"""`outrider bench soak`: long run with many concurrent streams, which reports errors and memory
+growth."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from outrider_bench.prompts import load_prompts
 from outrider_bench.report import percentiles, print_progress, print_result
 
 WARM_SHARE = 0.1
-"""Share of the run before the first memory sample."""
+"""Share of the run's duration that passes before the first sample of memory."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

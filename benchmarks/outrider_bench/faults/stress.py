@@ -1,8 +1,9 @@
 """`outrider bench stress`: requests that are cancelled, time out or are never read.
 
-Requests are cancelled at random moments (queued, in prefill, in a round), ended by a deadline, or
-not read; afterwards the fleet must hold no resources. Meanwhile the texts of a few normal requests
-are compared with the texts that the same fleet gave before the load.
+Requests are cancelled at random moments (queued, in prefill, in a round) or ended by a deadline, or
+their clients do not read the answers. Meanwhile the texts of a few normal requests are compared
+with the texts that the same fleet generated before the load. After the load the fleet must hold no
+resources.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from outrider_bench.prompts import load_prompts
 from outrider_bench.report import print_progress, print_result
 
 SMALL_WINDOW_OPTIONS = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
-"""gRPC options of a channel that buffers little more than its client reads."""
+"""Options of a gRPC channel that buffers little data which its client has not read yet."""
 NEVER_S = 120.0
 """Timeout of requests whose clients do not read, in seconds; the router must end them earlier."""
 NUM_COMPARED = 4
-"""Number of normal requests sent beside the load whose texts are compared."""
+"""Number of normal requests that are sent during the load, and whose texts are compared."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +78,8 @@ class StressLoad:
     def __init__(
         self, client: AsyncClient, small_window_channel: grpc.aio.Channel, args: argparse.Namespace
     ):
-        """Prepare the load. `small_window_channel` buffers little more than what is read from
-        it."""
+        """Prepare the load. `small_window_channel` is a channel to the router with
+        SMALL_WINDOW_OPTIONS, for the clients that do not read."""
         self._client, self._small_window_channel = client, small_window_channel
         self._prompts = load_prompts(args.prompts, args.limit)
         self._options: GenerateOptions = {"max_tokens": args.max_tokens, "ignore_eos": True}
@@ -90,7 +91,8 @@ class StressLoad:
         self.codes: Counter[str] = Counter()
 
     async def reference_texts(self) -> list[str]:
-        """Generate NUM_COMPARED texts with fixed seeds, which no load may change."""
+        """Return NUM_COMPARED texts that are generated with fixed seeds. They must be the same
+        under load."""
         began = time.monotonic()
         asked = [
             self._client.generate([user(prompt.text)], max_tokens=32, temperature=0.8, seed=number)
@@ -101,7 +103,8 @@ class StressLoad:
         return found
 
     async def run(self, kinds: list[str], concurrency: int) -> None:
-        """Send one request of each of `kinds`, at most `concurrency` of them at a time."""
+        """Send one request for each entry of `kinds` ("cancelled", "deadline" or "slow"), at most
+        `concurrency` of them at a time, and count how they end."""
         bound = asyncio.Semaphore(concurrency)
         ways = {"cancelled": self._cancelled, "deadline": self._deadline, "slow": self._slow}
 
@@ -140,7 +143,8 @@ class StressLoad:
         return "OK"
 
     async def _slow(self) -> str:
-        """Open a stream and pause reading until the router may have ended it; half then read on."""
+        """Open a stream and pause before reading on, long enough that the router may end the
+        stream. Half of the clients then read on, the others leave."""
         method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
         method = self._small_window_channel.unary_stream(GENERATE_STREAM.path)
         request = GENERATE_STREAM.encode(make_request(self._prompt(), self._slow_options))

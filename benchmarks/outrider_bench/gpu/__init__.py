@@ -16,7 +16,7 @@ lossless.py                Lossless check on the device: greedy text with and wi
                            differences explained.
 placement.py               Tokens per second and round breakdown by placement, for the widened
                            model.
-plain.py                   Time per token of plain decoding, end to end through the verifier's loop.
+plain.py                   Time per token of plain decoding, end to end in a verifier service.
 serving.py                 End-to-end serving by placement and batch: tokens/s, time to first token,
                            inter-token latency.
 simulated_rounds.py        Round times with simulated acceptance and the drafter on the target's

@@ -1,10 +1,12 @@
 """Ablation of five optimisations, each measured before and after in this system.
 
-* 1: sums of log-probs instead of products of probabilities;
-* 2: argmax instead of softmax and top-k for a single candidate;
-* 3: dead positions of a catch-up stop after their KV write;
-* 4: one graph for verify and draft;
-* 5: draft probabilities (p/q rejection) instead of a one-hot distribution.
+* 1: Sums of log-probs rank the candidates of a draft tree, instead of products of probabilities.
+* 2: A single candidate is chosen by argmax, instead of softmax and top-k.
+* 3: In a catch-up (the head's pass over newly accepted tokens), rows whose output is not needed
+  stop after they have written their KV.
+* 4: One CUDA graph runs verification and drafting, instead of two.
+* 5: Drafts are accepted with draft probabilities (p/q rejection), instead of as if each draft token
+  had probability 1.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ DEAD_LENGTHS = (3, 5, 7)
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure all five optimisations; one that fails is reported and left out."""
+    """Measure all five optimisations and return the result for the JSON file. An optimisation whose
+    measurement fails is reported and left out."""
     found: dict[str, Any] = {}
     figures: dict[str, object] = {}
     ideas: tuple[tuple[str, Callable[[Bench], tuple[Any, dict[str, object]]]], ...] = (
@@ -60,7 +63,11 @@ def run(bench: Bench) -> dict[str, object]:
 
 
 def log_probs(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
-    """Measure both ways to score candidates: their times, and trees whose nodes lack a parent."""
+    """Measure both ways to score candidates: their times, the acceptance of the trees, and how many
+    nodes of a tree lack an ancestor.
+
+    Returns the measurements and an empty dict, because the summary has no figure for them.
+    """
     rows = []
     for count in STEP_ROWS:
         logits = _logits(bench, count, VOCABULARIES[0])
@@ -95,8 +102,11 @@ def log_probs(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
 
 
 def argmax(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
-    """Return the time and kernels of choosing one candidate, by softmax and top-1 and by
-    perturb-and-argmax."""
+    """Measure two ways to choose one candidate, softmax with top-k and argmax: their times and
+    numbers of kernels.
+
+    Returns the measurements and an empty dict, because the summary has no figure for them.
+    """
     rows = []
     for vocabulary in VOCABULARIES:
         for count in STEP_ROWS:
@@ -146,8 +156,8 @@ def _choices(
 
 
 def softmax_in_chain(bench: Bench) -> list[str] | None:
-    """Return the softmax kernels of a greedy chain of five; None if the device is not a CUDA
-    device."""
+    """Return the names of the softmax kernels that a greedy chain of five draft tokens launches;
+    None if the device is not a CUDA device."""
     if bench.device.type != "cuda":
         return None
     with closing(DraftBench(bench, bench.random(), max_rows=1)) as draft:
@@ -159,7 +169,11 @@ def softmax_in_chain(bench: Bench) -> list[str] | None:
 
 
 def dead_positions(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
-    """Time the catch-up of a round with all rows through the block, and with live rows alone."""
+    """Time the catch-up of a round, in which the head reads newly accepted tokens: once with all
+    rows through the whole layer, and once only with the rows whose output is needed.
+
+    Returns the measurements, and the speedups as a figure for the summary.
+    """
     batches = [batch for batch in STEP_ROWS if batch <= max(bench.batches)]
     rows, speedups = [], {}
     with closing(DraftBench(bench, bench.random(), max_rows=max(batches))) as draft:
@@ -190,8 +204,12 @@ def dead_positions(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
 
 
 def fused_graph(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
-    """Return the requests per second of plain decoding, of two graphs on one device and of one
-    graph."""
+    """Measure the requests per second in three cases: plain decoding, separate CUDA graphs for
+    verification and drafting on one device, and one graph for both.
+
+    Returns the measurements, and the ratio of one graph to plain decoding as a figure for the
+    summary.
+    """
     batches = tuple(b for b in serving.BOTH if b in bench.batches) or bench.batches[-1:]
     results: dict[str, dict[str, Any]] = {}
     for placement in (PLAIN, COLOCATED, FUSED):
@@ -212,7 +230,11 @@ def fused_graph(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
 
 
 def draft_probabilities(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
-    """Return the tokens per round without and with draft probabilities, and under `coupled`."""
+    """Measure the tokens per round without draft probabilities (rule `target-only`), with them
+    (`rejection`) and under `coupled`.
+
+    Returns the measurements, and the tokens per round as a figure for the summary.
+    """
     table = acceptance.table(bench)
     rules = ("target-only", "rejection", "coupled")
     rows = []

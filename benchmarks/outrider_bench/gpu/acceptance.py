@@ -25,7 +25,8 @@ MAX_TOKENS = 96
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure every rule and temperature."""
+    """Measure every acceptance rule at every temperature and return the result for the JSON
+    file."""
     models = bench.widened()
     found = table(bench)
     figures = {
@@ -53,7 +54,8 @@ def run(bench: Bench) -> dict[str, object]:
 
 
 def table(bench: Bench) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the acceptance table by rule and temperature. It is measured once per run."""
+    """Return the figures of `describe_wave` by acceptance rule and then by temperature. They are
+    measured once per run."""
     if "acceptance" not in bench.memo:
         bench.memo["acceptance"] = run_loop(_measure(bench))
     found: dict[str, dict[str, dict[str, Any]]] = bench.memo["acceptance"]
@@ -91,8 +93,9 @@ async def _measure(bench: Bench) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def describe_wave(wave: ServiceWave) -> dict[str, Any]:
-    """Return the tokens per round of answers that do not repeat themselves, and the time per token
-    over all answers."""
+    """Return the tokens per round of the answers that do not loop (`emitted_per_round`) and of all
+    answers (`with_loops`), the median time per token of all answers, and counts of answers and
+    fallback rounds."""
     clean = [stream for stream in wave.streams if not is_loop(stream.tokens)]
     rounds = sum(stream.stats.rounds for stream in clean)
     emitted = sum(stream.stats.emitted for stream in clean)

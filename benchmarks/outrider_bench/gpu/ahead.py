@@ -1,7 +1,7 @@
 """Cost of look-ahead drafting in a drafter's engine: a draft, then drafts for its outcomes.
 
-Weights are random, because only the cost is measured: the wall time of the drafting thread from a
-verdict to the messages that answer it, including the wait for the device.
+Weights are random, because only the cost is measured. It is the wall time from a verdict until the
+drafting thread has made the messages that answer it, including the wait for the device.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class _Session:
         self._engine.handle_message(1, Verdicts.of_verdicts([verdict]))
 
     def round(self) -> dict[str, float]:
-        """Send an unforeseen verdict, let the engine draft and then look ahead; return the seconds
-        of each step."""
+        """Send a verdict that look-ahead has not drafted for, let the engine draft and then look
+        ahead. Return the seconds of each step."""
         took: dict[str, float] = {}
         began = time.perf_counter()
         self.emit(self._random.integers(0, 300, 3))
@@ -98,7 +98,8 @@ class _Session:
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure every shape and fan-out for one session."""
+    """Measure every draft shape and fan-out with one session and return the result for the JSON
+    file."""
     models = bench.random()
     head = models.head
     assert head is not None

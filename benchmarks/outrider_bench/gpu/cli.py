@@ -31,9 +31,10 @@ NAMES: Final = {
     "acceptance": "tokens a round and time a token by rule and temperature",
     "summary": "merge the results of a folder",
 }
-"""Benchmarks in the order in which `all` runs them: those that share a model follow each other."""
+"""Help text of each benchmark. `all` runs them in this order, in which benchmarks that use the same
+model follow each other."""
 _MODULES: Final = {"rounds": "simulated_rounds", "ideas": "ablation", "equality": "lossless"}
-"""Modules of the benchmarks whose module has another name."""
+"""Name of the module of each benchmark whose module has another name than the benchmark."""
 ALL: Final = "all"
 DEFAULT_OUT: Final = Path("benchmarks/results/gpu")
 
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the requested benchmarks. Raises InternalError if a part of `all` failed."""
+    """Run the requested benchmarks. Raises InternalError if a benchmark of `all` failed."""
     from outrider_bench.gpu.support.benchmark_context import Bench
 
     bench = Bench(args)
@@ -68,8 +69,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def chosen(only: str | None) -> list[str]:
-    """Return the requested parts of `all`, in its order. Raises InvalidRequestError for unknown
-    names."""
+    """Return the benchmarks that the flag --only of `all` lists, in the order of NAMES; all of them
+    if it is not given. Raises InvalidRequestError for unknown names."""
     if only is None:
         return list(NAMES)
     wanted = only.split(",")
@@ -80,8 +81,8 @@ def chosen(only: str | None) -> list[str]:
 
 
 def run_all(bench: Any, names: list[str]) -> list[str]:
-    """Run parts one after the other; a part that fails is reported and skipped. Return the names of
-    the failed parts."""
+    """Run benchmarks one after the other and write their results. A benchmark that fails is
+    reported and skipped. Return the names of those that failed."""
     from outrider_bench.gpu.summary import write_summary
     from outrider_bench.gpu.support.benchmark_context import free_memory
 
@@ -102,7 +103,8 @@ def run_all(bench: Any, names: list[str]) -> list[str]:
 
 
 def finish(args: argparse.Namespace, name: str, result: dict[str, object]) -> None:
-    """Write a result to a file of its name. The summary writes its own file."""
+    """Write the result of a benchmark to the file NAME.json in the folder --out, and print it if
+    --json is set. The benchmark `summary` writes its file itself."""
     if args.out is not None and name != "summary":
         args.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps(result, indent=2) + "\n"
@@ -112,5 +114,5 @@ def finish(args: argparse.Namespace, name: str, result: dict[str, object]) -> No
 
 
 def import_part(name: str) -> Any:
-    """Return the module of a benchmark."""
+    """Return the module of the benchmark with this name."""
     return importlib.import_module(f"outrider_bench.gpu.{_MODULES.get(name, name)}")

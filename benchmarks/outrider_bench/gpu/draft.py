@@ -1,4 +1,7 @@
-"""Cost of drafting by number of sessions: one step, and a catch-up with a chain of five."""
+"""Cost of drafting by number of sessions: one step, and a catch-up with a chain of five.
+
+A catch-up is the head's pass over the newly accepted tokens of a round.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ CHAIN = 5
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure every batch.
+    """Measure drafting at every number of sessions and return the result for the JSON file.
 
-    The time of a step is a quarter of the time by which a chain of five takes longer than a chain
-    of one. A chain of one is a catch-up on a row with its draft.
+    A chain of one draft token needs only the catch-up, in which the head reads the newly accepted
+    tokens. A chain of five needs four more steps of the head, so the time of a step is a quarter of
+    the difference.
     """
     models = bench.random()
     rows, table = [], {}

@@ -1,7 +1,8 @@
 """Kernel times compared with the memory traffic bound, in the random-weight model's shapes.
 
-Each call uses another copy of the weights; all copies together exceed the device's L2 cache.
-`share` is the time to copy the same bytes on the device, divided by the measured time.
+Each call uses another copy of the weights; all copies together are larger than the device's L2
+cache. In the table, `share` is the time in which the device copies the same number of bytes,
+divided by the measured time.
 """
 
 from __future__ import annotations
@@ -28,19 +29,21 @@ from outrider_bench.gpu.support.random_model import SHAPES
 from outrider_bench.gpu.support.steps import timed_ms
 
 CACHE_BYTES = 256 << 20
-"""Minimum total size of the operands of a timing on a device, in bytes."""
+"""Minimum total size of all copies of a kernel's operands, in bytes, so that they do not fit the
+device's L2 cache."""
 ROWS = (1, 8, 64, 256)
 CONTEXTS = (512, 4096)
 BLOCK_TOKENS = 16
 TREE_NODES = {1: (1, 8, 64), 8: (1, 8), 64: (1, 8)}
-"""Nodes of a row, by number of sessions."""
+"""Numbers of nodes per session to measure, by number of sessions."""
 
 Case = tuple[str, str, int, list[Callable[[], object]]]
-"""Kernel, shape, bytes of one call, and calls with different operands."""
+"""One kernel to time: its name, the shape, the bytes that one call moves, and calls with different
+operands."""
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Time every kernel."""
+    """Time every kernel and return the result for the JSON file."""
     config = SHAPES[bench.args.shape]
     rows, found = [], []
     for make in (_products, _attention, _choosing, _small):

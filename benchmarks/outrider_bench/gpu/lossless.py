@@ -1,8 +1,8 @@
 """Lossless check on the device: greedy text with and without speculation, differences explained.
 
-In bfloat16 another summation order may change the result of a near tie; no other difference is
-allowed. At the first difference the target runs once more over the common prefix: the logits of the
-two tokens must differ by at most `NEAR_TIE`.
+In bfloat16 another summation order may swap the two tokens of a near tie; no other difference is
+allowed. The target runs once more over the text before the first different token. There the logits
+of the two tokens must differ by at most `NEAR_TIE`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ CONCURRENCY = 8
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Compare every requested placement with plain decoding, prompt by prompt."""
+    """Compare the answers of every requested placement with those of plain decoding and return the
+    result for the JSON file."""
     models = bench.real()
     prompts = bench.prompts()
     plain = answers(bench, models, ServingSetup(placement=PLAIN), prompts)
@@ -62,7 +63,8 @@ def run(bench: Bench) -> dict[str, object]:
 def answers(
     bench: Bench, models: LoadedModels, setup: ServingSetup, prompts: list[list[int]]
 ) -> list[list[int]]:
-    """Return greedy answers, with up to `CONCURRENCY` concurrent requests."""
+    """Return the tokens of the greedy answer to each prompt. Up to `CONCURRENCY` requests run at a
+    time."""
 
     async def measure() -> list[list[int]]:
         async with serve_models(models, sized(bench, setup)) as running:
@@ -85,7 +87,11 @@ def compare(
     plain: Sequence[Sequence[int]],
     drafted: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """Return the first differences, and the differences of the two tokens' logits there."""
+    """Compare the answers to `prompts` of plain decoding with those made with drafts.
+
+    Returns how many are identical (`identical` of `of`), and for each other one the position of the
+    first different token and the difference of the logits of the two tokens there (`gap`).
+    """
     differences = []
     for index, (prompt, expected, actual) in enumerate(zip(prompts, plain, drafted, strict=True)):
         if list(expected) == list(actual):
@@ -120,7 +126,8 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def last_logits(target: TargetModel, tokens: Sequence[int]) -> torch.Tensor:
-    """Return the logits [V] after the tokens, float32 on the host, from the target's plain path."""
+    """Return the logits [V] after the last token, float32 on the host, from one forward of the
+    target without CUDA graphs."""
     sequence = target.pool.allocate(len(tokens))
     try:
         device = target.device

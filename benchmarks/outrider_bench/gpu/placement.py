@@ -1,10 +1,10 @@
 """Tokens per second and round breakdown by placement, for the widened model.
 
 Rounds are in lock-step: a round's draft begins when the verdict is known. In a round with a
-separate drafter, `draft` is the drafting time that the drafter reports, `transfer` the rest of the
-wait for its proposal, `verify` the forward on the device, `other` the remaining time between two
-rounds. A separate drafter is measured with cores that go idle between rounds and with
-`--busy-polling-cores`.
+separate drafter, `draft` is the drafting time that the drafter reports, `transfer` is the rest of
+the wait for its proposal, `verify` is the target's forward on the device, and `other` is the
+remaining time between two rounds. A separate drafter is measured twice: with CPU cores that go idle
+between rounds, and with `--busy-polling-cores`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from outrider_bench.gpu.support.trace import TrackSpan
 BATCHES = (1, 8)
 DRAFT_LENGTH = 3
 BUSY_POLLING_SUFFIX = "-awake"
-"""Suffix of placements whose processes keep CPU cores busy-polling."""
+"""Suffix of the name of a placement in the results if its processes keep CPU cores busy-polling."""
 REQUESTS = 8
-"""Number of requests at a batch of one. Larger batches serve one request per session."""
+"""Number of requests at a batch size of one. With larger batches there is one request per
+session."""
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure the placements at batch 1 and 8."""
+    """Measure the placements at batch sizes 1 and 8 and return the result for the JSON file."""
     models = bench.widened()
     speeds: dict[str, dict[str, float]] = {str(batch): {} for batch in BATCHES}
     details: dict[str, Any] = {}
@@ -147,10 +148,12 @@ async def _one(
 def split_round(
     reports: Sequence[Any], spans: Sequence[TrackSpan], batch: int
 ) -> tuple[dict[str, float], float | None]:
-    """Return the medians of a round's parts in milliseconds, and the idle time in microseconds.
+    """Return the medians of a round's parts by name, in milliseconds, and the idle time of the
+    device between two rounds, in microseconds.
 
-    Only rounds in which all sessions decoded count. The idle time is the time between two forward
-    passes of the target, without the time for drafting.
+    Only rounds in which all `batch` sessions decoded are used for the parts. The idle time is the
+    median time between two forwards of the target, without the time for drafting; None if it is not
+    known.
     """
     full = [r for r in reports if r.prefill_tokens == 0 and r.verify_rows == batch]
     if not full:

@@ -1,4 +1,4 @@
-"""Time per token of plain decoding, end to end through the verifier's loop."""
+"""Time per token of plain decoding, end to end in a verifier service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ WARM_TOKENS = 24
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure every batch on the random-weight model."""
+    """Measure every batch size with the random-weight model and return the result for the JSON
+    file."""
     models = bench.random()
     waves = run_loop(measure(bench, models, ServingSetup(placement=PLAIN)))
     cells = {str(batch): round(wave.round_ms, 4) for batch, wave in waves.items()}
@@ -46,8 +47,8 @@ def run(bench: Bench) -> dict[str, object]:
 async def measure(
     bench: Bench, models: LoadedModels, setup: ServingSetup
 ) -> dict[int, ServiceWave]:
-    """Return a wave of random prompts for every batch, all from one service. A short wave before
-    each captures the graphs."""
+    """Run one wave of random prompts for each batch size with one service. Return the waves by
+    batch size. A short unmeasured wave before each one captures its CUDA graphs."""
     setup = sized(bench, setup)
     waves: dict[int, ServiceWave] = {}
     async with serve_models(models, setup) as running:
@@ -63,7 +64,8 @@ async def measure(
 
 
 def sized(bench: Bench, setup: ServingSetup) -> ServingSetup:
-    """Return the setup with the limits and flags of this run."""
+    """Return the setup with limits for the largest batch size, and with the values of this run's
+    flags."""
     return replace(
         setup,
         max_sessions=max(bench.batches) + SPARE_SESSIONS,

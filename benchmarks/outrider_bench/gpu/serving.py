@@ -1,8 +1,8 @@
 """End-to-end serving by placement and batch: tokens/s, time to first token, inter-token latency.
 
 The widened model answers real chat prompts: its acceptance is real, and its times are those of a
-large model. Each wave has `REQUESTS` requests per concurrent session, each of which runs until its
-end of turn.
+large model. A wave has `REQUESTS` requests per concurrent session. An answer ends at its
+end-of-turn token or at the limit of tokens.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from outrider_bench.prompts import is_loop
 
 DRAFT_LENGTH = 3
 REQUESTS = 2
-"""Requests of a wave per concurrent session. A wave has at least four requests."""
+"""Number of requests of a wave per concurrent session. A wave has at least four requests."""
 BOTH = (32, 64)
-"""Batches at which fused and plain decoding are compared."""
+"""Batch sizes at which fused drafting is compared with plain decoding."""
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure every placement and batch."""
+    """Measure every placement at every batch size and return the result for the JSON file."""
     models = bench.widened()
     # A drafter process on the target's own device would show the cost of sharing it.
     own_device = (SEPARATE,) if torch.cuda.device_count() > 1 else ()
@@ -74,7 +74,8 @@ def run(bench: Bench) -> dict[str, object]:
 def waves(
     bench: Bench, models: LoadedModels, placement: str, batches: tuple[int, ...]
 ) -> dict[int, ServiceWave]:
-    """Return a wave for every batch, all from one service. Each is measured once per run."""
+    """Return a wave for each batch size. The missing ones are measured with one service, so that
+    each is measured once per run."""
     missing = [b for b in batches if ("serving", models.name, placement, b) not in bench.memo]
     if missing:
         found = run_loop(_measure(bench, models, placement, missing))
@@ -90,7 +91,8 @@ def describe_wave(wave: ServiceWave) -> dict[str, Any]:
 
 
 def fused_over_plain(results: dict[str, dict[str, Any]]) -> dict[str, object]:
-    """Return the requests per second of fused divided by plain decoding, for batches with both."""
+    """Return the requests per second of fused drafting divided by those of plain decoding, by batch
+    size. The ratios are in the figure `fused_over_plain`, which is missing if there are none."""
     ratios = {}
     for batch in map(str, BOTH):
         pair = [results.get(name, {}).get(batch) for name in (FUSED, PLAIN)]

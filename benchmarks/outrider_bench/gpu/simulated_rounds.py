@@ -41,8 +41,8 @@ TIMELINE_ROUNDS = 5
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure each draft length and batch, fused and colocated. The reported figure is that of the
-    faster one."""
+    """Measure each draft length at each batch size, fused and colocated, and return the result for
+    the JSON file. The reported figure is that of the faster placement."""
     models = bench.random()
     cells: dict[str, float] = {}
     chosen: dict[str, str] = {}
@@ -93,7 +93,8 @@ def run(bench: Bench) -> dict[str, object]:
 
 
 def timeline(bench: Bench, models: LoadedModels) -> dict[str, dict[str, Any]]:
-    """Record rounds at the smallest batch, colocated and fused; write traces and pictures."""
+    """Record rounds at the smallest batch size, colocated and fused, and write traces and pictures
+    of them. Return the figures of each timeline by placement."""
     found = {}
     for placement in bench.placements(COLOCATED, FUSED):
         length = bench.drafts[0]
@@ -117,7 +118,8 @@ async def recorded(
     batch: int,
     tokens: int = TIMELINE_TOKENS,
 ) -> list[TrackSpan]:
-    """Return host and device spans of the decoding rounds of one wave, on one clock."""
+    """Serve the models, run a warm-up and one wave, and return the host and device spans of the
+    wave's rounds. All times are on one clock."""
     async with serve_models(models, replace(sized(bench, setup), max_sessions=batch)) as running:
         vocab = models.target.vocab_size
         prompts = random_prompts(batch, bench.prompt_tokens, vocab)
@@ -142,7 +144,7 @@ async def record_wave(
 
 
 def wrap_engine(running: RunningService, host: HostTimeline) -> None:
-    """Record the host's steps of a round in `host`."""
+    """Make the steps of each round on the host record their times in `host`."""
     service: Any = running.service
     rounds, engine = service.rounds, running.runner or service.core.runner
     host.wrap(rounds, "plan_round", "plan")
@@ -169,7 +171,8 @@ def _device_origin(running: RunningService, host: HostTimeline) -> float:
 
 
 def describe_spans(spans: list[TrackSpan]) -> dict[str, Any]:
-    """Return the figures of a timeline."""
+    """Return the figures of a timeline: the number of rounds, the gaps between forwards, and the
+    median duration of each kind of span."""
     gaps = idle_gaps_us(spans)
     overhead = round_overhead_us(spans)
     return {
@@ -181,7 +184,8 @@ def describe_spans(spans: list[TrackSpan]) -> dict[str, Any]:
 
 
 def save(out: Path | None, name: str, spans: list[TrackSpan], title: str) -> None:
-    """Write the whole trace, and a picture of some rounds in the middle."""
+    """Write all spans to NAME.trace.json, and a picture of some rounds in the middle to NAME.svg,
+    in the folder `out`. Do nothing if `out` is None or there are no spans."""
     if out is None or not spans:
         return
     write_trace(out / f"{name}.trace.json", spans, TRACKS, title=title)

@@ -24,14 +24,15 @@ FIGURES: Final = (
     "acceptance",
     "placement_tokens_per_s",
 )
-"""Figures in the order of the file; those that were not measured are null."""
+"""Names of the figures, in the order of the file. A figure that was not measured is null."""
 
 
 def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one object of all results; a later figure replaces an earlier one.
+    """Return the summary of several results. A figure of a later result replaces that of an earlier
+    one.
 
-    `commit`, `date`, `device` and `versions` are the newest result's; where results differ in
-    commit or device, `all_commit` and `all_device` list them. Raises InvalidRequestError without
+    `commit`, `date`, `device` and `versions` are those of the newest result. Where results differ
+    in commit or device, `all_commit` and `all_device` list them. Raises InvalidRequestError without
     results, and for a figure that is not in FIGURES.
     """
     if not results:
@@ -52,7 +53,7 @@ def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """Return the results of device benchmarks in a folder."""
+    """Return the results of device benchmarks that are stored in a folder."""
     found = []
     for path in sorted(folder.glob("*.json")):
         if path.name == FILE or path.name.endswith(".trace.json"):
@@ -82,7 +83,8 @@ def run(bench: Bench) -> dict[str, object]:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """Return tables merged key by key, down to the single figures; of other values return `new`."""
+    """Return both tables merged key by key, and tables inside them likewise. If one of the two is
+    no table, return `new`."""
     if isinstance(old, dict) and isinstance(new, dict):
         return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
     return new

@@ -1,7 +1,7 @@
 """Cost of swapping one long session out and in while other sessions decode.
 
-The benchmark itself submits the rounds, each before the results of the previous one are read, as
-the verifier does.
+The benchmark submits the rounds itself. It submits each round before it reads the results of the
+previous one, as the verifier does.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ WARM_ROUNDS: Final = 8
 AWAY_ROUNDS: Final = 2
 """Number of rounds between a swap out and the beginning of the swap in."""
 REPEATS: Final = 3
-"""Number of measurements with swaps, each between two without."""
+"""Number of measurements with swaps. There is a measurement without swaps before and after each."""
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure rounds without drafts, and rounds with an in-process drafter."""
+    """Measure rounds without drafts, and rounds with an in-process drafter. Return the result for
+    the JSON file."""
     models = bench.random()
     found = {
         name: measure_placement(bench, models, name) for name in bench.placements(PLAIN, FUSED)
@@ -64,8 +65,8 @@ def run(bench: Bench) -> dict[str, object]:
 
 
 def measure_placement(bench: Bench, models: LoadedModels, placement: str) -> dict[str, Any]:
-    """Measure one placement: rounds without swaps, then alternately with consecutive swaps and
-    without."""
+    """Return the figures of one placement. Rounds with swaps, one swap directly after another, and
+    rounds without swaps are measured in alternation."""
     own = placement == FUSED
     length, others = bench.drafts[0], min(OTHERS, max(bench.batches))
     setup = ServingSetup(
@@ -117,7 +118,8 @@ def _measure(
 
 
 def length_of(setup: ServingSetup) -> float:
-    """Return the mean number of tokens that a session emits per round."""
+    """Return the mean number of tokens that a session emits per round: the simulated number, or
+    1."""
     return float(setup.simulated) if setup.simulated else 1.0
 
 
@@ -198,7 +200,7 @@ def _open(runner: Any, pool: Any, number: int, prompt: list[int], max_new: int) 
 
 @dataclass(slots=True)
 class RoundSpan:
-    """Consecutive rounds of one measurement."""
+    """Number, duration and emitted tokens of consecutive rounds."""
 
     rounds: int
     seconds: float
@@ -217,21 +219,21 @@ class RoundSpan:
 
 @dataclass(slots=True)
 class SessionSwapper:
-    """One session that is swapped out and in repeatedly."""
+    """Swaps one session out and in repeatedly, and records the times."""
 
     runner: Any
     space: SwapSpace
     session: Session
     done: int = 0
     out_s: list[float] = field(default_factory=list)
-    """Host time of each copy to the host, in seconds."""
+    """Seconds that the host spent in each swap out."""
     back_s: list[float] = field(default_factory=list)
-    """Host time of each copy back to the device, in seconds."""
+    """Seconds that the host spent to resume the session after each swap in."""
     fetch_s: list[float] = field(default_factory=list)
-    """Time from the start of each copy back until it was complete, as seen between rounds, in
-    seconds."""
+    """Seconds from the start of each copy back to the device until it was seen to be complete
+    between two rounds."""
     _away: int = -1
-    """Rounds since the session was swapped out; -1 while it is on the device."""
+    """Number of rounds since the session was swapped out; -1 while it is on the device."""
     _asked: float = 0.0
 
     def reset(self) -> None:
@@ -241,7 +243,7 @@ class SessionSwapper:
             times.clear()
 
     def step(self) -> None:
-        """Swap the session out or in, if it is time for that; called between two rounds."""
+        """Swap the session out or in if it is time for that. Call this between two rounds."""
         began = time.perf_counter()
         if self._away < 0:
             self.space.copy_times_s(0)
@@ -273,13 +275,14 @@ class SessionSwapper:
 
 
 class RoundDriver:
-    """Runs rounds of a runner, submitting each before the results of the previous one are read."""
+    """Runs rounds with a model runner. It submits each round before it reads the results of the
+    previous one."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
 
     def prefill(self, sessions: list[Session]) -> None:
-        """Run the prompts of the sessions."""
+        """Compute the prompts of the sessions."""
         most = self._runner.max_prompt_tokens
         for session in sessions:
             while session.prefill_left:
@@ -293,7 +296,8 @@ class RoundDriver:
     def run(
         self, sessions: list[Session], rounds: int, swaps: SessionSwapper | None = None
     ) -> RoundSpan:
-        """Run `rounds` rounds of all sessions and collect all results."""
+        """Run `rounds` rounds of all sessions and read all their results. `swaps` is called between
+        rounds."""
         tokens, flight = 0, None
         began = time.perf_counter()
         for _ in range(max(1, rounds)):

@@ -1,4 +1,7 @@
-"""Cost of verification by rows and nodes: target, LM head and acceptance, in one graph."""
+"""Cost of verification by rows and nodes: target, LM head and acceptance, in one graph.
+
+A row is a session, and its nodes are the root and the draft tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ SHAPES = (
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure every combination of rows and nodes that the batches allow."""
+    """Measure the numbers of rows and nodes in SHAPES, up to the largest batch size, and return the
+    result for the JSON file."""
     models, floor = bench.random(), bench.floor_ms(bench.random())
     largest = max(bench.batches)
     shapes = [shape for shape in SHAPES if shape[0] <= largest]

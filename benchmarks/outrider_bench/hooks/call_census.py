@@ -3,20 +3,22 @@
     --hook outrider_bench.hooks.call_census:switch=FILE,out=FILE.json,round=MODULE/FUNCTION
 
 While the file `switch` exists, the calls of all threads are recorded round by round. A round begins
-with a call of the function `round`. Once the switch is removed, `out` contains `rounds`, the number
-of complete rounds, and what occurred in at least half of them:
+with a call of the function that `round` names. Once the file is removed, the results are written to
+`out`: the number of complete rounds (`rounds`), and what occurred in at least half of them:
 
 * `files`: the modules of this project in which a function ran;
 * `kinds`: the classes of this project of which an instance passed from one of its modules to
-  another, as an argument, as a result, or as the first element of one.
+  another one, as an argument, as a result, or as the first element of an argument or a result.
 
-Callbacks that send or receive a heartbeat, or that answer a health poll, are not part of a round,
-because they occur at fixed times, several times in a slow round. Neither are callbacks that begin
-in the gRPC transport: between processes of one host it carries nothing else, because verdicts,
-proposals and session events use shared memory. What happens in fewer than half of the rounds (a
-scrape of metrics, a KV block every few tokens) is not part of a steady round. Functions of
-generated code (protocol buffers, methods that `dataclass` makes) do not count, but the classes of
-their arguments do. The process is several times slower while calls are recorded.
+Callbacks that send or receive a heartbeat or answer a health poll do not count, because they occur
+at fixed times, and several times in a slow round. Callbacks that begin in the gRPC transport do not
+count either. Between processes of one host gRPC carries only heartbeats and health polls, because
+verdicts, proposals and session events use shared memory.
+
+What happens in fewer than half of the rounds (a scrape of metrics, a KV block every few tokens) is
+not part of a steady round. Functions of generated code (protocol buffers, methods that `dataclass`
+makes) do not count, but the classes of their arguments do. The process is several times slower
+while calls are recorded.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ TIMED_KINDS: Final = frozenset(
         "outrider.wire.server_info.DrafterInfo",
     }
 )
-"""Classes of heartbeats and of answers to health polls."""
+"""Classes of heartbeats and of answers to health polls, which are sent at fixed times."""
 TIMED_MODULES: Final = ("outrider.transport.grpc.", "outrider.transport.heartbeat")
 """Modules in which callbacks begin that only handle heartbeats and health polls."""
 MAX_LOOKS: Final = 16
-"""Maximum number of calls of a function by a module in a round whose values are examined, because
-each examination takes time."""
+"""Maximum number of times that the values of one function's calls from one module are examined in a
+round, because each examination takes time."""
 _EVENTS: Final = frozenset({"call", "return"})
 _LOOK_S: Final = 0.01
 
@@ -69,13 +71,13 @@ def is_counted(module: str) -> bool:
 
 
 class _ThreadRun(threading.local):
-    """Record of one thread from a call by a module that is not counted until that call returns,
-    such as a callback of an event loop."""
+    """Record of one thread from a call into this project until this call returns, for instance of a
+    callback of an event loop."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.is_timed = False
-        """Whether the call began in one of `TIMED_MODULES`."""
+        """Whether the call is into one of `TIMED_MODULES`."""
         self.files: set[str] = set()
         self.kinds: set[str] = set()
 
@@ -84,8 +86,8 @@ class CallCensus:
     """Records the calls that its profile function sees between `begin` and `end`."""
 
     def __init__(self, round_begin: tuple[str, str] | None = None) -> None:
-        """Create a census. `round_begin` is the module and name of the function whose call begins a
-        round; None: rounds are not distinguished."""
+        """Create a census. `round_begin` is the module and the name of the function whose call
+        begins a round. With None, calls are not grouped by round."""
         self._round_begin = round_begin
         self._is_on = False
         self._reset()
@@ -101,17 +103,19 @@ class CallCensus:
         self._round_files: set[str] = set()
         self._round_kinds: set[str] = set()
         self._looks: Counter[tuple[CodeType, str, str]] = Counter()
-        """How often the values of a call were examined in this round."""
+        """Number of times that the values of a function's calls from a module were examined in this
+        round."""
 
     def begin(self) -> None:
         """Begin to record calls."""
         self._is_on = True
 
     def end(self) -> dict[str, Any]:
-        """End the census and return the `files` and `kinds` since `begin`, sorted.
+        """End the census and return the sorted `files` and `kinds` since `begin`; see the module's
+        docstring.
 
-        If rounds are distinguished, the result also has the number of complete `rounds`, and files
-        and kinds are those of at least half of them.
+        If calls are grouped by round, the result also has the number of complete rounds (`rounds`),
+        and only files and kinds that occurred in at least half of them.
         """
         self._is_on = False
         found: dict[str, Any] = {}
@@ -127,7 +131,7 @@ class CallCensus:
         return found
 
     def profile(self, frame: FrameType, event: str, result: Any) -> None:
-        """Record a call or a return; a profile function for `sys.setprofile`."""
+        """Record a call or a return. This is a profile function for `sys.setprofile`."""
         if not self._is_on or event not in _EVENTS:
             return
         module, code = _module_of(frame), frame.f_code
@@ -176,7 +180,8 @@ class CallCensus:
 
 
 def _watch(census: CallCensus, switch: Path, out: Path) -> None:
-    """Start and end the census with the file `switch`, for as long as the process runs."""
+    """Begin the census when the file `switch` appears, and end it when the file is removed, as long
+    as the process runs."""
     was_on = False
     while True:
         time.sleep(_LOOK_S)
@@ -200,8 +205,8 @@ def _arguments(code: CodeType, values: Mapping[str, Any]) -> list[Any]:
 
 
 def kind_of(value: object) -> str | None:
-    """Return the name of the class of a value, or of the first element of a container; None if it
-    is not a class of this project, or is an enumeration, a type or an exception."""
+    """Return the name of a value's class or, for a container, of its first element's class. Return
+    None if the class is not of this project, or is an enumeration, a type or an exception."""
     elements: Iterable[object] = ()
     # Not of their subclasses, which are kinds of their own.
     if type(value) is dict:

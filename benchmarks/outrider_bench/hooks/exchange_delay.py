@@ -3,8 +3,8 @@
 
     --hook outrider_bench.hooks.exchange_delay:delay_ms=50
 
-On a CPU the drafting thread sleeps before each round. On a GPU one multiprocessor of the device
-waits in the stream of the round.
+On a CPU the drafting thread sleeps before each round. On a GPU a kernel that waits on one
+multiprocessor runs before each round, in the same stream.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@
 
 While the file `switch` exists, a thread repeatedly writes random bytes into the buffer, as a whole
 and in parts. `buffer` is `drafts`, which a verifier reads, or `verdicts`, which a drafter reads.
-Either process can write into both, so either can act as a faulty peer. A wrong round number soon
-ends an exchange; `number=false` leaves the number as it is, so that the rest is read.
+Both processes can write into both buffers, so either can act as a faulty peer. A wrong round number
+soon ends an exchange. With `number=false` the round number is not overwritten, so that the peer
+reads the garbage.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from outrider.errors import InvalidRequestError
 logger = logging.getLogger(__name__)
 
 GARBAGE_WRITTEN: Final = "garbage written"
-"""Log event, written once each time the file appears."""
+"""Log event that is written once each time the file `switch` appears."""
 _BUFFERS: Final = ("drafts", "verdicts")
 _PAUSE_S: Final = 0.0005
 _BLOCK: Final = 1024
@@ -70,17 +71,17 @@ class GarbageWriter:
         self._random = np.random.default_rng(0)
         self._targets: dict[ExchangeSide, SharedMemory] = {}
         self._lock = threading.Lock()
-        """Held while memory is written, so that the memory is not closed meanwhile."""
+        """Held while garbage is written, so that the memory is not closed in the meantime."""
         self._stream: torch.cuda.Stream | None = None
         threading.Thread(target=self._run, name="garbage", daemon=True).start()
 
     def add_target(self, side: ExchangeSide, memory: SharedMemory) -> None:
-        """Begin to write into the memory of this side."""
+        """Begin to write into `memory`, a buffer of the exchange of `side`."""
         with self._lock:
             self._targets[side] = memory
 
     def remove_target(self, side: ExchangeSide) -> None:
-        """Stop writing to this side."""
+        """Stop writing into the buffer of this side."""
         with self._lock:
             self._targets.pop(side, None)
 

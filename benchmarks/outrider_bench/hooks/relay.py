@@ -1,9 +1,9 @@
 """Process that acts as a slow link: `python -m outrider_bench.hooks.relay DELAY_MS`.
 
-It stands between a drafter and its verifiers and delays everything that passes, in each direction.
-It is a process of its own, so that the drafting thread neither waits for it nor shares an
-interpreter with it. It reads commands from stdin, one per line, and answers each with a line on
-stdout, "error WHY" if it cannot execute the command. It ends when its input ends.
+It stands between a drafter and its verifiers and delays all data in each direction. It is a
+separate process, so that the drafting thread neither waits for it nor shares a Python interpreter
+with it. It reads commands from stdin, one per line, and answers each with a line on stdout, "error
+WHY" if it cannot execute the command. It ends when its input ends.
 
 dial HOST:PORT   opens a port and relays its TCP connections to HOST:PORT; answers HOST:PORT of
                  the opened port
@@ -29,10 +29,10 @@ from outrider.transport.shm import ShmChannel, ShmListener, join_channel
 from outrider.wire.messages import ShmOffer
 
 SPIN_S: Final = 0.0002
-"""Seconds before a frame is due in which the relay polls, because a sleep ends up to 100 us
-late."""
+"""Seconds before a frame is due in which the relay polls instead of sleeping, because a sleep may
+end up to 100 us late."""
 _MAX_HELD: Final = 256 << 20
-"""Bytes in transit in one direction above which the source is not read."""
+"""Maximum bytes in transit in one direction. Above it the relay does not read from the sender."""
 _CONNECT_S: Final = 5.0
 _READ_BYTES: Final = 1 << 18
 _MAX_READS: Final = 16
@@ -43,12 +43,12 @@ class RelayEndpoint(Protocol):
     """One of the two ends of a link, such as an `ShmChannel`. No method blocks."""
 
     def fileno(self) -> int:
-        """Return the file descriptor to wait for."""
+        """Return the file descriptor that becomes readable when data arrives."""
         ...
 
     @property
     def num_unsent(self) -> int:
-        """Number of unsent bytes; `flush` tries to send them."""
+        """Number of bytes or frames that are not sent yet. `flush` tries to send them."""
         ...
 
     def send(self, *frames: bytes) -> None:
@@ -80,12 +80,12 @@ class TcpEndpoint:
         self._unsent: deque[memoryview] = deque()
 
     def fileno(self) -> int:
-        """Return the file descriptor to wait for."""
+        """Return the file descriptor that becomes readable when data arrives."""
         return self._socket.fileno()
 
     @property
     def num_unsent(self) -> int:
-        """Number of pieces that are not sent yet."""
+        """Number of byte strings that are not sent yet."""
         return len(self._unsent)
 
     def send(self, *frames: bytes) -> None:
@@ -132,7 +132,8 @@ class TcpEndpoint:
 
 
 class RelayDirection:
-    """Frames in transit from one end to the other, in order, until they are due."""
+    """One direction of a link. It delays the frames from `source` and sends them to `sink` in
+    order."""
 
     def __init__(self, source: RelayEndpoint, sink: RelayEndpoint, delay_s: float) -> None:
         self.source, self.sink = source, sink
@@ -143,23 +144,24 @@ class RelayDirection:
 
     @property
     def reads(self) -> bool:
-        """Whether the source is to be read."""
+        """Whether frames may be read from the source: it has not ended, and few enough bytes are in
+        transit."""
         return self._ended_at is None and self._size < _MAX_HELD
 
     @property
     def due(self) -> float | None:
-        """Time at which the next frame, or the end of the source, is due; None if there is
-        neither."""
+        """Time at which the next frame or, after the last frame, the end of the source must be
+        passed on; None if nothing waits."""
         return self._held[0][0] if self._held else self._ended_at
 
     def over(self, now: float) -> bool:
-        """Return whether the end of the source is due at the other end and everything before it is
+        """Return whether the source has ended, its delay has passed, and all its frames are
         sent."""
         ended = self._ended_at is not None and self._ended_at <= now
         return ended and not self._held and not self.sink.num_unsent
 
     def take_in(self, now: float) -> None:
-        """Read the available frames of the source."""
+        """Read the available frames from the source and set the time at which each is due."""
         try:
             frames = self.source.receive()
         except OutriderError:
@@ -169,8 +171,8 @@ class RelayDirection:
         self._size += sum(map(len, frames))
 
     def deliver_due(self, now: float) -> None:
-        """Deliver the frames that are due. Raises ConnectionLostError if the receiving end is
-        gone."""
+        """Send the frames that are due at time `now`. Raises ConnectionLostError if the receiving
+        end is gone."""
         while self._held and self._held[0][0] <= now:
             frame = self._held.popleft()[1]
             self._size -= len(frame)
@@ -180,7 +182,8 @@ class RelayDirection:
 
 
 class Relay:
-    """Links and the listeners that make new ones. All run in one thread, which calls `step`."""
+    """Relays links between two ends each, and accepts connections for new links. One thread runs it
+    by calling `step`."""
 
     def __init__(self, delay_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._delay_s = delay_s
@@ -190,27 +193,27 @@ class Relay:
 
     @property
     def links(self) -> int:
-        """Number of links."""
+        """Number of links that are open."""
         return len(self._links)
 
     def join(self, one: RelayEndpoint, other: RelayEndpoint) -> None:
-        """Relay frames between two ends until one of them ends."""
+        """Add a link that relays frames between two ends until one of them ends."""
         delay_s = self._delay_s
         self._links.append(
             (RelayDirection(one, other, delay_s), RelayDirection(other, one, delay_s))
         )
 
     def listen(self, host: str, port: int) -> str:
-        """Listen for connections and relay them to HOST:PORT. Return the address of the listener.
-        Raises OSError."""
+        """Listen on a free port and relay its connections to HOST:PORT. Return the address of the
+        port. Raises OSError."""
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setblocking(False)
         self._listeners[listener] = (host, port)
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
     def step(self, *others: int) -> bool:
-        """Wait until a frame is due or data arrives, and handle it. Return whether one of the other
-        descriptors can be read."""
+        """Wait until a frame is due or data arrives, and handle it. The wait also ends when one of
+        the file descriptors `others` can be read; return whether this is so."""
         readers: list[int] = [*others, *(listener.fileno() for listener in self._listeners)]
         writers: list[int] = []
         for direction in self._directions():
@@ -230,7 +233,7 @@ class Relay:
         return not ready.isdisjoint(others)
 
     def close(self) -> None:
-        """Close everything and drop the frames in transit."""
+        """Close all links and listeners, and drop the frames in transit."""
         for one, _ in self._links:
             one.source.close()
             one.sink.close()
@@ -277,7 +280,11 @@ class Relay:
 
 
 def handle_command(relay: Relay, command: str, answer: Callable[[str], None]) -> None:
-    """Execute a command. The answer is sent as soon as the sender of the command may act on it."""
+    """Execute a command and send its answer.
+
+    The answer to `shm` is sent before the command is complete, because the sender must first join
+    the channel that the answer offers.
+    """
     try:
         match command.split():
             case ["dial", address]:

@@ -5,10 +5,10 @@
 
 A round of one token row lasts `round_ms`, and each further token row adds `row_us`. A round that
 lasts longer anyway is not delayed. On a CPU the thread that runs the rounds sleeps for the rest of
-the time. On a GPU one multiprocessor of the device waits for the rest of the time behind each
-round. Two processes on one device therefore disturb each other as little as on two devices, which
-would not be so with a real large model. A GPU verifier that runs without CUDA graphs delays no
-round.
+the time. On a GPU a kernel that waits on one multiprocessor runs after each round for the rest of
+the time. It leaves most of the device to other processes, so that two processes on one device
+disturb each other as little as on two devices. With a real large model they would disturb each
+other more. A GPU verifier that runs without CUDA graphs delays no round.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def install(hooks: VerifierHooks, *, round_ms: float, row_us: float = 0.0) -> No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetDuration:
-    """Duration of a round of the larger model, by the token rows of its forward pass."""
+    """Duration of a round of the larger model, computed from the number of token rows in its
+    forward pass."""
 
     round_s: float
     """Seconds of a round of one token row."""
@@ -53,22 +54,24 @@ class TargetDuration:
 
 
 class RoundDelay:
-    """A `RoundThrottle` that waits behind each round until its target duration has passed."""
+    """A `RoundThrottle` that waits after each round until the duration of the larger model has
+    passed."""
 
     def __init__(self, model: TargetDuration) -> None:
         self._model = model
         self._cycles: dict[RoundShape, int] = {}
-        """Cycles that the device waits behind a round of each shape; other shapes are not
-        delayed."""
+        """Number of clock cycles that the device waits after a round, by the shape of the round.
+        Rounds of other shapes are not delayed."""
 
     def delay_forward(self, num_tokens: int, began: float) -> None:
-        """Sleep for the rest of a round of `num_tokens` token rows that began at `began`."""
+        """Sleep until a round of `num_tokens` token rows that began at `began` has lasted long
+        enough. The clock is `time.perf_counter`."""
         due = began + self._model.seconds(num_tokens)
         time.sleep(max(0.0, due - time.perf_counter()))
 
     def calibrate(self, measured: Mapping[RoundShape, float]) -> Mapping[RoundShape, float]:
-        """Compute how long the device waits behind a round of each shape. Returns the seconds that
-        a round of each shape will last."""
+        """Compute how long the device must wait after a round of each shape in `measured`, which
+        contains their durations in seconds. Return the durations with this wait, by shape."""
         slowed = {
             shape: max(took, self._model.seconds(shape.token_rows))
             for shape, took in measured.items()
@@ -80,7 +83,8 @@ class RoundDelay:
         return slowed
 
     def delay_launch(self, shape: RoundShape) -> None:
-        """Let the device wait behind the round of this shape that was just launched."""
+        """Launch the kernel that waits after the round of this shape, which was launched just
+        before."""
         cycles = self._cycles.get(shape, 0)
         if cycles > 0:
             torch.cuda._sleep(cycles)

@@ -2,8 +2,8 @@
 
     --hook outrider_bench.hooks.slow_link:delay_ms=5
 
-Everything exchanged with verifiers, over connections and shared-memory channels, passes through a
-relay that delays it by `delay_ms` in each direction. Control messages are not delayed.
+All messages exchanged with verifiers, over connections and shared-memory channels, pass through a
+relay that delays them by `delay_ms` in each direction. Control messages are not delayed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from outrider.transport.shm import ShmChannel
 from outrider.wire.messages import ShmOffer
 
 MAX_DELAY_MS: Final = 400.0
-"""Maximum delay in each direction, in milliseconds. Twice this delay is well below the timeout of
-heartbeats."""
+"""Maximum delay in each direction, in milliseconds. Twice this delay is much shorter than the
+timeout of heartbeats."""
 _STOP_S: Final = 2.0
 
 
@@ -53,11 +53,13 @@ class SlowDialer:
     """
 
     def __init__(self, access: VerifierAccess, delay_ms: float) -> None:
-        """Start the relay without waiting for it. `access` reaches verifiers without the relay."""
+        """Start the relay without waiting until it is ready. `access` is the way to verifiers
+        without the relay."""
         self._dialer: Dialer = access.dialer
         self._join = access.join
         self._detours: dict[str, str] = {}
-        """Address at which the relay listens for a verifier, by the verifier's address."""
+        """Address at which the relay listens for connections to a verifier, by the verifier's
+        address."""
         self._asking = threading.Lock()
         self._relay = subprocess.Popen(
             [sys.executable, "-m", "outrider_bench.hooks.relay", str(delay_ms)],
@@ -90,7 +92,7 @@ class SlowDialer:
         return await self._dialer.drafter(address)
 
     async def close_channel(self, address: str) -> None:
-        """Close the channel to an address whose process has ended, if there is one."""
+        """Close the channel to the process at `address`, which has ended, if there is a channel."""
         await self._dialer.close_channel(address)
 
     async def close(self) -> None:
@@ -99,8 +101,8 @@ class SlowDialer:
         await asyncio.to_thread(self._stop)
 
     def _ask(self, command: str) -> str:
-        """Send a command to the relay and return its answer; blocks. Raises UnavailableError, or
-        InvalidMessageError for a command of several lines."""
+        """Send a command to the relay and return its answer. Blocks. Raises UnavailableError if the
+        relay cannot execute it, and InvalidMessageError for a command of several lines."""
         if "\n" in command:
             raise InvalidMessageError("an address of several lines", reason="INVALID_ADDRESS")
         assert self._relay.stdin is not None and self._relay.stdout is not None

@@ -48,7 +48,8 @@ def install(hooks: DrafterHooks, *, factor: float) -> None:
 
 
 def busy_wait(seconds: float) -> None:
-    """Wait for `seconds`, accurate to some microseconds; other threads of the process may run."""
+    """Wait for `seconds`, accurate to some microseconds. Other threads of the process may run in
+    the meantime."""
     end = time.perf_counter() + seconds
     if seconds > _SPIN_S:
         time.sleep(seconds - _SPIN_S)
@@ -63,14 +64,16 @@ def slow_down(
     now: Callable[[], float] = time.perf_counter,
     wait: Waits = busy_wait,
 ) -> Proposer:
-    """Return a proposer that makes all computations of `source` `factor` times as slow."""
+    """Return a proposer that wraps `source` and takes `factor` times as long for every
+    computation."""
     if isinstance(source, LookAheadProposer):
         return SlowLookAheadProposer(source, factor, now, wait)
     return SlowProposer(source, factor, now, wait)
 
 
 class SlowProposer:
-    """Proposer that waits after each step for as long as a slower device would still be busy."""
+    """Proposer that computes with another one and waits after each step for as long as a slower
+    device would still compute."""
 
     def __init__(
         self, source: Proposer, factor: float, now: Callable[[], float], wait: Waits
@@ -89,7 +92,7 @@ class SlowProposer:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the device still works."""
+        """Whether the device of the wrapped proposer still works."""
         return self._source.is_usable
 
     def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
@@ -99,7 +102,7 @@ class SlowProposer:
         self._go_on_since(began)
 
     def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
-        """Process new tokens and draft."""
+        """Process new tokens of these sessions and yield their drafts."""
         return self._slowly(lambda: self._source.draft_sessions(sessions))
 
     def release_session(self, session: FollowedSession) -> None:
@@ -107,8 +110,8 @@ class SlowProposer:
         self._source.release_session(session)
 
     def _slowly(self, work: Callable[[], Iterator[StepT]]) -> Iterator[StepT]:
-        """Yield the steps of `work` slowed down. What the caller does between steps is not slowed
-        down."""
+        """Yield the steps of `work`, and wait before each one is yielded. The time that the caller
+        takes between steps is not counted."""
         began = self._now()
         for step in work():
             self._go_on_since(began)
@@ -121,7 +124,7 @@ class SlowProposer:
 
 
 class SlowLookAheadProposer(SlowProposer):
-    """Slow version of a proposer that supports look-ahead."""
+    """Slowed-down proposer that also supports look-ahead."""
 
     def __init__(
         self, source: LookAheadProposer, factor: float, now: Callable[[], float], wait: Waits
@@ -130,12 +133,13 @@ class SlowLookAheadProposer(SlowProposer):
         self._ahead = source
 
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
-        """Return the tokens that the target may emit at each place of these proposals."""
+        """Return the tokens that the target may emit next after each node of these proposals, with
+        their scores."""
         began = self._now()
         scored = self._ahead.score_proposals(lives)
         self._go_on_since(began)
         return scored
 
     def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
-        """Draft for outcomes of the proposals last scored."""
+        """Yield drafts for these outcomes of the proposals that were scored last."""
         return self._slowly(lambda: self._ahead.draft_outcomes(outcomes))

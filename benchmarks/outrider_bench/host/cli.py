@@ -1,9 +1,9 @@
 """Host time of a round in verifier and drafter, step by step, without models or transport.
 
-Only the device is fake: programs return canned tensors, and copies to and from a device are left
-out. Times are the thread's processor time over the fastest tenth of the rounds. A step is on the
-round's critical path (an idle device waits for it) unless it is marked `beside`: such steps run
-while a device, or the other process, works.
+Only the device is fake: programs return prepared tensors, and nothing is copied to or from a
+device. The time of a step is the processor time of the thread, averaged over the fastest tenth of
+the rounds. A step is on the critical path of a round, which means that an idle device waits for it,
+unless it is marked `beside`. Such steps run while a device or the other process works.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider_bench.report import format_table
 
 
 class DrafterSide:
-    """Work of a drafter's engine thread, run by the caller."""
+    """Work of a drafter's engine thread. The caller's thread runs it."""
 
     def __init__(self, sessions: int, steps: Steps, head: Any) -> None:
         self._steps = steps
@@ -55,7 +55,8 @@ class DrafterSide:
         )
 
     def follow(self, told: ShmChannel) -> list[bytes]:
-        """Process the received messages, draft, and return the encoded proposals."""
+        """Process the messages received over the channel `told`, draft, and return the encoded
+        proposals."""
         steps, engine = self._steps, self._engine
         steps.begin()
         while frames := told.receive_views():
@@ -95,11 +96,11 @@ def _pause(pause_s: float) -> None:
 def measure(
     sessions: int, rounds: int, *, planner: str = "fixed", pause_s: float = 0.0, answers: int = 0
 ) -> Steps:
-    """Run `rounds` rounds of both sides and return the times of their steps.
+    """Run `rounds` rounds of verifier and drafter and return the times of their steps.
 
     Each side waits `pause_s` for the other one, so that other code may evict its data from the CPU
-    caches. After `answers` tokens per session the oldest session is replaced; 0: sessions are never
-    replaced.
+    caches. If `answers` is not 0, sessions are replaced, oldest first, so often that a session
+    emits `answers` tokens on average.
     """
     steps = Steps()
     ours, theirs = make_channel_pair()

@@ -1,4 +1,4 @@
-"""Fake device of the host benchmarks with canned results, and the step timer."""
+"""Fake device of the host benchmarks with prepared results, and the step timer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ BESIDE: Final = " (beside)"
 
 
 class Steps:
-    """Microseconds of processor time between marks, by the name of the step that ended."""
+    """Timer of the steps of a round, by name of the step. Times are microseconds of the thread's
+    processor time."""
 
     def __init__(self) -> None:
         self.taken: dict[str, list[float]] = defaultdict(list)
@@ -27,17 +28,17 @@ class Steps:
         self._last = 0
 
     def begin(self) -> None:
-        """Begin to time a step."""
+        """Begin to time the first of several consecutive steps."""
         self._last = time.thread_time_ns()
 
     def mark(self, name: str) -> None:
-        """Record that a step ended and the next one begins."""
+        """Record that the step `name` ends now and that the next one begins."""
         now = time.thread_time_ns()
         self._round[name] = self._round.get(name, 0.0) + (now - self._last) / 1e3
         self._last = time.thread_time_ns()
 
     def end_round(self) -> None:
-        """Store the times of the round's steps."""
+        """Store the times of the steps since the last round."""
         for name, taken in self._round.items():
             self.taken[name].append(taken)
         self._round.clear()
@@ -48,14 +49,15 @@ class Steps:
         return sum(self.taken[name]) / rounds
 
     def lowest(self, name: str) -> float:
-        """Return the microseconds of a step: the mean of the fastest tenth of the rounds."""
+        """Return the mean microseconds of a step in the tenth of the rounds in which it was
+        fastest."""
         taken = sorted(self.taken[name])
         return float(np.mean(taken[: max(1, len(taken) // 10)]))
 
 
 def steps_table(found: Mapping[str, Steps]) -> str:
-    """Return a table of microseconds: a row for each step and one for a whole round of the
-    verifier, a column for each entry of `found`."""
+    """Return a table of microseconds with a column for each entry of `found`. It has a row for each
+    step and a row for a whole round of the verifier."""
     names = list(dict.fromkeys(name for steps in found.values() for name in steps.taken))
     rows = [[name, *(f"{steps.lowest(name):.0f}" for steps in found.values())] for name in names]
     totals = (sum(map(steps.lowest, names)) for steps in found.values())
@@ -64,7 +66,8 @@ def steps_table(found: Mapping[str, Steps]) -> str:
 
 
 class CannedGraphs:
-    """Fake `GraphCache` that creates the result of each key once."""
+    """Fake `GraphCache` that runs nothing. It creates one result for each key and returns it again
+    and again."""
 
     enabled = False
     sealed = True
@@ -74,7 +77,7 @@ class CannedGraphs:
         self._made: dict[Hashable, Any] = {}
 
     def run_graph(self, key: Hashable, fn: Callable[[], T]) -> T:
-        """Return the canned result of a key."""
+        """Return the prepared result of a key, without a call of `fn`."""
         self._launched()
         if key not in self._made:
             self._made[key] = self._make(key)
@@ -86,7 +89,7 @@ class CannedCalls:
     """Fake `DriverInterface` that copies nothing."""
 
     def copy_array(self, to: Tensor, source: np.ndarray[Any, Any]) -> None:
-        """Check the sizes of a copy, and copy nothing."""
+        """Check that both sizes are equal, and copy nothing."""
         assert to.nbytes == source.nbytes
 
 
@@ -100,7 +103,7 @@ class CannedReadback:
 
     @property
     def has_arrived(self) -> bool:
-        """True: the data is present at once."""
+        """True, because the data is on the host from the start."""
         return True
 
     def wait_tensor(self) -> Tensor:
@@ -115,7 +118,7 @@ class CannedReadback:
 
 
 class CannedLanding:
-    """Fake `DownloadBuffer` whose copies are complete at once."""
+    """Fake `DownloadBuffer` whose copies are always complete."""
 
     def __init__(self, arrived: Callable[[], None]) -> None:
         self._arrived = arrived
@@ -143,8 +146,8 @@ class CannedDownloads:
         *,
         last_into: np.ndarray[Any, Any] | None = None,
     ) -> list[CannedReadback]:
-        """Return downloads that have already arrived. The last one has the data of `last_into`, if
-        given."""
+        """Return downloads that have already arrived. If `last_into` is given, the last download
+        contains its data."""
         found = [self.start_download(tensor) for tensor in tensors]
         if last_into is not None:
             like = tensors[-1]

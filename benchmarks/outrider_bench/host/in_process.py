@@ -1,7 +1,7 @@
 """Host time of a verifier round with in-process drafts.
 
-Like `outrider bench host`, but a round is always in flight, because rounds need no proposals from
-other processes.
+It is measured as in `outrider bench host`, but with a round always in flight, because rounds need
+no proposals from other processes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from outrider_bench.host.scripted_verifier import LookAheadSide
 
 
 class InProcessSide(LookAheadSide):
-    """Work of a verifier's engine thread with an in-process drafter, a round always in flight."""
+    """Work of a verifier's engine thread with an in-process drafter and a round always in
+    flight."""
 
     def __init__(self, sessions: int, rounds: int, length: int) -> None:
-        """Open the sessions; `length` is the number of tokens of a draft."""
+        """Open the sessions and run some rounds. `length` is the number of tokens of a draft."""
         super().__init__(sessions, in_process_draft=length)
         plan = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=length)
         self.open(sessions, min((length + 1) * (rounds + 32), 1900), plan, drafted=False)

@@ -1,9 +1,9 @@
-"""Host time of a verifier round with look-ahead hits, so that the next round starts at once.
+"""Host time of a verifier round with look-ahead hits, so that the next round starts immediately.
 
-Like `outrider bench host`, but each session gets several drafts for outcomes of the round in
-flight, one of which is right. The next round is therefore submitted before the verdicts of this one
-are sent. The critical path lies between the arrival of a round's results and the submission of the
-next round.
+It is measured as in `outrider bench host`, but each session gets several drafts for outcomes of the
+round in flight, one of which is right. The verifier therefore submits the next round before it
+sends the verdicts of this one. The critical path lies between the arrival of a round's results and
+the submission of the next round.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _DRAFT = DraftTree(
 
 
 class LookAheadHits(VerifierSide):
-    """Work of a verifier's engine thread whose rounds stay in flight while drafts arrive."""
+    """Work of a verifier's engine thread whose rounds are in flight while drafts arrive."""
 
     offers = BESIDE
 
     def __init__(self, sessions: int, steps: Steps, *, offered: int) -> None:
-        """Create the verifier; `offered` is the number of drafts for outcomes per session and
-        round."""
+        """Create the verifier. `offered` is the number of drafts, each for another outcome, that a
+        session gets per round."""
         super().__init__(sessions, steps, planner="fixed")
         self._offered = offered
         rounds = self._rounds
@@ -51,21 +51,22 @@ class LookAheadHits(VerifierSide):
         self.bracket(rounds, "_submit_early_round", "verifier: drafts found", submitted)
 
     def begin(self) -> None:
-        """Verify a first draft of each session; the round stays in flight."""
+        """Submit a round with a first draft of each session, and leave it in flight."""
         self.offer([self._frame(1, ())])
         plan = self._rounds.plan_round(time.monotonic())
         self._rounds.run_round(plan)
         assert self._rounds.has_round_in_flight
 
     def offer_ahead(self) -> None:
-        """Process drafts for the outcomes of the round in flight."""
+        """Process drafts for the outcomes of the round in flight, and prepare the next round."""
         self.offer([self._frame(self._offered, EMITTED)])
         self._steps.begin()
         self._rounds.plan_round(time.monotonic())
         self._steps.mark("verifier: made ready" + BESIDE)
 
     def settle(self) -> None:
-        """Process the end of the round in flight; the next round is submitted at once."""
+        """Process the results of the round in flight. The verifier submits the next round before
+        the rest of this work."""
         self._steps.begin()
         self._rounds.finish_round(go_on=True)
         self._steps.mark("verifier: features kept" + BESIDE)
@@ -73,7 +74,8 @@ class LookAheadHits(VerifierSide):
         self.service.outbox.take_effects()
 
     def _frame(self, offered: int, emitted: tuple[int, ...]) -> bytes:
-        """Return a message of `offered` drafts per session, the right one in the middle."""
+        """Return an encoded message of `offered` drafts per session. The one in the middle is for
+        the outcome `emitted`, the others are for other outcomes."""
         entries: list[Proposal] = []
         for session in self._core.sessions.values():
             digest = int(self._core.verdict_builder._digests[session.handle])
@@ -91,8 +93,8 @@ class LookAheadHits(VerifierSide):
 
 
 def measure(sessions: int, rounds: int, *, offered: int, pause_s: float) -> Steps:
-    """Run `rounds` rounds that are all hits and return the times of their steps. `pause_s` is the
-    time for which the device works, after which CPU caches are cold."""
+    """Run `rounds` rounds in which every session has a look-ahead hit, and return the times of
+    their steps. `pause_s` is the time of a round on the device. CPU caches may be cold after it."""
     steps = Steps()
     with torch.inference_mode():
         verifier = LookAheadHits(sessions, steps, offered=offered)

@@ -1,9 +1,9 @@
 """Host time of plain decoding with speculation turned off, compared with that without a drafter.
 
-Like `outrider bench host`, but a round is always in flight and verifies nothing. Sessions whose
-planner has turned speculation off must decode as fast as sessions without a drafter. The
-configurations alternate round by round in one process, so that other load on the machine affects
-all of them equally.
+It is measured as in `outrider bench host`, but with a round always in flight that verifies nothing.
+Sessions for which the planner has turned speculation off must decode as fast as sessions without a
+drafter. The cases alternate round by round in one process, so that other load on the machine
+affects all of them equally.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from outrider_bench.host.fake_device import Steps, steps_table
 from outrider_bench.host.scripted_verifier import WIDTH, LookAheadSide
 
 LOST: Final = "head, nobody drafts"
-"""Name of the case in which only the missing drafter prevents speculation."""
+"""Name of the case in which sessions want drafts and no drafter is connected."""
 WAYS: Final = {
     "no drafter": None,
     "n-gram, paused": DraftMethod.NGRAM,
     "head, paused": DraftMethod.EAGLE3,
     LOST: DraftMethod.EAGLE3,
 }
-"""Reasons why sessions decode without drafts, with the draft method of their plans."""
+"""Cases in which sessions decode without drafts, each with the draft method of its plans (None: no
+drafts)."""
 
 
 class PlainSide(LookAheadSide):
-    """Work of a verifier's engine thread with plain sessions, a round always in flight."""
+    """Work of a verifier's engine thread with sessions that decode plainly and a round always in
+    flight."""
 
     def __init__(self, sessions: int, rounds: int, way: str, *, width: int = WIDTH) -> None:
-        """Open the sessions; `way` is a key of WAYS."""
+        """Open the sessions and run some rounds. `way` is a key of WAYS."""
         method = WAYS[way]
         super().__init__(sessions, width=width)
         self.plan = (
@@ -49,7 +51,7 @@ class PlainSide(LookAheadSide):
         self.steps.taken.clear()
 
     def _turn_speculation_off(self) -> None:
-        """Leave the planner only plain decoding to choose from."""
+        """Leave the planner no other choice than plain decoding."""
         policy: Any = self._core.policy
         for workload in policy.workloads:
             workload.shapes, workload.controller = (OFF,), SpeculationController()
@@ -66,7 +68,8 @@ class PlainSide(LookAheadSide):
 
 
 def measure(sessions: int, rounds: int) -> dict[str, Steps]:
-    """Run `rounds` rounds of each case of WAYS in turn; return the times of the steps by case."""
+    """Run `rounds` rounds of each case of WAYS, alternating between the cases after every round.
+    Return the times of the steps by case."""
     with torch.inference_mode():
         sides = {way: PlainSide(sessions, rounds, way) for way in WAYS}
         for _ in range(rounds):

@@ -1,9 +1,9 @@
 """Rounds per second of a verifier process with routers connected, without device time.
 
-Like `in_process`, but the verifier runs its own threads and serves a port. Routers in separate
-processes keep all sessions open, replace those that end, and read their events. The device takes no
-time, so the result is the speed of the process, whose engine thread and event loop share one
-interpreter.
+Rounds are those of `outrider_bench.host.in_process`, but the verifier runs its own threads and
+serves a port. Routers in separate processes keep all sessions open, replace those that end, and
+read their events. The device takes no time, so the result is the speed of the verifier process,
+whose engine thread and event loop share one Python interpreter.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from outrider_bench.host.scripted_verifier import PROMPT, VerifierSide, spec_of
 from outrider_bench.report import format_table
 
 ANSWER: Final = 1800
-"""Tokens of an answer if no mean length is given. A session that ends is replaced."""
+"""Number of tokens of an answer if `answers` is 0. A session that ends is replaced."""
 SPREAD: Final = (0.5, 1.5)
-"""Smallest and largest length of an answer, as shares of the mean length."""
+"""Shortest and longest answer, relative to the mean length."""
 OPENED: Final = 0.75
 """Share of the sessions that must be open before the measurement begins."""
 WARM_S: Final = 3.0
@@ -51,10 +51,12 @@ async def measure_rounds(
     shm_channels: bool,
     warm_s: float = WARM_S,
 ) -> None:
-    """Print the rounds per second and the processor microseconds per round of each thread.
+    """Measure a verifier with `sessions` sessions from `routers` router processes for `seconds`.
+    Print the rounds per second, and the processor microseconds per round of the engine thread and
+    of the event loop.
 
     `length` is the number of tokens of an in-process draft. `answers` is the mean number of tokens
-    of an answer; 0 stands for ANSWER tokens.
+    of an answer; with 0 every answer has ANSWER tokens.
     """
     with torch.inference_mode():
         side = VerifierSide(
@@ -108,8 +110,8 @@ async def measure_rounds(
 
 
 async def _counts(service: VerifierService) -> tuple[float, ...]:
-    """Return the number of rounds, the seconds of the clock, of the engine thread and of this
-    thread, and the number of ended sessions."""
+    """Return the totals at this moment: rounds, seconds of the clock, processor seconds of the
+    engine thread and of this thread, and ended sessions."""
     (engine,) = [t for t in threading.enumerate() if t.name == "outrider-engine"]
     return (
         float((await service.info()).rounds_total),
@@ -128,7 +130,8 @@ def _thread_s(number: int | None) -> float:
 async def run_router(
     address: str, name: str, sessions: int, length: int, answers: int, *, shm_channels: bool
 ) -> None:
-    """Act as a router: keep `sessions` sessions open and read their events."""
+    """Act as a router: keep `sessions` sessions open and read their events. `length` and `answers`
+    are the same as for `measure_rounds`."""
     dialer = GrpcDialer(GrpcConfig(shm_channels=shm_channels))
     stream = await (await dialer.verifier(address)).sessions()
     plan = (
@@ -154,7 +157,7 @@ async def run_router(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the measurement for each number of sessions."""
+    """Measure and print each number of sessions that --sessions lists."""
     for count in [int(sessions) for sessions in args.sessions.split(",")]:
         served = measure_rounds(
             *(count, args.routers, args.own, args.seconds),

@@ -1,4 +1,4 @@
-"""Verifier engine thread over a device that answers at once, shared by the host benchmarks."""
+"""Verifier engine over a fake device without computing time, shared by the host benchmarks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from outrider_bench.host.fake_device import BESIDE, CannedDownloads, CannedGraph
 
 WIDTH: Final = 4096
 LENGTH: Final = 4
-"""Number of draft tokens per round; all but one are accepted."""
+"""Number of draft tokens per round. All of them but one are accepted."""
 PROMPT: Final = 48
 SHAPE: Final = replace(
     TINY, hidden_size=WIDTH, vocab_size=4096, num_kv_heads=1, max_position_embeddings=4096
@@ -59,7 +59,7 @@ def spec_of(
     plan: SpeculationPlan,
     drafter_id: DrafterId | None = None,
 ) -> SessionSpec:
-    """Return the specification of a greedy session with a prompt of the given length."""
+    """Return the specification of a greedy session with a prompt of `prompt` tokens."""
     return SessionSpec(
         session_id=SessionId(name),
         epoch=0,
@@ -79,15 +79,15 @@ def _fused(length: int) -> dict[str, Any]:
 
 
 def _shape_of(key: Any) -> RoundShape:
-    """Return the round shape in the key of a graph. Graphs of in-process drafts behind a round have
-    keys of their own."""
+    """Return the round shape that the key of a CUDA graph contains. Keys of graphs that also make
+    in-process drafts are tuples."""
     shape: RoundShape = key[1] if isinstance(key, tuple) else key
     return shape
 
 
 def _verified(shape: RoundShape, width: int) -> VerifyOutput:
-    """Return the canned result of a round of this shape, with features of `width` values. All draft
-    tokens but the last are accepted."""
+    """Return the prepared result of a round of this shape, with features of `width` values. All
+    draft tokens but the last are accepted."""
     words = np.zeros((shape.rows, shape.result_words), dtype=np.int32)
     kept = min(LENGTH, shape.nodes)
     words[:, 0] = kept
@@ -103,11 +103,11 @@ def _verified(shape: RoundShape, width: int) -> VerifyOutput:
 
 
 class VerifierSide:
-    """Work of a verifier's engine thread, run by the caller."""
+    """Work of a verifier's engine thread. The caller's thread runs it."""
 
     offers = ""
-    """Suffix of the names of the steps that take in proposals and send verdicts: `BESIDE` if they
-    run beside a round, else empty."""
+    """Suffix of the names of the steps that read proposals and send verdicts: `BESIDE` if they run
+    while a round is in flight, else empty."""
 
     def __init__(
         self,
@@ -122,11 +122,11 @@ class VerifierSide:
     ) -> None:
         """Create the verifier.
 
-        `width` is the hidden size of the target and the width of its features. `shm_channel` leads
-        to a drafter; without one, messages to drafters are dropped. `in_process_draft` is the
-        number of tokens that a fused head in the verifier drafts; 0: there is no head.
-        `drives_rounds` is False if the service is started, whose engine thread then runs the
-        rounds.
+        `width` is the hidden size of the target and the number of values of a feature.
+        `shm_channel` leads to a drafter. Without one, messages to drafters are dropped.
+        `in_process_draft` is the number of tokens that a fused head in the verifier drafts; 0 means
+        that there is no head. `drives_rounds` must be False if the service is started, because its
+        own engine thread then runs the rounds.
         """
         self._steps = steps
         config = VerifierConfig(
@@ -182,8 +182,12 @@ class VerifierSide:
         self.vocab_size = target.vocab_size
 
     def bracket(self, owner: object, method: str, before: str | None, after: str) -> None:
-        """Mark where calls of a method begin and end. Methods of compiled classes (decision 48)
-        cannot be marked; their time is part of the following step."""
+        """Time the calls of a method as a step called `after`. The step called `before`, if given,
+        ends when a call begins.
+
+        Methods of compiled classes (decision 48) cannot be timed. Their time is part of the step
+        that follows.
+        """
         function = getattr(owner, method)
 
         def marked(*given: Any, **named: Any) -> Any:
@@ -199,8 +203,8 @@ class VerifierSide:
     def open(
         self, sessions: int, max_new_tokens: int, plan: SpeculationPlan, *, drafted: bool = True
     ) -> None:
-        """Attach a drafter, open sessions and run their prompts. The drafter follows the sessions
-        if `drafted`."""
+        """Attach a drafter, open sessions and compute their prompts. The drafter drafts for the
+        sessions if `drafted`."""
         self._core.handle_command(DrafterAttached(_DRAFTER), time.monotonic())
         for ticket in range(sessions):
             self.open_one(ticket, PROMPT, max_new_tokens, plan, drafted=drafted)
@@ -210,7 +214,7 @@ class VerifierSide:
     def open_one(
         self, ticket: int, prompt: int, max_new_tokens: int, plan: SpeculationPlan, *, drafted: bool
     ) -> None:
-        """Open a session with a prompt of the given length; it waits for the next round."""
+        """Open a session with a prompt of `prompt` tokens. Its prefill begins in the next round."""
         drafter_id = _NAME if drafted else None
         spec = spec_of(f"s{ticket}", prompt, max_new_tokens, plan, drafter_id)
         nobody: Any = None
@@ -225,7 +229,7 @@ class VerifierSide:
         self.deliver_verdicts()
 
     def round(self) -> None:
-        """Plan, launch and commit a round; send the drafter's messages over the shared-memory
+        """Plan, launch and commit a round. Send the messages for the drafter over the shared-memory
         channel."""
         self._steps.begin()
         plan = self._rounds.plan_round(time.monotonic())
@@ -237,8 +241,8 @@ class VerifierSide:
         self.deliver_verdicts()
 
     def deliver_verdicts(self) -> int:
-        """Send the messages for the drafter that the verifier's core has made since the last call,
-        and return their number. Messages for routers are dropped."""
+        """Send the messages for the drafter that the verifier has made since the last call, and
+        return their number. Messages for routers are dropped."""
         effects = self.service.outbox.take_effects()
         told = [effect for effect in effects if isinstance(effect, SendMessage)]
         for link_id, messages in messages_by_link(told).items():
@@ -247,7 +251,7 @@ class VerifierSide:
         return len(told)
 
     def offer(self, frames: list[bytes]) -> None:
-        """Process received proposal frames."""
+        """Process the proposals in received frames."""
         for frame in frames:
             self._steps.begin()
             for message in decode_drafter_messages(frame):
@@ -261,8 +265,8 @@ class VerifierSide:
                 self._steps.mark("verifier: proposals offered" + self.offers)
 
     def _flushed(self) -> bool:
-        """Mark a step in place of the outbox's flush; send the verdicts at the first flush of a
-        round."""
+        """Record the end of a step when the verifier flushes its outbox. At the first flush of a
+        round, send the verdicts."""
         if self._unsaid:
             self._unsaid = False
             self.deliver_verdicts()
@@ -279,10 +283,10 @@ class VerifierSide:
 
 class LookAheadSide(VerifierSide):
     """Work of a verifier's engine thread with a round always in flight, because rounds need no
-    input from other processes. Its planner is `automatic`."""
+    input from other processes. The planner is `automatic`."""
 
     def __init__(self, sessions: int, *, width: int = WIDTH, in_process_draft: int = 0) -> None:
-        """Create the verifier; see `VerifierSide`."""
+        """Create the verifier. The arguments are those of `VerifierSide`."""
         self.steps = Steps()
         super().__init__(
             sessions,
@@ -293,16 +297,16 @@ class LookAheadSide(VerifierSide):
         )
 
     def mark_steps(self, before_planner: str) -> None:
-        """Time the steps of the rounds from now on. `before_planner` is the name of the step that
-        ends when the planner observes a round."""
+        """Time the steps of all following rounds. `before_planner` is the name of the step that
+        ends when the planner begins to evaluate a round."""
         rounds = self._rounds
         self.bracket(rounds, "_attempt", None, "verifier: submitted")
         self.bracket(rounds, "_collect", "verifier: made ready", "verifier: outcome read")
         self.bracket(self._core.policy, "observe_round", before_planner, "verifier: planner")
 
     def plan_and_run(self, rest: str) -> bool:
-        """Plan and submit a round, then process the results of the round before it. Return whether
-        there was one to submit. `rest` is the name of the step that ends here."""
+        """Plan and submit a round, then process the results of the previous one. Return False if
+        there was no round to submit. `rest` is the name of the step that ends with this call."""
         plan = self._rounds.plan_round(time.monotonic())
         self._steps.mark("verifier: planned")
         if plan.is_empty:

@@ -1,8 +1,8 @@
 """Host time of plain rounds while sessions end and new ones start.
 
-Like `plain`, but sessions start and end, as they do hundreds of times per second with a small
-model. The cost of opening and closing a session, including messages to drafters, is part of a round
-here.
+It is measured as in `outrider_bench.host.plain`, but sessions start and end, as they do hundreds of
+times per second with a small model. The time of a round here includes the cost of opening and
+closing sessions and of the messages to drafters about them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from outrider_bench.host.plain import WAYS, PlainSide
 from outrider_bench.report import format_table
 
 WIDTH: Final = 512
-"""Feature width of a small model."""
+"""Number of values of a feature of a small model."""
 PROMPTS: Final = (60, 180)
 """Smallest and largest number of tokens of a prompt."""
 SETTLING: Final = 60
-"""Number of warm-up rounds, which are not counted."""
+"""Number of warm-up rounds, which are not measured."""
 
 
 class ChurningSide(PlainSide):
-    """Work of a verifier's engine thread; sessions that end are replaced at once."""
+    """Work of a verifier's engine thread whose sessions end and are replaced immediately."""
 
     def __init__(self, sessions: int, answers: int, way: str) -> None:
         super().__init__(sessions, 4 * answers, way, width=WIDTH)
@@ -38,7 +38,8 @@ class ChurningSide(PlainSide):
         self.deliver_verdicts()
 
     def replacing_round(self) -> None:
-        """Open missing sessions, plan and submit a round, and collect the round before it."""
+        """Open a new session for each one that has ended, plan and submit a round, and process the
+        results of the previous one."""
         self._steps.begin()
         while len(self._core.sessions) < self._sessions:
             self.opened += 1
@@ -54,11 +55,11 @@ class ChurningSide(PlainSide):
 
 
 def run(counts: Sequence[int], rounds: int, answers: int) -> None:
-    """Print the mean microseconds of a round and of each of its steps on the verifier's CPU.
+    """Print a table of the mean microseconds of a round and of each of its steps on the verifier's
+    CPU.
 
-    They are printed for each number of sessions and for each case of WAYS.
-
-    Answers have about `answers` tokens. The cases take turns round by round.
+    It has a column for each number of sessions in `counts` and each case of WAYS. Answers have
+    `answers` tokens on average. The cases alternate round by round.
     """
     found: dict[str, ChurningSide] = {}
     with torch.inference_mode():

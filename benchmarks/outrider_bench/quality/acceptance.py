@@ -1,7 +1,7 @@
-"""`outrider bench acceptance`: mean tokens emitted per round, by draft shape, rule, temperature.
+"""`outrider bench acceptance`: mean tokens emitted per round, by draft shape, rule and temperature.
 
-Rounds and tokens are summed over answers that do not loop (see `prompts.LOOP_SHARE`); the figures
-with loops are reported beside them. The token that prefill emits belongs to no round.
+Rounds and tokens are summed over the answers that do not loop (see `prompts.LOOP_SHARE`). The means
+over all answers are also reported. The token that prefill emits does not count.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from outrider_bench.prompts import BenchPrompt, is_loop, load_prompts
 from outrider_bench.report import print_progress, print_result
 
 SHAPES = {"chain4": (4, 1), "tree32": (32, 8)}
-"""Draft tokens and children per node (top-k), by name."""
+"""Draft shapes by name: (number of draft tokens, maximum number of children of a node)."""
 TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0, 1.3, 1.5, 2.0)
 RULES = ("target-only", "rejection", "coupled")
 
 
 @dataclass(slots=True)
 class AcceptanceTally:
-    """Counts of rounds and tokens over some answers."""
+    """Number of rounds and of emitted tokens, summed over several answers."""
 
     answers: int = 0
     rounds: int = 0
     emitted: int = 0
 
     def add(self, result: GenerateResult) -> None:
-        """Count one answer."""
+        """Add the counts of one answer."""
         self.answers += 1
         self.rounds += result.finish.stats.rounds
         self.emitted += result.finish.stats.emitted
 
     @property
     def mean(self) -> float:
-        """Mean number of tokens emitted per round."""
+        """Mean number of tokens emitted per round; 0 without rounds."""
         return round(self.emitted / self.rounds, 3) if self.rounds else 0.0
 
 

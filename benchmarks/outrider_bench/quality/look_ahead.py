@@ -1,10 +1,11 @@
 """`outrider bench look-ahead`: acceptance of a head's drafts made one round early.
 
 No services are started. The target answers every prompt once, greedily. Serving these answers is
-then simulated, in lock-step and with look-ahead on every round (each draft is grown one round
-early, from the head's own features over the tokens accepted in between). A hit rate is the share of
-verdicts that are among the first m outcomes that the drafter would have drafted for. The drafter's
-code ranks the outcomes from the newest features, calibrated by the previous verdicts.
+then simulated twice: in lock-step, and with look-ahead in every round. With look-ahead each draft
+is made one round early, so the head uses its own features for the tokens that are accepted in
+between. A hit rate is the share of verdicts whose outcome is among the first m outcomes that the
+drafter would have drafted for. The drafter's code ranks the outcomes by the newest features, and
+calibrates the ranking by the previous verdicts.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ from outrider_bench.report import print_progress, print_result
 SHAPES: Final = {"chain5": CHAIN, "tree32": TREE}
 FAN_OUTS: Final = (4, 8, 16, 32, 64)
 CANDIDATES: Final = 32
-"""Number of candidate tokens per node, as in the drafter."""
+"""Number of candidate tokens per node. The drafter uses the same number."""
 _ROOM: Final = 1 << 20
 
 
 class OutcomeHits:
-    """Counts how often the outcome of a round is among the first ones of a ranking."""
+    """Counts how often the outcome of a round is among the first outcomes of a ranking."""
 
     def __init__(self, head: DraftHead) -> None:
         self._head = head
@@ -76,7 +77,7 @@ class OutcomeHits:
         self._rounds = self._at_root = 0
 
     def watch(self, what: SimulatedRound) -> None:
-        """Add the outcomes of some rounds to the counts; see `serving.Watch`."""
+        """Count the outcomes of some simulated rounds; see `serving.Watch`."""
         trees = [verdict.tree for verdict in what.verdicts]
         rows = DraftedRows(self._head, what.rows, what.roots)
         found = score_trees(rows, trees, min(CANDIDATES, self._head.config.draft_vocab_size))
@@ -106,7 +107,8 @@ class OutcomeHits:
             )
 
     def rates(self) -> dict[str, object]:
-        """Return the hit rates by number of outcomes. `hit_rate_plain` ranks by the head's own
+        """Return the number of rounds, the share of them without an accepted token, and the hit
+        rates by number of outcomes. `hit_rate_plain` is that of a ranking by the head's own
         probabilities, without calibration."""
         rounds = max(1, self._rounds)
         rates = {
@@ -122,7 +124,8 @@ class OutcomeHits:
 
 
 def emitted(verdict: SimulatedVerdict) -> list[int]:
-    """Return the accepted tokens of a verdict and the token that followed."""
+    """Return the accepted tokens of a verdict, followed by the next token, which the target
+    chose."""
     nodes = path(verdict.tree.parents, verdict.node)
     return [*verdict.tree.tokens[list(nodes)].tolist(), verdict.token]
 
@@ -136,7 +139,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class HeadModels(NamedTuple):
-    """Loaded target and head."""
+    """Target and head that are loaded, with the projection of features and the trainable form of
+    the head."""
 
     files: ModelFiles
     target: TrainingTarget
@@ -169,7 +173,8 @@ def answer_prompts(
     prompts: Sequence[BenchPrompt],
     max_tokens: int,
 ) -> dict[str, list[TrainingSample]]:
-    """Return greedy answers by task; leave out prompts that exceed the model's positions."""
+    """Return the prompts with their greedy answers, by task. Prompts that exceed the model's
+    maximum length are left out."""
     room = target.config.max_position_embeddings - max_tokens
     encoded = tokenizer.encode_turns([prompt.text for prompt in prompts])
     asked = [(p.task, ids) for p, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
@@ -208,7 +213,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure(models: HeadModels, tasks: Mapping[str, Sequence[TrainingSample]]) -> dict[str, object]:
-    """Return all figures of a head over these answers."""
+    """Return all figures of a head, measured on these answers."""
     taught = held_out_report(models.target, models.trainable, tasks)["all"]
     clean = taught.get("loops_excluded")
     if clean is None:

@@ -1,9 +1,9 @@
 """`outrider bench lossless`: token ids with and without drafts, at several numbers of sessions.
 
-The answers without a drafter at the first number of sessions are the expected ones. All other
-answers, with drafts or at other numbers of sessions, are compared with them. On a CPU a difference
-is explained by running the target over the common prefix, in this process and in float32: at the
-first differing position the two ids must be a near tie of (logits / T + noise). With
+The expected answers are those without a drafter at the first number of sessions. All other answers,
+with drafts or at other numbers of sessions, are compared with them. On a CPU each difference is
+explained: the target runs over the common prefix in this process, in float32. At the first
+differing position the scores of the two ids, logits / T + noise, must be a near tie. With
 `--batch-invariant` there must be no difference.
 """
 
@@ -37,7 +37,8 @@ from outrider_bench.report import print_progress, print_result
 
 SEED: Final = 1234
 NEAR_TIE: Final = 1e-3
-"""Largest difference of perturbed logits whose order may change with the order of float32 sums."""
+"""Largest difference of two scores (logits / T + noise) whose order may change with the order of
+float32 summation."""
 AUTO: Final = "auto"
 NONE: Final = "none"
 DRAFTS: Final[Mapping[str, Mapping[str, object]]] = {
@@ -54,14 +55,15 @@ DRAFTS: Final[Mapping[str, Mapping[str, object]]] = {
     "ngram": {"drafter": "ngram", "draft_tokens": 8},
     AUTO: {"drafter": "eagle3"},
 }
-"""Request parameters by name of the drafts. `auto` leaves the shape to the planner."""
+"""Request parameters by name of the draft setting. With `auto` the planner chooses the shape."""
 SAMPLING: Final[Mapping[str, Mapping[str, object]]] = {
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 0.8, "rule": "coupled", "seed": SEED},
     "coupled_top_p": {"temperature": 0.8, "top_p": 0.9, "rule": "coupled", "seed": SEED},
 }
 _MAX_DIFFERENCES: Final = 20
-"""Maximum number of differences of a cell that the result lists."""
+"""Maximum number of differences that the result lists for each draft setting and number of
+sessions."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the benchmark and print its result. Raises InternalError for differences with
+    """Run the benchmark and print its result. Raises InternalError if there is a difference with
     `--batch-invariant`."""
     sessions = [int(number) for number in args.sessions.split(",")]
     config = local_config(args, max_sessions=max(8, *sessions), queue_limit=4 * max(8, *sessions))
@@ -182,7 +184,8 @@ def _compare(
 
 
 class _Explainer:
-    """Target model in this process that explains differences, one prefix at a time."""
+    """Explains differences with a target model in this process, which computes one prefix at a
+    time."""
 
     def __init__(self, model: Path) -> None:
         self._target: TargetModel = load_target(model, dtype=torch.float32, kv_tokens=8192)
@@ -195,7 +198,8 @@ class _Explainer:
         actual: Sequence[GenerateResult],
         temperature: float,
     ) -> dict[str, object]:
-        """Return the gap at each first difference, and whether all are near ties."""
+        """Return the difference of the two ids' scores at the first differing position of each
+        answer, and whether all of them are near ties."""
         gaps = [
             self._gap(prompt, one.token_ids, other.token_ids, temperature)
             for prompt, one, other in zip(prompts, expected, actual, strict=True)

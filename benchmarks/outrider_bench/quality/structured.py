@@ -2,9 +2,10 @@
 
     python -m outrider_bench.quality.structured --router HOST:PORT --tokenizer DIR --schemas 500
 
-Schemas are generated, the same ones for the same seed. Every answer is validated by `jsonschema`,
-unless max_tokens ended it. The same prompts without a schema give the tokens per round and the time
-per round for comparison. The time to compute a mask is measured in this process, along the answers.
+The schemas are generated from a seed. Every answer is validated by `jsonschema`, unless max_tokens
+ended it. For comparison, the same prompts are answered without a schema, which gives the tokens per
+round and the time per round. The time to compute an allowed-token mask is measured in this process,
+after each token of the answers.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ WORDS += ["active", "level", "size", "note"]
 TOPICS = ["a fruit", "a city", "a film", "a bird", "a meal", "a planet", "a song", "a tool"]
 TOPICS += ["a sport", "a book"]
 FREE_TOKENS = 50
-"""Length of an answer without structured output, in tokens."""
+"""Maximum number of tokens of an answer without a schema."""
 
 
 def schemas(count: int, seed: int) -> list[dict[str, Any]]:
-    """Return `count` schemas: objects of one to four properties of all common kinds, nested up to
-    two levels."""
+    """Return `count` random schemas. Each is an object of one to four properties of all common
+    kinds, nested up to two levels."""
     rng = random.Random(seed)
     return [_object(rng, 2) for _ in range(count)]
 
@@ -75,22 +76,22 @@ def _value(rng: random.Random, depth: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StructuredAnswer:
-    """One answer with its round times."""
+    """One answer and its mean round time."""
 
     text: str
     token_ids: tuple[int, ...]
     finish: FinishInfo
     round_ms: float
-    """Mean milliseconds of a round, from the first delta to the last; 0 for a single delta."""
+    """Mean milliseconds of a round between the first and the last delta; 0 for a single delta."""
 
 
 @dataclass(slots=True)
 class AnswerCount:
-    """Counts of the answers of one kind."""
+    """Counts over several answers: valid, cut and invalid ones, rounds and tokens."""
 
     valid: int = 0
     cut: int = 0
-    """Number of answers that max_tokens ended."""
+    """Number of answers that max_tokens ended. They are not validated."""
     wrong: int = 0
     rounds: int = 0
     emitted: int = 0
@@ -104,7 +105,9 @@ class AnswerCount:
 def ask_structured(
     address: str, schema: dict[str, Any], number: int, **options: Any
 ) -> StructuredAnswer:
-    """Send one request and return its answer."""
+    """Send a request for an object with this schema and return the answer. `number` selects the
+    topic. `options` are request options; the output is constrained only if they contain the
+    schema."""
     topic = TOPICS[number % len(TOPICS)]
     prompt = f"Describe {topic} as a JSON object with this schema: {json.dumps(schema)}"
     arrivals: list[float] = []
@@ -127,7 +130,8 @@ def ask_structured(
 def tally_answers(
     found: Sequence[StructuredAnswer], forms: Sequence[dict[str, Any]] | None
 ) -> AnswerCount:
-    """Count the answers, and the valid and invalid ones if `forms` gives their schemas."""
+    """Return the counts over the answers `found`. They are validated only if `forms` gives the
+    schema of each."""
     count = AnswerCount()
     for index, result in enumerate(found):
         stats = result.finish.stats
@@ -152,8 +156,8 @@ def _is_valid(text: str, schema: dict[str, Any]) -> bool:
 def mask_us(
     model: Path, vocab_size: int, forms: Sequence[dict[str, Any]], found: Sequence[StructuredAnswer]
 ) -> tuple[list[float], list[float]]:
-    """Return the microseconds to compile each schema, and to advance and compute each mask along
-    the answers."""
+    """Return two lists of microseconds: the times to compile each schema, and the times to advance
+    the grammar and compute its mask after each token of the answers."""
     grammars = GrammarCache.from_tokenizer_file(model / "tokenizer.json", vocab_size=vocab_size)
     assert grammars is not None
     compiling: list[float] = []

@@ -1,4 +1,5 @@
-"""Cells of the serving benchmark: draft setting, sampling and concurrency of one measurement."""
+"""Cells of the serving benchmark: all settings of one measurement, such as drafts, sampling and
+load."""
 
 from __future__ import annotations
 
@@ -20,36 +21,38 @@ IN_PROCESS_PLACEMENTS: Final = (COLOCATED, FUSED)
 NONE, AUTO, NGRAM = "none", "auto", "ngram"
 TREE_TOP_K: Final = 8
 BIAS: Final = 5.0
-"""Bias of the logits of BIASED_IDS: large enough that it must be applied, too small to determine
-the text."""
+"""Bias added to the logits of BIASED_IDS. It is so large that it must be applied, but too small to
+determine the text."""
 BIASED_IDS: Final = (260, 282, 284)
 SEED: Final = 1234
 _SHAPE: Final = re.compile(r"(chain|tree|model)-(\d+)(?:x(\d+))?")
 LOCK_STEP, AHEAD = "+lockstep", "+ahead"
 _AHEAD: Final = re.compile(r"(.+?)(?:(\+lockstep)|\+ahead(\d*))")
 LOOK_AHEAD: Final = {"0": 0, "1": 1, "auto": None}
-"""Values of --look-ahead. None leaves the choice to the server."""
+"""Values of the flag --look-ahead: 0 for lock-step, 1 for look-ahead, None if the server
+chooses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSetting:
-    """Draft settings of a session. The default is no drafts."""
+    """Draft settings of a session. With the defaults nothing is drafted."""
 
     method: DraftMethod = DraftMethod.NONE
     tokens: int | None = None
-    """Draft tokens per round. None leaves the number to the server."""
+    """Draft tokens per round; None if the server chooses."""
     top_k: int = 1
     look_ahead: int | None = None
-    """0: lock-step, 1: look-ahead, None: the server chooses."""
+    """0 for lock-step, 1 for look-ahead, None if the server chooses."""
     fan_out: int | None = None
-    """Number of outcomes to draft for in advance. None leaves it to the server."""
+    """Number of outcomes for which drafts are prepared; None if the server chooses."""
 
     @property
     def name(self) -> str:
-        """Name of the setting: none, auto, ngram, ngram-N, model, model-N, chain-N or tree-N.
+        """Name of the setting: none, auto, ngram, ngram-N, model, model-N, chain-N or tree-N, where
+        N is the number of draft tokens.
 
-        The suffix +lockstep, +ahead or +aheadN states look-ahead and the fan-out N where they are
-        set.
+        The suffix +lockstep or +ahead is added if `look_ahead` is set, and +aheadM if the fan-out
+        is M.
         """
         if self.look_ahead is None:
             return self.shape
@@ -59,7 +62,7 @@ class DraftSetting:
 
     @property
     def shape(self) -> str:
-        """Name of the setting without the suffix for look-ahead."""
+        """Name of the setting without the suffix for lock-step or look-ahead."""
         if self.method is DraftMethod.NONE:
             return NONE
         if self.method is not DraftMethod.EAGLE3:
@@ -69,7 +72,7 @@ class DraftSetting:
         return f"{'chain' if self.top_k == 1 else 'tree'}-{self.tokens}"
 
     def options(self) -> GenerateOptions:
-        """Return the request options that select these drafts."""
+        """Return the request options that select this draft setting."""
         if self.method is DraftMethod.NONE:
             return {"speculate": False}
         wanted: GenerateOptions = {"drafter": self.method}
@@ -83,15 +86,16 @@ class DraftSetting:
         return wanted
 
     def within(self) -> DraftSetting:
-        """Return the same setting for drafts made in the verifier, without look-ahead."""
+        """Return the same setting without look-ahead and fan-out, for drafts that the verifier
+        makes itself."""
         return replace(self, look_ahead=None, fan_out=None)
 
 
 def parse_drafts(text: str) -> DraftSetting:
-    """Return the draft setting with this name.
+    """Return the draft setting with the name `text`, as `DraftSetting.name` describes it.
 
-    A tree has 8 children per node unless the name says otherwise, as in tree-32x4. Raises
-    InvalidRequestError for an unknown name.
+    A tree has up to 8 children per node unless the name contains another number, as in tree-32x4.
+    Raises InvalidRequestError for an unknown name.
     """
     match = _AHEAD.fullmatch(text)
     if match is None:
@@ -140,7 +144,8 @@ class SamplingSetting:
     """Whether answers continue past the end-of-sequence token, up to --max-tokens."""
 
     def options(self) -> dict[str, Any]:
-        """Return the temperature and the request options that differ from the defaults."""
+        """Return the request options: the temperature, and all other parameters that differ from
+        their defaults."""
         wanted: dict[str, Any] = {"temperature": self.temperature}
         if self.temperature > 0.0:
             wanted["rule"] = self.rule
@@ -175,12 +180,13 @@ SETS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterHandicap:
-    """Artificial delay of a drafter, to measure its cost; the default is none."""
+    """Artificial slowdown of a drafter or of its link, to measure its effect. The default is
+    none."""
 
     exchange_delay_ms: float = 0.0
-    """Delay of all messages with a verifier in each direction, in milliseconds."""
+    """Delay of all messages between drafter and verifiers in each direction, in milliseconds."""
     drafter_slowdown: float = 1.0
-    """Factor by which the drafter is slowed down."""
+    """Factor by which the computations of the drafter are slowed down."""
 
     def __str__(self) -> str:
         parts = []
@@ -203,28 +209,30 @@ class BenchCell:
     drafts: DraftSetting
     sampling: SamplingSetting
     sessions: int | None
-    """Number of concurrent requests. None in an open loop."""
+    """Number of concurrent requests; None in an open loop."""
     rate: float | None = None
-    """Requests per second that arrive in an open loop. None in a closed loop."""
+    """Arriving requests per second in an open loop; None in a closed loop."""
     max_tokens: int = 256
     busy_polling_cores: int = 0
     handicap: DrafterHandicap = NO_HANDICAP
     planner: str | None = None
-    """automatic or fixed. None: the default, or the planner of a running router's verifiers."""
+    """"automatic" or "fixed". With None it is the default or, behind a running router, that of its
+    verifiers."""
     verifiers: int = 1
     drafters: int = 0
-    """Number of drafters behind the router; `verifiers` is the number of verifiers."""
+    """Number of drafters behind the router."""
     routers: int = 1
     prefix_cache: bool = True
     """Whether the verifiers use a prefix cache."""
     device_exchange: bool = False
     """Whether verifiers and drafters use the device exchange."""
     batch_invariant: bool = False
-    """Whether a token's results are bit-identical whatever else the verifiers compute beside it."""
+    """Whether the verifiers run with `--batch-invariant`: the result of a token then does not
+    depend on the other tokens of its batch."""
 
     @property
     def plain(self) -> BenchCell:
-        """Cell of the same requests on the same services, without drafts."""
+        """Cell with the same requests and services, but without drafts."""
         sampling = replace(self.sampling, rule=Rule.COUPLED.value)
         return replace(
             self,
@@ -286,7 +294,7 @@ _BEFORE: Final = {
     "device_exchange": False,
     "batch_invariant": False,
 }
-"""Values of fields that older results do not contain."""
+"""Values of fields that are missing in older results."""
 _AHEAD_KEYS: Final = ("drafts", "look_ahead", "fan_out")
 _PLACING: Final = (
     *("placement", "drafts", "draft_top_k", "busy_polling_cores"),
@@ -297,7 +305,7 @@ _SAMPLING: Final = (*("temperature", "rule", "top_p", "min_p", "repetition_penal
 
 
 def handicap_of(cell: dict[str, Any]) -> str:
-    """Return a label for the delay or slowdown of a cell's drafter; "" if there is none."""
+    """Return the label of the handicap of a cell's drafter, in parentheses; "" if there is none."""
     said = str(
         DrafterHandicap(
             exchange_delay_ms=cell.get("exchange_delay_ms", 0.0),
@@ -308,25 +316,26 @@ def handicap_of(cell: dict[str, Any]) -> str:
 
 
 def cell_key(cell: dict[str, Any]) -> tuple[object, ...]:
-    """Return the key of a cell in service.json. Of two cells with one key the later one is kept."""
+    """Return the key of a cell in service.json. A cell replaces an older one with the same key."""
     return _values(cell)
 
 
 def plain_key(cell: dict[str, Any]) -> tuple[object, ...]:
-    """Return the key that a cell has in common with the plain cell that it is compared with."""
+    """Return a key that is the same for a cell and for the plain cell that it is compared with."""
     # Plain decoding has nothing to accept: its text is drawn alike under every rule.
     return _values(cell, but=(*_PLACING, "rule"))
 
 
 def lock_step_key(cell: dict[str, Any]) -> tuple[object, ...]:
-    """Return the key that a cell has in common with the lock-step cell that it is compared with."""
+    """Return a key that is the same for a cell and for the lock-step cell that it is compared
+    with."""
     shape = str(cell["drafts"]).partition("+")[0]
     return (shape, *_values(cell, but=_AHEAD_KEYS))
 
 
 def greedy_key(cell: dict[str, Any]) -> tuple[object, ...]:
-    """Return the key that a cell has in common with the greedy cell that its rounds are compared
-    with."""
+    """Return a key that is the same for a cell and for the greedy cell whose round time it is
+    compared with."""
     return _values(cell, but=_SAMPLING)
 
 
@@ -336,8 +345,8 @@ def _values(cell: dict[str, Any], but: Sequence[str] = ()) -> tuple[object, ...]
 
 
 def parse_list(text: str, allowed: Iterable[str], what: str) -> tuple[str, ...]:
-    """Return the names in a comma-separated flag. Raises InvalidRequestError for an unknown name,
-    and for an empty list."""
+    """Return the names in the comma-separated value `text` of the flag `what`. Raises
+    InvalidRequestError for a name that is not in `allowed`, and for an empty list."""
     names, known = tuple(part.strip() for part in text.split(",") if part.strip()), tuple(allowed)
     unknown = [name for name in names if name not in known]
     if unknown or not names:

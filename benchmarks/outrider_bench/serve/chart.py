@@ -21,10 +21,10 @@ ChartLine = list[tuple[int, float]]
 
 
 def chart_lines(cells: Sequence[dict[str, Any]]) -> dict[str, ChartLine]:
-    """Return the lines of the chart by name, plain decoding first.
+    """Return the lines of the chart by their names, plain decoding first.
 
     Only cells with the most common model and sampling parameters are included. Raises
-    InvalidRequestError if no cell is of a closed loop.
+    InvalidRequestError if no cell was measured in a closed loop.
     """
     closed = [cell for cell in cells if cell["sessions"] and cell["tokens_per_s"]]
     if not closed:
@@ -47,7 +47,7 @@ def chart_lines(cells: Sequence[dict[str, Any]]) -> dict[str, ChartLine]:
 
 
 def chart_title(cells: Sequence[dict[str, Any]]) -> str:
-    """Return the title of the chart."""
+    """Return the title of the chart, with the model and the sampling parameters of its cells."""
     (model, max_tokens, temperature, top_p, *_), rule = _commonest(cells)
     drawn = "greedy" if temperature == 0.0 else f"T = {temperature:g}, top_p = {top_p:g}, {rule}"
     return f"{model}: tokens/s by sessions, {drawn}, answers up to {max_tokens} tokens"
@@ -61,7 +61,8 @@ def write_chart(path: Path, cells: Sequence[dict[str, Any]]) -> None:
 
 
 def draw_chart(found: dict[str, ChartLine], heading: str) -> str:
-    """Return the chart as SVG text. Both axes are logarithmic; plain decoding is dashed."""
+    """Return the chart of the lines `found` as SVG text. Both axes are logarithmic, and the line of
+    plain decoding is dashed."""
     points = [point for line in found.values() for point in line]
     xs = sorted({sessions for sessions, _ in points})
     low, high = min(y for _, y in points) / 1.2, max(y for _, y in points) * 1.2
@@ -145,7 +146,8 @@ def _line(
 
 
 def _kind(cell: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the settings that all cells of a chart share, without the acceptance rule."""
+    """Return the settings of a cell that must be the same for all cells of a chart. The acceptance
+    rule is not one of them."""
     names = (
         *("model", "max_tokens", "temperature", "top_p", "min_p"),
         *("repetition_penalty", "logit_bias"),
@@ -154,8 +156,8 @@ def _kind(cell: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _commonest(cells: Sequence[dict[str, Any]]) -> tuple[tuple[Any, ...], str]:
-    """Return the most common settings and rule of the closed-loop cells with drafts, or of all
-    closed-loop cells if none has drafts."""
+    """Return the most common settings (see `_kind`) and acceptance rule of the closed-loop cells
+    with drafts, or of all closed-loop cells if none has drafts."""
     closed = [cell for cell in cells if cell["sessions"]]
     drafted = [cell for cell in closed if cell["placement"] != PLAIN] or closed
     kinds = [(_kind(cell), str(cell["rule"])) for cell in drafted]

@@ -1,8 +1,9 @@
 """`outrider bench serve`: whole requests through the router, in every placement.
 
-It starts the router, verifiers and drafters of each placement in turn (or uses a running router),
-sends closed-loop or Poisson loads from separate client processes, and reports tokens/s, latencies,
-efficiency and the ratio to plain decoding of the same requests.
+It starts the router, verifiers and drafters of each placement in turn, or uses a running router.
+Separate client processes send requests, either in a closed loop or at random times (Poisson). It
+reports tokens/s, latencies, efficiency, and the ratio of tokens/s to plain decoding of the same
+requests.
 """
 
 from __future__ import annotations
@@ -271,7 +272,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the benchmark and print its results. Raises InternalError if a part failed."""
+    """Run the benchmark and print its results. Raises InternalError if a part of it failed."""
     if args.merge:
         if args.out is None:
             raise InvalidRequestError("--merge needs --out, the file to merge into")

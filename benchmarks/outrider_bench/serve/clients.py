@@ -23,44 +23,46 @@ from outrider_bench.serve.workload import BenchRequest, split_sessions
 
 MAX_PROCESSES: Final = 8
 SERVING_CORES: Final = 4
-"""Number of cores left to verifier, drafter and router, if the machine has enough."""
+"""Number of CPU cores left to verifier, drafter and router, if the machine has enough."""
 HEAD_START_S: Final = 0.05
-"""Seconds from when the last client is ready to the first request, so that all start together."""
+"""Seconds between the moment when all clients are ready and the first request, so that all clients
+start at the same time."""
 TIMEOUT_S: Final = 300.0
-"""Timeout of one request and of the clients' start, in seconds."""
+"""Timeout of one request, in seconds."""
 
 _clock = time.monotonic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaveCommand:
-    """Command to one client process to send its part of a wave."""
+    """Command to a client process to send its part of the requests of a wave."""
 
     address: str
     asks: Sequence[BenchRequest]
     sessions: int | None
-    """Concurrent requests of this process. None: it sends every `processes`-th request when that is
-    due."""
+    """Number of concurrent requests of this process. With None the process sends each request when
+    it is due: those whose index modulo `processes` equals `index`."""
     index: int
     processes: int
 
 
 @dataclass(frozen=True, slots=True)
 class WaveReport:
-    """Results of one client process after a wave."""
+    """Answers that one client process received in a wave, and the share of a core that it used."""
 
     answers: list[WaveAnswer]
     cpu_share: float
 
 
 def default_processes() -> int:
-    """Return the default number of client processes: one per spare core, from 1 to
-    MAX_PROCESSES."""
+    """Return the default number of client processes: one per core beyond SERVING_CORES, at least 1
+    and at most MAX_PROCESSES."""
     return min(MAX_PROCESSES, max(1, len(os.sched_getaffinity(0)) - SERVING_CORES))
 
 
 class ClientProcesses:
-    """Client processes that are started once and send wave after wave. A context manager."""
+    """Client processes that are started once and then send the requests of any number of waves. Use
+    it as a context manager."""
 
     def __init__(self, processes: int) -> None:
         self._count = processes
@@ -98,10 +100,10 @@ class ClientProcesses:
                 child.terminate()
 
     def wave(self, address: str, asks: Sequence[BenchRequest], sessions: int | None) -> RequestWave:
-        """Send the requests and read all answers.
+        """Send the requests `asks` to the router at `address` and read all answers.
 
-        `sessions` is the number of concurrent requests; None sends each request when it is due.
-        Raises InternalError if a client process fails.
+        `sessions` is the number of concurrent requests. With None each request is sent when it is
+        due. Raises InternalError if a client process fails.
         """
         each: list[int | None] = [None] * self._count
         if sessions is not None:
@@ -132,8 +134,8 @@ class ClientProcesses:
 
 
 def _expect(pipe: Connection, kind: type[Any]) -> Any:
-    """Return the next message, of type `kind`. A client that fails sends its error message as
-    bytes, which raises InternalError."""
+    """Return the next message of a client process, which must be of type `kind`. A client process
+    that fails sends its error message as bytes; InternalError is raised with it."""
     message = pipe.recv()
     if not isinstance(message, kind):
         text = message.decode() if isinstance(message, bytes) else repr(message)
@@ -195,7 +197,8 @@ async def _connected(address: str) -> AsyncIterator[AsyncClient]:
 async def _loop(
     client: AsyncClient, asks: Sequence[BenchRequest], take: Callable[[], int], begin: float
 ) -> list[WaveAnswer]:
-    """Send one request after another until the wave has none left, and return the answers."""
+    """Send one request after another until none of the wave's requests is left, and return their
+    answers."""
     answers: list[WaveAnswer] = []
     while (index := take()) < len(asks):
         answers.append(await _ask(client, asks[index], _clock() if answers else begin))

@@ -1,4 +1,4 @@
-"""Start of the services of one placement, or connection to a running router."""
+"""Services of one placement: they are started, or those behind a running router are used."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from outrider_bench.serve.cells import (
 )
 
 SPARE_SESSIONS = 2
-"""Sessions for which KV is added, because a session that has just ended may still hold its
-blocks."""
+"""Number of additional sessions that the KV cache has space for, because a session that has just
+ended may still hold its blocks."""
 PROMPT_TOKENS = 512
-"""KV tokens for the prompt of a session, used to compute the KV budget on a CPU."""
+"""Number of prompt tokens of a session that the KV cache size on a CPU is computed for."""
 SLACK_TOKENS = 96
 QUEUE = 4096
-"""Queue limit of the router: requests of an open loop above capacity wait instead of failing."""
+"""Queue limit of the router. It is so large that requests of an open loop above capacity wait
+instead of failing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceMachine:
-    """Settings of the services that are the same in every placement."""
+    """Settings of the services that are the same for all placements."""
 
     files: ModelFiles
     device: str
@@ -49,11 +50,11 @@ class ServiceMachine:
     max_tokens: int = 256
     threads: int | None = None
     planner: str | None = None
-    """automatic or fixed. None: the default, automatic."""
+    """"automatic" or "fixed". With None it is the default, "automatic"."""
     verifiers: int = 1
     drafters: int = 1
-    """Number of drafters; `verifiers` is the number of verifiers. Each process has a GPU of its own
-    if there are enough."""
+    """Number of drafters. Each verifier and drafter has a GPU of its own if there are enough
+    GPUs."""
     routers: int = 1
     prefix_cache: bool = True
     device_exchange: str = AUTO
@@ -63,8 +64,8 @@ class ServiceMachine:
     trace_dir: Path | None = None
     round_ms: float = 0.0
     row_us: float = 0.0
-    """Microseconds that each further token row adds to a round of `round_ms` milliseconds; see
-    `outrider_bench.hooks.round_delay`. Rounds are not delayed if `round_ms` is 0."""
+    """Microseconds that each further token row adds to a round, if `round_ms` is not 0. A round of
+    one token row lasts `round_ms` milliseconds; see `outrider_bench.hooks.round_delay`."""
 
     @property
     def exchanges_on_device(self) -> bool:
@@ -75,7 +76,7 @@ class ServiceMachine:
 
     @property
     def name(self) -> str:
-        """Name of the model, with a note if rounds are artificially prolonged."""
+        """Name of the model in the results. It states whether rounds are artificially prolonged."""
         if not self.round_ms:
             return self.files.name
         return f"{self.files.name}, rounds EMULATED: {self.round_ms:g} ms + {self.row_us:g} us/row"
@@ -83,7 +84,8 @@ class ServiceMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchService:
-    """Services that are started together: a placement, and the drafts to measure with it."""
+    """Services that are started together for one placement, and the drafts that are measured with
+    them."""
 
     placement: str
     drafts: tuple[DraftSetting, ...]
@@ -100,14 +102,14 @@ class BenchService:
 
 @dataclass(frozen=True, slots=True)
 class RunningFleet:
-    """Running services of a measurement."""
+    """Address of the router of running services, and the state of their processes."""
 
     address: str
     info: ServerInfo
 
     def verifiers(self) -> list[VerifierInfo]:
-        """Return the state that each verifier reports; an empty list if one of them cannot be
-        reached."""
+        """Return the state that each verifier reports; an empty list if one of them does not
+        answer."""
         try:
             return [asyncio.run(_info(v.address)) for v in self.info.verifiers]
         except (OutriderError, OSError):
@@ -115,7 +117,7 @@ class RunningFleet:
 
 
 def mean_of(values: Iterable[float]) -> float | None:
-    """Return the mean of the positive values; None if there are none."""
+    """Return the mean of the positive values; None if no value is positive."""
     known = [value for value in values if value > 0.0]
     return sum(known) / len(known) if known else None
 
@@ -128,9 +130,9 @@ def plan_services(
 ) -> list[BenchService]:
     """Return the services to start, plain decoding first.
 
-    A head in the verifier drafts only in the shape that it was started with, so each shape needs a
-    start of its own. Drafts by other methods are measured with the first shape. Each handicap of
-    separate drafters also needs a start of its own.
+    A head in the verifier drafts only in the shape with which it was started, so services are
+    started for each shape. Drafts by other methods are measured with the services for the first
+    shape. Services with separate drafters are started for each handicap.
     """
     services = []
     for placement in placements:
@@ -164,7 +166,7 @@ def plan_services(
 
 
 def drafts_at(placement: str, drafts: Sequence[DraftSetting]) -> tuple[DraftSetting, ...]:
-    """Return the distinct draft settings of a placement."""
+    """Return the distinct draft settings that are measured in this placement."""
     if placement not in IN_PROCESS_PLACEMENTS:
         return tuple(drafts)
     within = (draft.within() if in_process_shape(draft) is not None else draft for draft in drafts)
@@ -172,14 +174,15 @@ def drafts_at(placement: str, drafts: Sequence[DraftSetting]) -> tuple[DraftSett
 
 
 def is_chain(draft: DraftSetting) -> bool:
-    """Return whether the drafts are chains of a stated length, made by an EAGLE head."""
+    """Return whether an EAGLE head makes the drafts, and they are chains with a stated number of
+    tokens."""
     shape = in_process_shape(draft)
     return shape is not None and shape[1] == 1
 
 
 def in_process_shape(draft: DraftSetting) -> tuple[int, int] | None:
-    """Return (draft tokens, children per node) of an EAGLE head's drafts of a stated size; None for
-    other drafts."""
+    """Return (draft tokens, children per node) if an EAGLE head makes the drafts and their number
+    of tokens is stated; None for other drafts."""
     if draft.method is not DraftMethod.EAGLE3 or draft.tokens is None:
         return None
     return draft.tokens, draft.top_k or 1
@@ -225,7 +228,7 @@ def local_config(machine: ServiceMachine, service: BenchService) -> LocalFleetCo
 
 
 def verifier_hooks(machine: ServiceMachine) -> tuple[str, ...]:
-    """Return the verifier hooks that make rounds last longer."""
+    """Return the verifier hooks that prolong rounds; an empty tuple if rounds are not prolonged."""
     if not machine.round_ms:
         return ()
     options = f"round_ms={machine.round_ms},row_us={machine.row_us}"
@@ -233,7 +236,7 @@ def verifier_hooks(machine: ServiceMachine) -> tuple[str, ...]:
 
 
 def drafter_hooks(handicap: DrafterHandicap) -> tuple[str, ...]:
-    """Return the drafter hooks that apply a handicap."""
+    """Return the drafter hooks that slow down the drafter or its link."""
     hooks = []
     if handicap.exchange_delay_ms:
         hooks.append(f"outrider_bench.hooks.slow_link:delay_ms={handicap.exchange_delay_ms}")
@@ -243,7 +246,7 @@ def drafter_hooks(handicap: DrafterHandicap) -> tuple[str, ...]:
 
 
 def service_name(service: BenchService) -> str:
-    """Return a name for the files of a service, such as fused-chain-3 or
+    """Return the name of a service that its files have, such as fused-chain-3 or
     separate-chain-4+ahead-1ms-2x."""
     handicap = service.handicap
     parts = [service.placement, service.drafts[0].name]
@@ -256,7 +259,8 @@ def service_name(service: BenchService) -> str:
 
 @contextmanager
 def start_service(machine: ServiceMachine, service: BenchService) -> Iterator[RunningFleet]:
-    """Start the processes of a service and stop them at the end. Raises UnavailableError."""
+    """Start the processes of a service, yield them as a fleet, and stop them at the end. Raises
+    UnavailableError."""
     with LocalCluster(local_config(machine, service), progress=print_progress) as cluster:
         wait_serving(cluster)
         yield connect_router(cluster.address)
@@ -269,8 +273,8 @@ def connect_router(address: str) -> RunningFleet:
 
 
 def placement_of(info: ServerInfo) -> str:
-    """Return the placement that a router reports. It cannot tell fused from colocated, and reports
-    both as colocated."""
+    """Return the placement that a router reports. For fused drafts it is colocated, because the
+    router's report does not distinguish the two."""
     if any(verifier.in_process_methods for verifier in info.verifiers):
         return IN_PROCESS_PLACEMENTS[0]
     return SEPARATE if info.drafters else PLAIN

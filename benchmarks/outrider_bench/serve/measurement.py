@@ -1,4 +1,7 @@
-"""Measurement of a cell in consecutive waves, from the first (cold) to the last (steady)."""
+"""Measurement of a cell in consecutive waves, from the first (cold) to the last (steady).
+
+A cell is one combination of settings, see `BenchCell`.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,17 @@ from outrider_bench.serve.wave_metrics import RequestWave, rounded
 from outrider_bench.serve.workload import WaveSize, make_load
 
 IN_TURN: Final = ("steady_tokens_per_s", "round_ms", "ttft_ms", "itl_ms", "per_token_ms")
-"""Figures of the last plain wave that the cells compared with it repeat."""
+"""Names of those figures of the last plain wave that are also stored with each cell that is
+compared with it."""
 START_S = 30.0
-"""Minimum seconds assumed for starting services. With less time left in the budget none are
-started."""
+"""Seconds that starting the services is assumed to take at least. If less time is left in the
+budget, no services are started."""
 
 
 @dataclass(slots=True)
 class TimeBudget:
-    """Time limit of a run in seconds, with estimates of the time that its parts take."""
+    """Time limit of a run in seconds, with the longest time that a part of each kind has taken so
+    far."""
 
     seconds: float | None = None
     clock: Callable[[], float] = time.monotonic
@@ -38,20 +43,20 @@ class TimeBudget:
         self._began = self.clock()
 
     def allows(self, kind: object) -> bool:
-        """Return whether a part of this kind may begin, so that one as long as the longest so far
-        would end in time."""
+        """Return whether a part of this kind may begin: it must end before the time limit if it
+        takes as long as the longest one so far."""
         if self.seconds is None:
             return True
         return self.clock() - self._began + self._longest.get(kind, 0.0) < self.seconds
 
     def expect(self, kind: object, seconds: float) -> None:
-        """Record that a part of this kind takes so many seconds."""
+        """Record that a part of this kind has taken, or will take, this number of seconds."""
         self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
 
 
 @dataclass(slots=True, kw_only=True)
 class CellMeter:
-    """Measures cells, and compares them with the plain ones of the same run."""
+    """Measures cells, and compares them with the plain and the lock-step cells of the same run."""
 
     clients: ClientProcesses
     prompts: Sequence[BenchPrompt]
@@ -60,18 +65,18 @@ class CellMeter:
     in_turn: bool = False
     """Whether each wave with drafts follows a wave of the same requests without drafts."""
     about: dict[str, Any]
-    """Facts about the machine that are added to every cell."""
+    """Fields about the machine that are added to the result of every cell."""
     lab: RoundBaseline = field(default_factory=RoundBaseline)
     start_s: float = 0.0
-    """Seconds until the services were ready."""
+    """Seconds that the start of the services took."""
     plain: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
-    """Plain cells of this run by `plain_key`."""
+    """Results of the plain cells of this run, by `plain_key`."""
     lock_step: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
-    """Cells of this run that draft in lock-step, by `lock_step_key`."""
+    """Results of the cells of this run that draft in lock-step, by `lock_step_key`."""
 
     def cell(self, fleet: RunningFleet, cell: BenchCell) -> dict[str, Any]:
-        """Measure a cell and return its entry for service.json. Raises InternalError if a wave has
-        no answer at all."""
+        """Measure a cell and return its result for service.json. Raises InternalError if no request
+        of a wave got an answer."""
         waves, beside = list[RequestWave](), list[RequestWave]()
         for _ in range(self.waves):
             if self.in_turn and cell.placement != PLAIN:
@@ -108,11 +113,11 @@ class CellMeter:
 
 
 def compare_in_turn(waves: Sequence[RequestWave], beside: Sequence[RequestWave]) -> dict[str, Any]:
-    """Return the ratios of waves to the plain waves `beside` that each of them followed.
+    """Return the ratios of the throughput of `waves` to that of plain decoding. Before each wave
+    one of the plain waves `beside` was measured.
 
-    They are medians of the ratios of tokens/s, of whole waves and of their steady parts. Of several
-    pairs the first one is left out, because it includes warm-up. The result is empty if `beside`
-    is.
+    There is a median ratio of whole waves and one of their steady states. Of several pairs the
+    first one is left out, because it includes warm-up. The result is empty if `beside` is.
     """
     if not beside:
         return {}
@@ -140,11 +145,13 @@ def describe_cell(
     lab: BaselineRound | None,
     forward_ms: float | None,
 ) -> dict[str, Any]:
-    """Return the figures of a cell: those of its last wave, and a summary of the waves before it.
+    """Return the result of a cell: its settings, the figures of its last wave, and a summary of all
+    waves.
 
-    Efficiency is relative to `lab`, the baseline round. Without one, at one session, the verifier's
-    own `forward_ms` is used instead. At more sessions `forward_ms` is not comparable: it is
-    measured in rounds without prefill, most of which have fewer sessions.
+    The efficiency compares the throughput with that of the baseline round `lab`. Without a
+    baseline, at one session, the `forward_ms` that the verifier reports is used instead. At more
+    sessions `forward_ms` is not comparable: it is measured in rounds without prefill, most of which
+    have fewer sessions.
     """
     first, last = waves[0], waves[-1]
     if lab is None and forward_ms is not None and cell.sessions == 1:
@@ -172,8 +179,8 @@ def describe_cell(
 
 
 def throughput_ratio(cell: dict[str, Any], base: dict[str, Any] | None) -> float | None:
-    """Return the tokens/s of a cell divided by those of another: of the steady states, or of whole
-    waves if one of the two has no steady state. Return None without another cell."""
+    """Return the tokens/s of a cell divided by those of the cell `base`; None without `base`. The
+    steady states are compared, or whole waves if one of the two has no steady state."""
     if base is None:
         return None
     for name in ("steady_tokens_per_s", "tokens_per_s"):

@@ -1,9 +1,9 @@
 """`outrider bench pipeline`: gain of look-ahead, from cells of `outrider bench serve`.
 
-Every figure is a ratio or share computed from cells of one file, which belongs to one commit. A
-figure that the first file lacks is taken from the next file that has it, as `sources` states. A
-figure that no file has is null. Each figure uses the best fan-out, shape and planner that were
-measured.
+Every figure is a ratio or share that is computed from the cells of one results file, so all its
+cells have the same commit. If the first file does not have the cells for a figure, the figure is
+computed from the next file that has them; `sources` states which. A figure that no file has is
+null. Each figure uses the best fan-out, shape and planner that were measured.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def summarize(files: Sequence[Path]) -> dict[str, object]:
-    """Return the content of pipeline.json. Raises InvalidRequestError for a file without cells."""
+    """Return the content of pipeline.json, computed from these results files. Raises
+    InvalidRequestError for a file without cells."""
     contents = [_content(file) for file in files]
     flat = [_flat(_figures(content["cells"])) for content in contents]
     merged: dict[str, Any] = {}
@@ -86,7 +87,7 @@ def _content(file: Path) -> dict[str, Any]:
 
 
 def _flat(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures by name; a figure of a group is named group.name."""
+    """Return all figures in one dict. A figure in a group is named group.name."""
     found: dict[str, Any] = {}
     for name, value in figures.items():
         if isinstance(value, dict):
@@ -124,8 +125,8 @@ def _figures(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def _slow_drafters(cells: Sequence[Cell]) -> dict[str, float | None]:
-    """Return the ratio of look-ahead to lock-step at one session, by the drafter's slowdown
-    factor."""
+    """Return the ratio of tokens/s with look-ahead to tokens/s in lock-step at one session, by the
+    slowdown factor of the drafter."""
     found: dict[str, float | None] = {}
     for factor in sorted({_slowdown(cell) for cell in cells} - {1.0}):
         slowed = [c for c in cells if c["temperature"] == 0.0 and _slowdown(c) == factor]
@@ -135,8 +136,8 @@ def _slow_drafters(cells: Sequence[Cell]) -> dict[str, float | None]:
 
 
 def _fleets(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the best cell of every fleet size with several verifiers, each process on its own
-    GPU."""
+    """Return the figures of the best cell for each placement, number of processes and number of
+    sessions. Only fleets with several verifiers are included."""
     best: dict[tuple[object, ...], Cell] = {}
     for cell in sorted(cells, key=lambda cell: float(cell["tokens_per_s"])):
         if cell.get("verifiers", 1) > 1:

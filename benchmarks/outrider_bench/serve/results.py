@@ -3,7 +3,8 @@
     {commit, date, device, versions, cells: [...], exchange_us, host_ms_at_64, round_cost,
      events_per_s, plain_floor_ratio_min}
 
-A newer cell replaces one with the same key. A file of another commit is replaced, never merged.
+A new cell replaces an older one with the same key. The content of a file that was measured at
+another commit is discarded, never merged.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from outrider_bench.serve.cells import NONE, cell_key, greedy_key
 
 ABOUT: Final = ("commit", "date", "device", "versions")
 OTHERS: Final = ("exchange_us", "host_ms_at_64", "round_cost", "events_per_s")
-"""Figures that other benchmarks measure, or that `round_cost` computes."""
+"""Names of figures that are not computed from the cells of one run: other benchmarks measure them,
+or `round_cost` computes them."""
 FLOOR: Final = "plain_floor_ratio_min"
 LEFT_OUT: Final = "left_out"
-"""Cells that were requested and are not in the file, each with the reason."""
+"""Name of the field that lists the cells that were requested but not measured, each with the
+reason."""
 ROUND_COST_SESSIONS: Final = 32
-"""Largest number of sessions for which the cost of a sampling parameter is stated."""
+"""Largest number of sessions that `round_cost` considers."""
 
 
 def about() -> dict[str, Any]:
-    """Return commit, date, device and versions of this run."""
+    """Return the commit, date, device and versions of this run."""
     facts = describe()
     versions = dict(facts["versions"])
     versions |= {name: facts[name] for name in ("python", "driver", "cuda") if name in facts}
@@ -49,10 +52,12 @@ def machine_words() -> str:
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return both files merged into one; where both have a figure, that of `new` is kept.
+    """Return the content of two results files merged into one. A figure or cell of `new` replaces
+    that of `old`.
 
-    A file without a commit (a part that another benchmark measured) fits every other file. Raises
-    InvalidRequestError for files of two commits, and if `new` has nothing of service.json.
+    A file without a commit, which another benchmark has written, may be merged with any other file.
+    Raises InvalidRequestError if the files have different commits, and if `new` has no field of
+    service.json.
     """
     if not {"cells", FLOOR, *OTHERS} & set(new):
         raise InvalidRequestError("there is nothing of service.json in it", reason="NO_RESULTS")
@@ -75,8 +80,8 @@ def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def merge_files(out: Path, parts: Iterable[Path]) -> dict[str, Any]:
-    """Merge `parts` into the file `out` and return its content. Raises InvalidRequestError for a
-    missing part, and as `merge` does."""
+    """Merge the files `parts` into the file `out` and return its content. Raises
+    InvalidRequestError if a part is missing, and in the cases in which `merge` does."""
     merged = read(out)
     for part in parts:
         if not part.is_file():
@@ -90,7 +95,8 @@ def merge_files(out: Path, parts: Iterable[Path]) -> dict[str, Any]:
 
 
 def read(path: Path | None, commit: str | None = None) -> dict[str, Any]:
-    """Return the content of a results file; empty if the file is missing or of another commit."""
+    """Return the content of a results file. It is empty if the file is missing, or if `commit` is
+    given and the file has another commit."""
     if path is None or not path.is_file():
         return {}
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -109,11 +115,11 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def round_cost(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the round time with a sampling parameter divided by that of greedy decoding, by
-    parameter.
+    """Return the round time with a sampling parameter divided by the round time of greedy decoding,
+    by parameter.
 
-    It is the largest ratio of all placements and drafts, at equal numbers of sessions up to
-    ROUND_COST_SESSIONS.
+    Rounds are compared at equal placement, drafts and number of sessions, up to ROUND_COST_SESSIONS
+    sessions. The result is the largest of these ratios.
     """
     greedy = {greedy_key(cell): cell for cell in cells if _kind(cell) == "greedy"}
     worst: dict[str, float] = {}
@@ -130,21 +136,22 @@ def round_cost(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def over_plain(cell: dict[str, Any]) -> float | None:
-    """Return the tokens/s of a cell divided by those of plain decoding; None if unknown.
+    """Return the tokens/s of a cell divided by those of plain decoding; None if they are unknown.
 
-    The ratio to plain waves between its own is preferred, because a separate plain cell was
-    measured at another time.
+    The ratio to plain waves that alternated with the waves of the cell is preferred, because a
+    separate plain cell was measured at another time.
     """
     found = cell.get("over_plain_in_turn") or cell.get("over_plain")
     return None if found is None else float(found)
 
 
 def floor_ratio(cells: Sequence[dict[str, Any]]) -> float | None:
-    """Return the smallest ratio to plain decoding of all closed-loop cells with drafts; None
-    without any.
+    """Return the smallest `over_plain` of all closed-loop cells with drafts; None if there are
+    none.
 
-    Open loops do not count, because with and without drafts they serve what arrives. Neither does
-    the fixed planner, which drafts where requests say so, not where it pays.
+    Open loops are left out, because their throughput is the rate of arriving requests, with and
+    without drafts. The fixed planner is left out, because it drafts whenever requests ask for it,
+    even if plain decoding is faster.
     """
     closed = [
         cell
@@ -156,8 +163,8 @@ def floor_ratio(cells: Sequence[dict[str, Any]]) -> float | None:
 
 
 def _kind(cell: dict[str, Any]) -> str | None:
-    """Return "greedy" or the one parameter that a cell's sampling adds to it; None if it adds
-    several or another one."""
+    """Return the one sampling parameter with which a cell is measured for `round_cost`, or "greedy"
+    without any. Return None if there are several, or another one."""
     kinds = []
     if cell["repetition_penalty"] != 1.0:
         kinds.append("penalties")
@@ -173,8 +180,8 @@ def _kind(cell: dict[str, Any]) -> str | None:
 
 
 def _joined(old: Any, new: Any) -> Any:
-    """Return two tables merged key by key. Of other values return `new`, or `old` if `new` is
-    None."""
+    """Return two dicts merged key by key. If one of the two is not a dict, return `new`, or `old`
+    if `new` is None."""
     if isinstance(old, dict) and isinstance(new, dict):
         return {**old, **new}
     return old if new is None else new

@@ -1,8 +1,8 @@
 """Round times without serving overhead, the baseline of serving efficiency.
 
-They are results of `outrider bench gpu plain` and `outrider bench gpu rounds` on the same kind of
-device, for a model of about the same cost. Without such a result, at one session, the forward time
-that the verifier reports for the same period is used.
+They come from results of `outrider bench gpu plain` and `outrider bench gpu rounds` that were
+measured on the same kind of device with a model of about the same cost. If there is no such result,
+the forward time that the verifier reports is used instead, at one session only.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from outrider_bench.serve.fleet import is_chain
 
 RESULTS: Final = Path(__file__).resolve().parents[2] / "results" / "gpu"
 MAX_WEIGHT_DIFFERENCE: Final = 0.1
-"""Largest relative difference of weight bytes at which a baseline is used for a model."""
+"""Largest relative difference of weight bytes at which the baseline of another model is used."""
 FORWARD: Final = "forward_ms_p50 of the verifier"
 
 
 @dataclass(frozen=True, slots=True)
 class BaselineRound:
-    """Round time in milliseconds and its source."""
+    """Round time in milliseconds, and where it comes from."""
 
     ms: float
     source: str
@@ -35,13 +35,14 @@ class BaselineRound:
 
 @dataclass(frozen=True, slots=True)
 class RoundBaseline:
-    """Baseline round times in milliseconds: {(placement, draft length): {sessions: ms}}."""
+    """Round times in milliseconds by (placement, draft length) and then by number of sessions."""
 
     rounds: Mapping[tuple[str, int], Mapping[int, float]] = field(default_factory=dict)
 
     def round_of(self, cell: BenchCell) -> BaselineRound | None:
-        """Return the baseline round of a cell, interpolated linearly between measured numbers of
-        sessions and draft lengths; None if nothing comparable was measured."""
+        """Return the baseline round of a cell. It is interpolated linearly between the numbers of
+        sessions and the draft lengths that were measured. Return None outside their range, and for
+        cells without comparable rounds."""
         if cell.sessions is None:
             return None
         if cell.drafts.name == NONE:
@@ -62,8 +63,9 @@ class RoundBaseline:
 
 
 def read_baseline(device: str, weight_bytes: int, folder: Path = RESULTS) -> RoundBaseline:
-    """Return the baseline rounds in a folder that were measured on this device (such as "NVIDIA
-    H200") with a model that reads about as many bytes per forward pass. The result may be empty."""
+    """Return the baseline rounds in a folder of results. Only results are used that were measured
+    on `device` (such as "NVIDIA H200") with a model that reads about `weight_bytes` bytes per
+    forward pass."""
     rounds: dict[tuple[str, int], dict[int, float]] = {}
     plain = _read(folder / "plain.json", device, weight_bytes)
     drafted = _read(folder / "rounds.json", device, weight_bytes)
@@ -83,8 +85,8 @@ def efficiency(
     emitted_per_round: float | None,
     round_ms: float | None,
 ) -> float | None:
-    """Return steady tokens/s divided by (sessions x tokens per round / baseline round time); None
-    if one of these is missing."""
+    """Return steady tokens/s divided by the tokens/s of rounds without overhead, which are sessions
+    x tokens per round / baseline round time. Return None if one of these is missing."""
     if not steady_tokens_per_s or not sessions or not emitted_per_round or not round_ms:
         return None
     return steady_tokens_per_s * round_ms / (sessions * emitted_per_round * 1000.0)
@@ -99,7 +101,8 @@ def _read(path: Path, device: str, weight_bytes: int) -> dict[str, Any]:
 
 
 def _between(table: Mapping[int, float], at: int) -> float | None:
-    """Return the linearly interpolated value; None outside the measured range."""
+    """Return the linearly interpolated value at `at`; None outside the range of the table's
+    keys."""
     known = sorted(table)
     if not known or not known[0] <= at <= known[-1]:
         return None

@@ -1,4 +1,4 @@
-"""One run of the serving benchmark: services to start, cells to serve, cells left out."""
+"""One run of the serving benchmark: services to start, cells to measure, and cells left out."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from outrider_bench.serve.widened_model import bench_model
 from outrider_bench.serve.workload import MIN_REQUESTS, REQUESTS, WaveSize
 
 OPEN_SESSIONS: Final = 64
-"""Number of sessions that services are started for in an open loop."""
+"""Number of sessions that services support in an open loop."""
 _HERE: Final = ("127.0.0.1", "localhost", "[::1]")
 GRID_TEMPERATURES: Final = (0.0, 0.7, 1.0, 1.5, 2.0)
 GRID_DRAFTS: Final = "chain-3,tree-32,ngram"
@@ -65,12 +65,13 @@ GRID_SIZE: Final = WaveSize(per_session=2, min_requests=8)
 
 
 class BenchRun:
-    """One run of the benchmark, service by service. The results file is written after each cell."""
+    """One run of the benchmark. It measures one service after another and writes the results file
+    after each cell."""
 
     def __init__(self, args: argparse.Namespace, busy_cores: dict[str, int]) -> None:
-        """Interpret the flags. Raises InvalidRequestError for invalid ones."""
+        """Read the flags. Raises InvalidRequestError for invalid ones."""
         self.failed: list[str] = []
-        """Descriptions of the parts that failed."""
+        """Descriptions of the services and cells whose measurement failed."""
         self._args, grid = args, args.grid
         self._budget = TimeBudget(args.budget_s)
         self._max_tokens = args.max_tokens or (64 if grid else 256)
@@ -103,7 +104,7 @@ class BenchRun:
             )
 
     def measure(self) -> dict[str, Any]:
-        """Measure every cell that the time budget allows; return the merged content of the results
+        """Measure every cell that the time budget allows, and return the content of the results
         file."""
         args = self._args
         prompts = load_prompts(args.prompts, args.limit)
@@ -155,11 +156,11 @@ class BenchRun:
         )
 
     def _know_served(self, meter: CellMeter, name: str) -> None:
-        """Set the baseline for the model that a running router of this host serves, if its files
-        are known.
+        """Set the baseline for the model that a running router on this host serves, if the model's
+        files are known.
 
-        They are those of --model, if it is a directory, else those of a model of the served name
-        that is on this machine.
+        They are those in the directory --model or, if it is no directory, those of a model on this
+        machine with the served name.
         """
         args = self._args
         if args.router.rpartition(":")[0] not in _HERE:
@@ -172,7 +173,8 @@ class BenchRun:
                 self._know_model(meter, path, args.device, dtype)
 
     def _know_model(self, meter: CellMeter, model: Path, device: str, dtype: str) -> None:
-        """Set the baseline and the floor of a forward pass, if the device is a CUDA device."""
+        """Set the baseline, and the time in which the device reads the weights once, if the device
+        is a CUDA device."""
         import torch
 
         read = weight_bytes(load_model_config(model), getattr(torch, dtype))
@@ -182,7 +184,7 @@ class BenchRun:
             meter.about["floor_ms"] = round(read / DEVICE_COPY_BYTES_S * 1000.0, 4)
 
     def _measure_router(self, meter: CellMeter) -> None:
-        """Measure plain decoding and the drafts with the services behind a running router."""
+        """Measure plain decoding and then the drafts with the services behind a running router."""
         fleet = connect_router(self._args.router)
         placement = self._args.placement or placement_of(fleet.info)
         parse_list(placement, PLACEMENTS, "--placement")
@@ -218,11 +220,11 @@ class BenchRun:
         *,
         exchanges: bool,
     ) -> Iterator[BenchCell]:
-        """Yield the cells of a service, by rising load.
+        """Yield the cells of a service, by ascending load.
 
-        Plain decoding has no acceptance rules. If `fleet` is given, it runs already and determines
-        the numbers of verifiers and drafters. `exchanges` states whether separate drafters use the
-        device exchange.
+        Cells of plain decoding that differ only in the acceptance rule are yielded once. If `fleet`
+        is given, it is running, and its numbers of verifiers and drafters are used. `exchanges`
+        states whether separate drafters use the device exchange.
         """
         verifiers = self._args.verifiers
         drafters = self._args.drafters if service.has_drafters else 0
@@ -327,15 +329,15 @@ class BenchRun:
 def placements_of(wanted: Sequence[str], in_turn: bool) -> list[str]:
     """Return the placements to measure, plain decoding first.
 
-    Plain decoding is always included, because the others are compared with it, unless plain waves
-    are measured between theirs (`in_turn`).
+    Plain decoding is always included, because the other placements are compared with it. It is left
+    out only if `in_turn` is set, because plain waves then alternate with the waves of the others.
     """
     return [name for name in PLACEMENTS if name in wanted or (name == PLAIN and not in_turn)]
 
 
 def parse_sessions(text: str) -> tuple[int, ...]:
-    """Return the numbers of sessions in ascending order. Raises InvalidRequestError for anything
-    but positive integers."""
+    """Return the numbers of sessions that `text` lists, in ascending order. Raises
+    InvalidRequestError for anything but positive integers."""
     try:
         numbers = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
@@ -348,10 +350,10 @@ def parse_sessions(text: str) -> tuple[int, ...]:
 
 
 def drafts_of(args: argparse.Namespace) -> tuple[DraftSetting, ...]:
-    """Return the drafts that --drafts lists, or those of --drafter, --draft-tokens and
-    --draft-top-k.
+    """Return the draft settings that --drafts lists or, without it, the one that --drafter,
+    --draft-tokens and --draft-top-k describe.
 
-    Each is combined with every listed value of --look-ahead, unless its name states one.
+    Each is combined with every listed value of --look-ahead, unless its name contains one.
     """
     names = args.drafts or (GRID_DRAFTS if args.grid and args.draft_tokens is None else None)
     method = DraftMethod(args.drafter)
@@ -399,8 +401,8 @@ def _numbers(text: str, what: str, *, low: float) -> tuple[float, ...]:
 
 
 def samplings_of(args: argparse.Namespace) -> tuple[SamplingSetting, ...]:
-    """Return the sampling settings of --sampling, of the grid's temperatures, or of the other
-    flags."""
+    """Return the sampling settings that --sampling lists or, without it, those of the grid's
+    temperatures or the one that other flags describe."""
     if args.sampling:
         names = parse_list(args.sampling, SETS, "--sampling")
         return tuple(replace(SETS[name], ignore_eos=args.ignore_eos) for name in names)
@@ -425,7 +427,7 @@ def _check_files(files: ModelFiles, drafts: tuple[DraftSetting, ...]) -> None:
 
 
 def named_steady(facts: dict[str, Any]) -> str:
-    """Return the ratio of steady tokens/s to the plain waves in between, as text for the progress
-    line; "" if there is none."""
+    """Return the ratio of steady tokens/s to those of the plain waves that alternated with the
+    cell's waves, as text for the progress line; "" if there is no ratio."""
     found = facts.get("steady_over_plain_in_turn")
     return "" if found is None else f" (steady {found})"

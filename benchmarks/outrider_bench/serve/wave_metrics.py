@@ -18,20 +18,21 @@ from outrider_bench.report import percentiles
 
 OK: Final = "OK"
 OPEN_WARM_SHARE: Final = 0.2
-"""Share of an open loop's requests that arrive before its load counts as steady."""
+"""Share of an open loop's requests that arrive before the steady state begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaveAnswer:
-    """One request as its client observed it."""
+    """Answer to one request as its client observed it."""
 
     due: float
-    """When the request was to be sent. Latencies count from then, even if the client was late."""
+    """Time at which the request was to be sent. Latencies count from this time, even if the client
+    was late."""
     opened: float
     arrivals: tuple[tuple[float, int], ...] = ()
-    """Arrival time and number of tokens of each message with tokens."""
+    """Arrival time and number of tokens of each message that contained tokens."""
     code: str = OK
-    """OK, or the code of the error that ended the request."""
+    """"OK", or the code of the error that ended the request."""
     rounds: int = 0
     emitted: int = 0
     proposed: int = 0
@@ -52,8 +53,8 @@ class WaveAnswer:
 
     @property
     def round_ms(self) -> float | None:
-        """Mean milliseconds of a round; None without rounds. The token of prefill belongs to no
-        round."""
+        """Mean milliseconds of a round; None without rounds. The token that prefill emits does not
+        count."""
         if not self.rounds or len(self.arrivals) < 2:
             return None
         return (self.arrivals[-1][0] - self.arrivals[0][0]) * 1000.0 / self.rounds
@@ -67,16 +68,17 @@ class RequestWave:
     sessions: int | None
     """Number of concurrent requests. None in an open loop."""
     busiest_client: float = 0.0
-    """Share of one core that the busiest client process used."""
+    """Largest share of a core that a client process used."""
 
     @property
     def heard(self) -> list[WaveAnswer]:
-        """Answers with at least one token."""
+        """Answers that have at least one token."""
         return [answer for answer in self.answers if answer.arrivals]
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first request's due time to the last token; NaN without tokens."""
+        """Seconds from the time when the first request was due to the last token; NaN without
+        tokens."""
         heard = self.heard
         if not heard:
             return math.nan
@@ -84,16 +86,17 @@ class RequestWave:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second over the whole wave, including its last requests."""
+        """Tokens per second over the whole wave. This includes its end, when fewer requests run."""
         return sum(answer.tokens for answer in self.answers) / self.seconds
 
     @property
     def steady(self) -> tuple[float, float] | None:
         """Start and end of the steady state; None if there is none.
 
-        In a closed loop it begins when `sessions` answers have begun, and ends when no request is
-        left to start or, if all requests start at once, when the first one ends. In an open loop it
-        begins when a fifth of the requests have arrived, and ends when the last one arrives.
+        In a closed loop it begins when `sessions` answers have begun. It ends when the last request
+        starts or, if all requests start at the beginning, when the first answer ends. In an open
+        loop it begins when a fifth of the requests have arrived, and ends when the last one
+        arrives.
         """
         heard = self.heard
         if not heard or (self.sessions is not None and len(heard) < self.sessions):
@@ -119,18 +122,18 @@ class RequestWave:
 
     @property
     def emitted_per_round(self) -> float | None:
-        """Mean number of tokens that a round emits per session; None without rounds."""
+        """Mean number of tokens that a session emits per round; None without rounds."""
         rounds = sum(answer.rounds for answer in self.answers)
         return sum(answer.emitted for answer in self.answers) / rounds if rounds else None
 
     @property
     def round_ms(self) -> float | None:
-        """Median over all answers of their mean milliseconds per round; None without rounds."""
+        """Median over the answers of their mean milliseconds per round; None without rounds."""
         means = [mean for answer in self.heard if (mean := answer.round_ms) is not None]
         return median(means) if means else None
 
     def figures(self) -> dict[str, object]:
-        """Return the figures of the wave; None stands for a figure that is not available."""
+        """Return the figures of the wave by name. A figure that is not available is None."""
         heard, rounds = self.heard, sum(answer.rounds for answer in self.answers)
         each = [
             (a.arrivals[-1][0] - a.arrivals[0][0]) * 1000.0 / (a.tokens - 1)
@@ -159,8 +162,7 @@ class RequestWave:
 
 
 def rounded(value: float | None, digits: int) -> float | None:
-    """Return the value rounded to `digits` decimals; None for None and for values that are not
-    finite."""
+    """Return the value rounded to `digits` decimals; None if it is None or not finite."""
     return None if value is None or not math.isfinite(value) else round(value, digits)
 
 
@@ -172,8 +174,8 @@ def _share(answers: Sequence[WaveAnswer]) -> float | None:
 
 
 def _ahead(answers: Sequence[WaveAnswer]) -> dict[str, float | None]:
-    """Return the share of rounds with look-ahead, the share of hits among these, and the tokens per
-    round of hits divided by those of fresh drafts. A figure without data is None."""
+    """Return three figures by name, None without data: the share of rounds with look-ahead, the
+    share of hits among them, and the tokens per round of hits divided by those of fresh drafts."""
     every = sum(answer.rounds for answer in answers)
     rounds, hits, accepted, fresh, fresh_accepted = (
         sum(getattr(answer, name) for answer in answers)

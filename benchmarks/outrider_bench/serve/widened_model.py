@@ -1,7 +1,8 @@
 """Widened model of the serving benchmark: written to disk once, then reused.
 
 A small model and its head are padded so that they cost as much as large ones. A separate process
-(`python -m outrider_bench.serve.widened_model`) writes them, so that all its memory is freed.
+(`python -m outrider_bench.serve.widened_model`) writes them, so that all its memory is freed
+afterwards.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from outrider_bench.report import print_progress
 WIDENED: Final = "widened"
 """Value of --model that selects SmolLM2-135M at the cost of an 8B model."""
 EIGHT_B: Final = "4096,14336,32,64,16"
-"""Hidden size, MLP size, layers, heads and KV heads of the default shape."""
+"""Default shape of the widened model: hidden size, MLP size, and numbers of layers, heads and KV
+heads."""
 
 
 def bench_model(
     name: str, head: Path | None, *, wide: str | None, dtype: str, device: str
 ) -> ModelFiles:
-    """Return the files of the model `name`, the value of --model. A widened model is written if
-    needed.
+    """Return the files of the model that --model `name` selects. A widened model is first written
+    to disk if it is not there.
 
-    `wide` is the shape of a widened model, by default that of an 8B model. Raises NotFoundError for
-    an unknown name, and InvalidRequestError if there is no head to widen.
+    `wide` is the shape of the widened model; None selects that of an 8B model. Raises NotFoundError
+    for an unknown name, and InvalidRequestError if there is no head to widen.
     """
     if name != WIDENED and wide is None:
         return find_model(name, head=head)
@@ -47,7 +49,7 @@ def bench_model(
 
 
 def _make(model: Path, head: Path, out: Path, *, shape: str, dtype: str, device: str) -> None:
-    """Write the widened model and head. The folder appears only when it is complete."""
+    """Write the widened model and head. The folder `out` appears only when it is complete."""
     print_progress(f"widening {model.name} to {shape} in {dtype}: {out}")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=out.parent))
@@ -69,7 +71,7 @@ def _make(model: Path, head: Path, out: Path, *, shape: str, dtype: str, device:
 
 
 def main() -> int:
-    """Write a widened model; return the exit status."""
+    """Write a widened model and return the exit status."""
     import torch
 
     from outrider_bench.gpu.support.benchmark_context import wide_spec

@@ -12,32 +12,33 @@ from outrider_bench.prompts import BenchPrompt
 from outrider_bench.serve.cells import SEED, BenchCell
 
 REQUESTS: Final = 4
-"""Number of requests of a closed-loop wave per concurrent session."""
+"""Number of requests per concurrent session in a closed-loop wave."""
 MIN_REQUESTS: Final = 16
 OPEN_SECONDS: Final = 20.0
-"""Mean number of seconds in which the requests of an open-loop wave arrive."""
+"""Mean seconds from the first to the last arrival in an open-loop wave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest:
-    """One request of a wave."""
+    """Text and options of one request of a wave."""
 
     text: str
     """Text of the user's message."""
     options: dict[str, Any] = field(default_factory=dict)
     after_s: float = 0.0
-    """Arrival time in an open loop, in seconds from the start of the wave."""
+    """Arrival time in an open loop, in seconds after the start of the wave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaveSize:
-    """Number of requests of a wave."""
+    """Number of requests of a wave: `per_session` for each concurrent session, at least
+    `min_requests`."""
 
     per_session: int = REQUESTS
     min_requests: int = MIN_REQUESTS
 
     def requests(self, cell: BenchCell) -> int:
-        """Return the number of requests in one wave of a cell."""
+        """Return the number of requests in each wave of a cell."""
         if cell.rate is not None:
             return max(self.min_requests, round(cell.rate * OPEN_SECONDS))
         assert cell.sessions is not None
@@ -47,9 +48,9 @@ class WaveSize:
 def make_load(
     cell: BenchCell, prompts: Sequence[BenchPrompt], size: WaveSize
 ) -> list[BenchRequest]:
-    """Return the requests of a wave of a cell.
+    """Return the requests of each wave of a cell.
 
-    Prompts and seeds are the same in every wave, so that waves differ only by the state of the
+    Prompts and seeds are the same in every wave, so that waves differ only in the state of the
     services.
     """
     count = size.requests(cell)
@@ -70,13 +71,13 @@ def make_load(
 
 
 def arrivals(count: int, rate: float, seed: int = SEED) -> list[float]:
-    """Return the ascending arrival times of `count` requests of a Poisson process of `rate` per
-    second, in seconds. The first is 0."""
+    """Return the arrival times of `count` requests in seconds, in ascending order. They are a
+    Poisson process with `rate` requests per second; the first request arrives at time 0."""
     gaps = np.random.default_rng(seed).exponential(1.0 / rate, size=count)
     gaps[0] = 0.0
     return [float(at) for at in np.cumsum(gaps)]
 
 
 def split_sessions(sessions: int, processes: int) -> list[int]:
-    """Return the number of sessions of each client process, as even as possible."""
+    """Return the number of sessions of each client process. The numbers differ by at most one."""
     return [sessions // processes + (i < sessions % processes) for i in range(processes)]

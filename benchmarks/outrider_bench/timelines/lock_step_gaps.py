@@ -1,9 +1,9 @@
 """Breakdown of the gaps between lock-step rounds, from timelines of a verifier and its drafter.
 
-A gap reaches from the end of a verify forward to the start of the next one. In lock-step it
+A gap is the time from the end of a verify forward to the start of the next one. In lock-step it
 contains one batch of drafts and consists of consecutive steps. Gaps without drafts, with several
-batches of drafts or with overlapping steps are left out; rounds with prefill chunks are not
-distinguished from others. Record the timelines with services that only run in lock-step.
+batches of drafts or with overlapping steps are left out. Gaps before rounds with prefill chunks are
+not treated differently. Record the timelines with services that only run in lock-step.
 """
 
 from __future__ import annotations
@@ -34,32 +34,35 @@ STEPS: Final = (
     "planned",
     "launched",
 )
-"""Steps of a gap in order; each one ends where the next one begins."""
+"""Names of the steps of a gap, in order. Each step ends where the next one begins."""
 DEVICE: Final = "drafted by the device"
-"""The step that is not part of the exchange."""
+"""The step in which the drafter's device works. It is the only one that is not part of the
+exchange."""
 MIN_GAPS: Final = 8
-"""Minimum number of gaps with the same number of rows for a median."""
+"""Minimum number of gaps with the same number of rows for which a median is computed."""
 MIN_SHARE: Final = 0.1
-"""Minimum share of all gaps that these must have. A closed loop sometimes has rounds of fewer
-rows."""
+"""Minimum share that the gaps with the same number of rows must have in all gaps. A closed loop
+sometimes has rounds with fewer rows, which are thus left out."""
 _VERIFIER, _DRAFTER = "verifier", "drafter"
 
 
 @dataclass(frozen=True, slots=True)
 class RoundGap:
-    """One gap: rows of the round after it, and the microseconds of each step in STEPS."""
+    """One gap: the number of rows of the round after it, and the microseconds of each step in
+    STEPS."""
 
     rows: int
     steps: tuple[float, ...]
 
     @property
     def exchange_us(self) -> float:
-        """Microseconds of the gap without the step of the drafter's device."""
+        """Microseconds of the gap, without the step in which the drafter's device works."""
         return sum(self.steps) - self.steps[STEPS.index(DEVICE)]
 
 
 class _Spans:
-    """Spans of one name of one process, ordered by their start, in microseconds."""
+    """Spans of one process that have the same name, in order of their start. Times are in
+    microseconds."""
 
     def __init__(self, events: Sequence[Event], name: str) -> None:
         found = sorted(
@@ -82,8 +85,8 @@ class _Spans:
 
 
 def find_gaps(timelines: Sequence[Event]) -> list[RoundGap]:
-    """Return the gaps of a verifier and its drafter on one host. Raises InvalidRequestError unless
-    there is one timeline of each."""
+    """Return the gaps between rounds of a verifier and its drafter on one host. Raises
+    InvalidRequestError unless there is exactly one timeline of each."""
     sides = {timeline["otherData"]["process"]: timeline for timeline in timelines}
     if len(timelines) != 2 or set(sides) != {_VERIFIER, _DRAFTER}:
         raise InvalidRequestError(
@@ -128,8 +131,8 @@ def _gaps(verifier: Sequence[Event], drafter: Sequence[Event]) -> Iterator[Round
 
 
 def group_by_rows(gaps: Sequence[RoundGap]) -> dict[int, list[RoundGap]]:
-    """Return the gaps by the rows of their rounds, fewest rows first. Numbers of rows with too few
-    gaps are left out."""
+    """Return the gaps by the number of rows of their rounds, in ascending order. Numbers of rows
+    with too few gaps are left out."""
     enough = max(MIN_GAPS, MIN_SHARE * len(gaps))
     counts = sorted({gap.rows for gap in gaps})
     each = {count: [gap for gap in gaps if gap.rows == count] for count in counts}
@@ -137,8 +140,8 @@ def group_by_rows(gaps: Sequence[RoundGap]) -> dict[int, list[RoundGap]]:
 
 
 def exchange_us(gaps: Sequence[RoundGap]) -> dict[str, int]:
-    """Return `exchange_us` of service.json: the median microseconds of the exchange, by rows of a
-    round."""
+    """Return the figure `exchange_us` of service.json: the median microseconds of the exchange, by
+    the number of rows of a round."""
     return {
         str(rows): round(median(gap.exchange_us for gap in found))
         for rows, found in group_by_rows(gaps).items()
@@ -146,7 +149,7 @@ def exchange_us(gaps: Sequence[RoundGap]) -> dict[str, int]:
 
 
 def describe_gaps(gaps: Sequence[RoundGap]) -> str:
-    """Return a table of the median microseconds of each step, by rows of a round.
+    """Return a table of the median microseconds of each step, by the number of rows of a round.
 
     Raises InvalidRequestError if there are too few lock-step rounds with the same number of rows.
     """

@@ -1,8 +1,9 @@
 """Merge of the timelines of several processes of one host, for Perfetto and as a picture.
 
-Each process writes its own timeline (`outrider serve --trace-dir`, `outrider bench serve
---trace-dir`). The earliest event is at time 0. The picture shows some milliseconds, by default from
-the middle; spans that contain others are drawn around them.
+Each process writes its own timeline (`outrider serve --trace-dir`,
+`outrider bench serve --trace-dir`). In the merged timeline the earliest event is at time 0. The
+picture shows some milliseconds, by default from the middle of the timeline. A span that contains
+other spans is drawn around them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Event = dict[str, Any]
 
 _KINDS: Final = ("M", "X", "i")
 _WAITS: Final = "wait"
-"""Prefix of the names of spans in which nothing happens."""
+"""Prefix of the names of spans in which a process waits."""
 _SHOWN_MS: Final = 40.0
 
 
@@ -47,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Merge the timelines and draw them. Raises InvalidRequestError for files that are not
-    timelines of one host."""
+    """Merge the timelines and draw them. Raises InvalidRequestError if a file is not a timeline, or
+    the timelines are of several hosts."""
     timelines = [read_timeline(path) for path in args.files]
     if not (args.out or args.svg or args.gaps or args.gaps_out):
         raise InvalidRequestError(
@@ -106,7 +107,8 @@ def read_timeline(path: Path) -> Event:
 
 
 def common_clock(timelines: Sequence[Event]) -> str:
-    """Return the common clock of the timelines. Raises InvalidRequestError if they have several."""
+    """Return the name of the clock that all timelines share. Raises InvalidRequestError if they
+    have different clocks."""
     clocks = {timeline["otherData"]["clock"] for timeline in timelines}
     if len(clocks) > 1:
         raise InvalidRequestError(
@@ -116,8 +118,9 @@ def common_clock(timelines: Sequence[Event]) -> str:
 
 
 def merge_timelines(timelines: Sequence[Event]) -> Event:
-    """Return one timeline: all events in their order, from time 0 on, each process under an id of
-    its own. Raises InvalidRequestError if the timelines have different clocks."""
+    """Return one timeline with the events of all timelines, sorted by time and beginning at time 0.
+    Each process gets a process id of its own. Raises InvalidRequestError if the timelines have
+    different clocks."""
     clock = common_clock(timelines)
     about: list[Event] = []
     happened: list[Event] = []
@@ -140,8 +143,8 @@ def merge_timelines(timelines: Sequence[Event]) -> Event:
 
 
 def spans_of(events: Sequence[Event]) -> tuple[list[TrackSpan], list[str]]:
-    """Return the spans in milliseconds, and the names of the tracks, those of a process side by
-    side. An instant event is a span of length 0."""
+    """Return the spans of the events, with times in milliseconds, and the names of the tracks. The
+    tracks of a process are adjacent. An instant event becomes a span of length 0."""
     named = {
         what: {
             (event["pid"], event["tid"] if what == "thread_name" else 0): event["args"]["name"]
@@ -168,14 +171,15 @@ def spans_of(events: Sequence[Event]) -> tuple[list[TrackSpan], list[str]]:
 
 
 def middle_ms(spans: Sequence[TrackSpan]) -> float:
-    """Return the time in milliseconds by which half of the spans have begun. Spans of waiting are
-    left out."""
+    """Return the median of the start times of all spans, in milliseconds; 0 without spans. Spans in
+    which a process waits are left out."""
     work = [span.start_ms for span in spans if not span.name.startswith(_WAITS)]
     return median(work) if work else 0.0
 
 
 def clip_spans(spans: Sequence[TrackSpan], begin_ms: float, end_ms: float) -> list[TrackSpan]:
-    """Return the spans between two times, clipped at both ends."""
+    """Return the spans that overlap the time between `begin_ms` and `end_ms`, cut off at both
+    ends."""
     return [
         TrackSpan(span.track, span.name, max(span.start_ms, begin_ms), min(span.end_ms, end_ms))
         for span in spans

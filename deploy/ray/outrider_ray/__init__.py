@@ -18,8 +18,8 @@ fixed_keys.py              Configuration keys that the launcher sets itself or t
 fleet.py                   Actors of one fleet: placement, restart, adding and removing.
 fleet_lifecycle.py         Lifecycle of a fleet of Ray actors: starts it, serves until a signal,
                            drains and stops it.
-members.py                 Fleet members: actors by role and number, and the cells that are placed
-                           together.
+members.py                 Fleet members: actors by role and number, and the groups of actors that
+                           are placed together.
 node_keeper.py             Node keeper: rejoins a Ray node to its cluster after it was declared
                            dead.
 placement.py               Actor placement: placement groups with a bundle for each actor, and GPU

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
 """Seconds between two checks of an actor."""
 MAX_HANG_S = 30.0
-"""Maximum time, in seconds, for which an actor's event loop may not respond. Then the actor is
-killed and thereby replaced."""
+"""Time in seconds without a response of an actor's event loop after which the actor is killed. The
+keeper then starts a replacement."""
 MIN_BACKOFF_S = 0.5
 MAX_PAUSE_S = 30.0
 MIN_STABLE_S = 60.0
@@ -33,7 +33,7 @@ def next_pause(pause_s: float, ran_s: float) -> float:
 
 
 class ActorKeeper:
-    """Keeps the actor with one name alive."""
+    """Keeps one named Ray actor running: starts a replacement whenever the actor dies."""
 
     def __init__(self, name: str, serve: Callable[[], Awaitable[RayEndpoint]]) -> None:
         """Create a keeper of the actor `name`. `serve` starts the actor, or finds a running one,
@@ -58,12 +58,12 @@ class ActorKeeper:
         logger.info("actor started", extra=facts)
 
     def keep(self) -> None:
-        """Begin to replace the actor whenever it dies."""
+        """Start a task that replaces the actor whenever it dies."""
         self._task = asyncio.create_task(self._keep())
 
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
-        """Stop the actor within a bounded time. With `drain_timeout_s` (in seconds), a verifier
-        first hands over its sessions."""
+        """Stop the actor. With `drain_timeout_s` above 0, a verifier first gets that many seconds
+        to hand over its sessions."""
         await self.detach()
         if self._endpoint is not None:
             if drain_timeout_s:

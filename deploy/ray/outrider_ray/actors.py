@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 ServiceT = TypeVar("ServiceT", "VerifierService", "DrafterService")
 
 LOST_GRACE_S = 1.0
-"""Seconds between the loss of a device and the end of its actor. During this time sessions receive
-the error."""
+"""Time in seconds between the loss of an actor's device and the end of the actor's process. During
+this time the actor's sessions receive an error."""
 
 
 @asynccontextmanager
 async def verifier_endpoint(config: VerifierConfig) -> AsyncGenerator[VerifierService]:
-    """Run a verifier in this actor, with its model loaded."""
+    """Load the model and run a verifier in this actor for the duration of an `async with` block."""
     prepare(config.threads, config.log_level)
     from outrider_verifier.hooks import VerifierHooks
     from outrider_verifier.server.service_builder import build_service
@@ -55,7 +55,8 @@ async def verifier_endpoint(config: VerifierConfig) -> AsyncGenerator[VerifierSe
 async def drafter_endpoint(
     config: DrafterConfig, ray_config: RayConfig
 ) -> AsyncGenerator[DrafterService]:
-    """Run a drafter in this actor. The drafter finds verifiers by their actors' names."""
+    """Run a drafter in this actor for the duration of an `async with` block. The drafter finds
+    verifiers by their actors' names."""
     prepare(config.threads, config.log_level)
     from outrider_drafter.hooks import DrafterHooks, VerifierAccess
     from outrider_drafter.server.build import build_service
@@ -79,8 +80,8 @@ async def _built(
     end: Callable[[ServiceT], Coroutine[Any, Any, None]],
     busy_polling_cores: int,
 ) -> AsyncGenerator[ServiceT]:
-    """Build a service and yield it, with the process tuned for the service; call `end` when the
-    context is left. The process exits if the service loses its device."""
+    """Build a service, yield it, and call `end` with it when the context is left. The process is
+    tuned for the service, and exits if the service loses its device."""
     with BusyCores.claim(busy_polling_cores) as busy_cores:
         service = await run_in_short_thread(build, busy_cores)
         tune_process()
@@ -94,7 +95,8 @@ async def _built(
 
 
 async def end_when(lost: asyncio.Event) -> None:
-    """End this actor once its device is lost or its engine hangs; its keeper then replaces it."""
+    """End this actor's process once `lost` is set, because its device was lost or its engine hangs.
+    The actor's keeper then starts a replacement."""
     await lost.wait()
     exit_within(LOST_GRACE_S + EXIT_GRACE_S, EXIT_STALLED)
     await asyncio.sleep(LOST_GRACE_S)
@@ -103,8 +105,9 @@ async def end_when(lost: asyncio.Event) -> None:
 
 
 def prepare(threads: int, log_level: str) -> None:
-    """Set up JSON logs on stderr, which Ray collects, and the OpenMP settings for compute threads,
-    which must be set before torch is imported. `threads` 0 leaves their number to torch."""
+    """Prepare this actor's process: write JSON logs to stderr, which Ray collects, and set OpenMP's
+    environment variables. Must be called before torch is imported. `threads` is the number of
+    compute threads; with 0 torch chooses it."""
     setup_logging(log_level)
     # Ray's own record factory adds a field to every record.
     logging.setLogRecordFactory(logging.LogRecord)

@@ -71,11 +71,12 @@ class MemberLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolState:
-    """Members of one role, and the state kept between two evaluations."""
+    """Input of `plan_scaling`: the members of one role with their loads, and since when the pool
+    has been overloaded or underused."""
 
     role: MemberRole
     min_members: int
-    """Minimum number of members: those with an index below it are never removed."""
+    """Minimum number of members. Members with an index below it are never removed."""
     max_members: int
     members: tuple[MemberLoad, ...]
     waiting: int = 0
@@ -83,7 +84,7 @@ class PoolState:
     hot_since: float | None = None
     cold_since: float | None = None
     changed_at: float | None = None
-    """Time of the pool's last change, in seconds."""
+    """Time of the last change of the pool's size, in seconds; None if it never changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +106,11 @@ Action = Create | Drain
 
 @dataclass(slots=True)
 class Memory:
-    """What the autoscaler remembers of a pool between two looks at its load.
+    """Times that the autoscaler keeps for one pool between two evaluations of its load.
 
-    All times are in seconds of one clock: since when the pool has been overloaded (`hot`) or
-    underused (`cold`), None if it is not; and when its size last changed, None if never.
+    All times are in seconds of one clock. `hot_since` and `cold_since` say since when the pool has
+    been overloaded or underused; None means that it is not. `changed_at` is the time of the last
+    change of the pool's size; None means that it never changed.
     """
 
     hot_since: float | None = None
@@ -118,7 +120,7 @@ class Memory:
 
 @dataclass(slots=True)
 class Memories:
-    """The `Memory` of each pool, by role."""
+    """Holds a `Memory` for each pool. The keys of `of` are the roles of the pools."""
 
     of: dict[MemberRole, Memory] = field(
         default_factory=lambda: {role: Memory() for role in MemberRole}
@@ -127,22 +129,23 @@ class Memories:
     def note(
         self, pools: Mapping[MemberRole, PoolState], config: AutoscaleConfig, now: float
     ) -> None:
-        """Update the start times of the hot and cold states of all pools. `now`: present time in
-        seconds."""
+        """Update, for all pools, the times since when they have been overloaded or underused. `now`
+        is the present time in seconds."""
         for role, pool in pools.items():
             memory = self.of[role]
             memory.hot_since = _since(memory.hot_since, is_hot(pool, config), now)
             memory.cold_since = _since(memory.cold_since, is_cold(pool, config), now)
 
     def changed(self, role: MemberRole, now: float) -> None:
-        """Record that this pool changed at time `now`, and forget the start times of its hot and
-        cold states."""
+        """Record that the pool of `role` changed at time `now`. The times since when it was
+        overloaded or underused are forgotten."""
         self.of[role] = Memory(changed_at=now)
 
 
 def plan_scaling(state: PoolState, config: AutoscaleConfig, now: float) -> Action | None:
-    """Return the change that a pool needs now, or None. `now`: present time in seconds, on the
-    clock of the times in `state`."""
+    """Return the member to add to or to remove from a pool now, as `Create` or `Drain`, or None if
+    the pool stays as it is. `now` is the present time in seconds, on the clock of the times in
+    `state`."""
     steady = all(each.ready and not each.leaving for each in state.members)
     cooling = state.changed_at is not None and now - state.changed_at < config.cool_down_s
     if not steady or cooling:

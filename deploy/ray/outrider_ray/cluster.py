@@ -25,13 +25,14 @@ gets only a thirtieth of a core that it shares with another busy process."""
 STOP_RAY_S = 10.0
 """Seconds that Ray gets to stop by itself before its local processes are killed."""
 _OBJECT_STORE_BYTES = 256 << 20
-"""Bytes of shared memory of a local Ray, which only holds large frames in flight."""
+"""Size in bytes of the object store of a local Ray. It holds only large messages that are on their
+way between actors."""
 _PROC = Path("/proc")
 
 
 @contextmanager
 def ray_cluster(config: RayFleetConfig) -> Generator[None]:
-    """Start or join Ray; stop or leave it at the end.
+    """Start a local Ray or join a Ray cluster, for the duration of a `with` block.
 
     Must be called on the main thread: the processes that it starts end with the thread that started
     them, so that they end even if this process is killed. Raises UnavailableError (NO_RAY).

@@ -66,7 +66,7 @@ def describe(status: FleetStatus) -> Iterator[str]:
 
 @contextmanager
 def joined(address: str, namespace: str) -> Iterator[None]:
-    """Connect to a running Ray cluster, and disconnect at the end. Raises UnavailableError
+    """Connect to a running Ray cluster for the duration of a `with` block. Raises UnavailableError
     (NO_RAY)."""
     import ray
 

@@ -180,7 +180,7 @@ class RayFleetConfig:
 
     @property
     def drafting(self) -> tuple[DraftMethod, ...]:
-        """Draft methods; empty without speculation."""
+        """Draft methods that requests can use; empty without speculation."""
         if self.methods is None:
             own = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
             return own if self.head else (DraftMethod.NGRAM,)
@@ -195,7 +195,8 @@ class RayFleetConfig:
 
     @property
     def roles(self) -> tuple[MemberRole, ...]:
-        """Roles of the actors that exist."""
+        """Roles that the fleet has actors of: verifier, and also drafter if a draft method needs
+        drafters."""
         return (
             (MemberRole.VERIFIER, MemberRole.DRAFTER)
             if self.drafter_methods
@@ -204,12 +205,13 @@ class RayFleetConfig:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Numbers of verifiers and drafters at the start, which are also the smallest numbers."""
+        """Number of verifiers and number of drafters at the start. Scaling never goes below these
+        numbers."""
         return self.verifiers, self.drafters if self.drafter_methods else 0
 
     @property
     def max_of(self) -> tuple[int, int]:
-        """Largest numbers of verifiers and drafters."""
+        """Largest number of verifiers and largest number of drafters that scaling may reach."""
         return (
             self.autoscale.max_members(MemberRole.VERIFIER, self.counts[MemberRole.VERIFIER]),
             self.autoscale.max_members(MemberRole.DRAFTER, self.counts[MemberRole.DRAFTER])
@@ -224,12 +226,12 @@ class RayFleetConfig:
 
     @property
     def cells(self) -> tuple[MemberGroup, ...]:
-        """Groups of actors that are placed together."""
+        """Groups of actors that are placed together, one for each verifier."""
         return cells_of(*self.counts)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Device of each of `roles`, cpu or cuda."""
+        """Device (cpu or cuda) of the actors of each role, in the order of `roles`."""
         verifier = self.device or (CUDA if self.gpus_per_actor else CPU)
         looks_up = self.drafter_methods == (DraftMethod.NGRAM,)
         drafter = self.drafter_device or (CPU if looks_up else verifier)
@@ -237,12 +239,12 @@ class RayFleetConfig:
 
     @property
     def actor_threads(self) -> int:
-        """Compute threads of each actor; 0 leaves torch's own choice."""
+        """Number of compute threads of each actor; 0 lets torch choose."""
         return self.threads or int(self.cpus_per_actor)
 
     @property
     def ray(self) -> RayConfig:
-        """Settings of the transport."""
+        """Settings of the Ray transport between router, verifiers and drafters."""
         return RayConfig(
             namespace=self.namespace,
             exchange=self.exchange,
@@ -257,24 +259,25 @@ class RayFleetConfig:
         return self.strategy.replace("-", "_").upper()
 
     def torch_device(self, role: MemberRole) -> str:
-        """Return the torch device of an actor; Ray shows each actor only the GPUs that it
-        reserved."""
+        """Return the torch device of an actor of this role. A GPU is always cuda:0, because Ray
+        shows each actor only the GPUs that it reserved."""
         return CPU if self.devices[role] == CPU else "cuda:0"
 
     def gpus_of(self, role: MemberRole) -> float:
-        """Return the number of GPUs that Ray reserves for an actor, one by default."""
+        """Return the number of GPUs that Ray reserves for an actor of this role: 0 on the CPU,
+        otherwise `gpus_per_actor`, or one if that is None."""
         if self.devices[role] == CPU:
             return 0.0
         return 1.0 if self.gpus_per_actor is None else self.gpus_per_actor
 
     def resource_of(self, role: MemberRole) -> str:
-        """Ray custom resource that places an actor; "" if there is none."""
+        """Return the custom Ray resource that an actor of this role reserves; "" if none."""
         return (self.verifier_resource, self.drafter_resource)[role]
 
     @property
     def exchange_mode(self) -> str:
-        """`device_exchange` of verifiers and drafters; off without shared-memory channels, which it
-        needs."""
+        """Value of `device_exchange` for verifiers and drafters. It is off unless `exchange` is
+        grpc, because the device exchange needs shared-memory channels."""
         return self.device_exchange if self.exchange == GRPC else OFF
 
     @property
@@ -287,7 +290,7 @@ class RayFleetConfig:
 
 
 def verifier_config(config: RayFleetConfig, index: int = 0) -> VerifierConfig:
-    """Configuration of the verifier with this index. Raises InvalidRequestError."""
+    """Return the configuration of the verifier with this index. Raises InvalidRequestError."""
     uses_head = bool(HEAD_METHODS & set(config.drafting))
     return load_config(
         VerifierConfig,
@@ -318,8 +321,8 @@ def verifier_config(config: RayFleetConfig, index: int = 0) -> VerifierConfig:
 
 
 def drafter_config(config: RayFleetConfig, index: int = 0) -> DrafterConfig | None:
-    """Configuration of the drafter with this index; None without drafters. Raises
-    InvalidRequestError."""
+    """Return the configuration of the drafter with this index, or None if the fleet has no
+    drafters. Raises InvalidRequestError."""
     methods = config.drafter_methods
     if not methods:
         return None
@@ -349,8 +352,8 @@ def drafter_config(config: RayFleetConfig, index: int = 0) -> DrafterConfig | No
 
 
 def router_config(config: RayFleetConfig, model: Path) -> RouterConfig:
-    """Configuration of the router, which reads the tokenizer of `model`. Raises
-    InvalidRequestError."""
+    """Return the configuration of the router. `model` is the directory from which the router reads
+    the tokenizer. Raises InvalidRequestError."""
     return load_config(
         RouterConfig,
         overrides={

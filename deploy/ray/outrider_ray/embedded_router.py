@@ -45,7 +45,8 @@ class EmbeddedRouter:
 
 @asynccontextmanager
 async def serve_front(config: RayFleetConfig) -> AsyncGenerator[EmbeddedRouter]:
-    """Run a router that serves clients. The fleet's actors must have been started."""
+    """Run a router that serves clients, for the duration of an `async with` block. The fleet's
+    actors must have been started."""
     model = await asyncio.to_thread(resolve_model, config.model)
     router = router_config(config, model)
     tokenizer = await asyncio.to_thread(Tokenizer.load, model)

@@ -16,7 +16,8 @@ ROUTER = frozenset(
 _ACTOR = frozenset(
     {"listen", "health_listen", "metrics_port", "metrics_host", "trace_file", "drain_timeout_s"}
 )
-"""Keys that no actor uses: an actor opens no port except for its exchange, and Ray ends it."""
+"""Keys without effect in an actor, because an actor opens no port except that of its exchange, and
+because Ray ends it."""
 VERIFIER = _ACTOR | {
     *(
         "model",

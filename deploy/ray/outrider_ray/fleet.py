@@ -32,7 +32,7 @@ class ActorFleet:
     def __init__(self, config: RayFleetConfig) -> None:
         """Create a fleet without starting it. Ray must have been initialised.
 
-        Raises InvalidRequestError if the configurations do not fit together, and UnavailableError
+        Raises InvalidRequestError if the configuration of an actor is invalid, and UnavailableError
         if an actor needs a GPU and there is none.
         """
         self._config = config = with_gpu_share(config)
@@ -45,7 +45,7 @@ class ActorFleet:
         return {member: keeper.where for member, keeper in self._keepers.items()}
 
     async def start(self) -> None:
-        """Reserve placement groups, start all actors at once, and wait until all are ready."""
+        """Reserve placement groups, start all actors in parallel, and wait until all are ready."""
         await self._places.reserve(self._config.cells)
         await asyncio.gather(*(keeper.start() for keeper in self._keepers.values()))
         for keeper in self._keepers.values():

@@ -28,10 +28,11 @@ async def supervise(
     *,
     resume: bool = False,
 ) -> None:
-    """Serve until `stop` is set, then drain and stop the fleet. Ray must have been initialised.
+    """Start a fleet and its router, serve clients until `stop` is set, then drain and stop the
+    fleet. Ray must have been initialised.
 
-    With `resume`, continue with the actors of a supervisor that died; missing actors are created
-    while clients are served. Raises OutriderError if the fleet does not start.
+    With `resume`, take over the running actors of a supervisor that died; missing actors are
+    created while clients are served. Raises OutriderError if the fleet does not start.
     """
     fleet = ActorFleet(config)
     try:

@@ -1,4 +1,4 @@
-"""Fleet members: actors by role and number, and the cells that are placed together."""
+"""Fleet members: actors by role and number, and the groups of actors that are placed together."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def member_of(name: str) -> FleetMember | None:
 
 
 MemberGroup = tuple[FleetMember, ...]
-"""Members of one placement group, which are placed near each other or apart."""
+"""Members of one Ray placement group. Its strategy places them near each other or apart."""
 
 
 def members_of(verifiers: int, drafters: int) -> tuple[FleetMember, ...]:
@@ -50,8 +50,8 @@ def members_of(verifiers: int, drafters: int) -> tuple[FleetMember, ...]:
 
 
 def cells_of(verifiers: int, drafters: int) -> tuple[MemberGroup, ...]:
-    """Return one cell (placement group) for each verifier, with the drafters distributed
-    round-robin.
+    """Return one cell for each verifier. A cell is a group of actors with a Ray placement group of
+    its own. The drafters are distributed over the cells round-robin.
 
     Every drafter drafts for every verifier; a cell only says which actors are placed near each
     other.

@@ -19,14 +19,18 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _SLIVER = {"CPU": 0.001}
-"""Resources of an actor that reserves nothing else, because a bundle must not be empty. The amount
-is negligible."""
+"""Resources of an actor that would otherwise reserve nothing. Ray refuses empty bundles, so such an
+actor reserves a negligible amount."""
 
 
 def gpu_share(strategy: str, actors: int, gpus: Sequence[float]) -> float:
-    """Return the number of GPUs for each of `actors` actors: one, or an equal share of the GPUs if
-    there are fewer GPUs than actors. `gpus` is the number of GPUs of each node. Raises
-    UnavailableError (NO_GPU) if there are none."""
+    """Return the number of GPUs that each of `actors` actors reserves: one, or an equal share of
+    the GPUs if there are fewer GPUs than actors.
+
+    `gpus` is the number of GPUs of each node. With the placement strategy strict-pack only the node
+    with the most GPUs counts, and with strict-spread the result is always one. Raises
+    UnavailableError (NO_GPU) if there are no GPUs.
+    """
     most = max(gpus, default=0.0) if strategy == STRICT_PACK else sum(gpus)
     if most <= 0.0:
         raise UnavailableError(
@@ -38,8 +42,8 @@ def gpu_share(strategy: str, actors: int, gpus: Sequence[float]) -> float:
 
 
 def with_gpu_share(config: RayFleetConfig) -> RayFleetConfig:
-    """Return the configuration with `gpus_per_actor` set. Ray must have been initialised. Raises
-    UnavailableError (NO_GPU)."""
+    """Return the configuration with `gpus_per_actor` set by `gpu_share`, if it was not set and an
+    actor needs a GPU. Ray must have been initialised. Raises UnavailableError (NO_GPU)."""
     counts = zip(config.devices, config.counts, strict=False)
     actors = sum(count for device, count in counts if device == CUDA)
     if config.gpus_per_actor is not None or not actors:
@@ -92,7 +96,8 @@ class ActorPlacement:
             ) from None
 
     def take(self, cells: Sequence[MemberGroup]) -> None:
-        """Request bundles like `reserve`, but without waiting; each actor waits for its own bundle.
+        """Request the bundles of these cells without waiting until they are reserved. Each actor
+        waits for its own bundle.
 
         Raises UnavailableError (NO_PLACES) for a request that Ray refuses.
         """
@@ -101,7 +106,7 @@ class ActorPlacement:
             self._cells |= dict.fromkeys(cell, cell)
 
     def options(self, member: FleetMember) -> dict[str, object]:
-        """Return Ray's options that start an actor in its bundle."""
+        """Return the options with which Ray starts an actor in its bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         role, cell = member.role, self._cells[member]

@@ -40,7 +40,8 @@ class FleetScaler:
         self._changes: dict[MemberRole, asyncio.Task[None]] = {}
 
     def introduce(self) -> None:
-        """Add to the router the members that a resumed fleet had gained after its start."""
+        """Add to the router the members of a resumed fleet that are not in its configuration,
+        because an earlier supervisor had added them."""
         for member in set(self._fleet.members) - set(self._config.members):
             self._introduce(member)
 
@@ -153,8 +154,8 @@ class FleetScaler:
 def verifier_load(
     member: FleetMember, peer: VerifierPeer | None, *, leaving: bool = False
 ) -> MemberLoad:
-    """Return a verifier's load as the router knows it: the used share of sessions or of KV blocks,
-    whichever is larger."""
+    """Return a verifier's load as the router knows it: the used share of its sessions or of its KV
+    blocks, whichever is larger. `leaving` says whether the verifier is being removed."""
     info = None if peer is None else peer.info
     if peer is None or info is None or peer.state is not PeerState.HEALTHY:
         return MemberLoad(member=member, ready=False, leaving=leaving)
@@ -167,7 +168,8 @@ def verifier_load(
 def drafter_load(
     member: FleetMember, peer: DrafterPeer | None, config: AutoscaleConfig, *, leaving: bool = False
 ) -> MemberLoad:
-    """Return a drafter's load as the router knows it, by its number of sessions."""
+    """Return a drafter's load as the router knows it: its number of sessions, divided by the number
+    at which it counts as full. `leaving` says whether the drafter is being removed."""
     info = None if peer is None else peer.info
     if peer is None or info is None or peer.state is not PeerState.HEALTHY:
         return MemberLoad(member=member, ready=False, leaving=leaving)

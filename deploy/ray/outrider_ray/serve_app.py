@@ -32,8 +32,8 @@ from outrider_ray.fleet_lifecycle import supervise
 logger = logging.getLogger(__name__)
 
 MAX_ONGOING = 4096
-"""Maximum number of requests that Serve passes to the router at once. The router has its own queue
-and limits."""
+"""Maximum number of requests that Serve lets the router have in progress. The router has its own
+queue and limits."""
 NAME_PAUSE_S = 0.5
 _DEFAULT_LISTEN = "127.0.0.1:0"
 

@@ -1,7 +1,7 @@
 """Static input buffers of a draft launch: stages the rows of a batch and uploads them.
 
-A bucket is a batch size for which a CUDA graph is captured. Letters in shapes: B rows of a bucket,
-one for each session; R new rows of a session; F uploaded feature rows; H feature width.
+A bucket is a batch size for which a CUDA graph is captured. Letters in shapes: B sessions of
+a bucket; R new rows of a session; F uploaded feature rows; H feature width.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from outrider_drafter.state.session import FollowedSession
 from outrider_drafter.state.session_table import SessionTable
 
 _WORDS: Final = 5
-"""Number of int32 words for each session besides its rows: slot, count, start, and two words of
-noise key."""
+"""Number of int32 words for each session besides the words of its rows: slot, count, start, and two
+words of the random-number key."""
 _ROW_WORDS: Final = 2
 """Number of int32 words for each row: its token and the index of its feature."""
 _WASTE: Final = 2
-"""Maximum number of feature rows that are uploaded in place for each row of the bucket. Messages
-with more rows are reordered by the host first."""
+"""Maximum number of feature rows of a message, divided by the number of rows of the bucket, up to
+which the whole message is uploaded. From larger messages the host first copies the needed rows."""
 
 
 class LaunchSessions(NamedTuple):
-    """Sessions of one launch, with values that are the same for all of their drafts. Columns are
-    [B]."""
+    """Sessions of one draft launch, with the values that stay the same from draft to draft. Arrays
+    are [B], with one element for each of B sessions."""
 
     table: SessionTable
     sessions: Sequence[FollowedSession]
     slots: NDArray[np.int64]
-    """Slots in the session table."""
+    """Slot of each session in the session table."""
     device_slots: NDArray[np.int64]
-    """Slots of the sessions in `PagedDraftKV`."""
+    """Slot of each session in `PagedDraftKV`."""
     wanted_nodes: NDArray[np.int64]
     """Number of draft tokens that each session's plan asks for."""
     has_penalties: bool
-    """Whether any session has sampling penalties, so that its tokens are counted."""
+    """Whether any session has sampling penalties, for which the device counts the tokens."""
     has_logits_processing: bool
     """Whether any session processes its logits."""
     has_grammar: bool
@@ -60,16 +60,18 @@ class LaunchSessions(NamedTuple):
     needs_general_graph: NDArray[np.bool_]
     """Whether each session's drafts need the graph with logits processing."""
     keys: NDArray[np.uint64]
-    """Keys of the random numbers (DRAFT noise) that each session's drafts are drawn with; 0 unless
-    the acceptance rule is rejection."""
+    """Key of the random numbers (noise stream DRAFT) with which each session draws its drafts; 0
+    unless its acceptance rule is rejection."""
     uses_prefix_noise: NDArray[np.bool_]
-    """Whether each session draws its drafts with a different noise key for every prefix."""
+    """Whether each session draws drafts for different prefixes with different random-number
+    keys."""
 
     @classmethod
     def of_sessions(
         cls, sessions: Sequence[FollowedSession], seats: DraftSlotTable
     ) -> LaunchSessions:
-        """Return the columns of sessions that have device slots and are described in `seats`."""
+        """Build the arrays for `sessions`. Each of these sessions must have a device slot and an
+        entry in `seats`."""
         slots = np.array([session.slot for session in sessions], dtype=np.int64)
         traits = seats.traits[slots]
         found = int(np.bitwise_or.reduce(traits))
@@ -89,7 +91,7 @@ class LaunchSessions(NamedTuple):
 
     @classmethod
     def concatenate(cls, parts: Sequence[LaunchSessions]) -> LaunchSessions:
-        """Return the sessions of several launches together; all must belong to one session
+        """Combine the sessions of several launches. All of them must be in the same session
         table."""
         return cls(
             table=parts[0].table,
@@ -107,8 +109,9 @@ class LaunchSessions(NamedTuple):
 
     @property
     def draft_keys(self) -> NDArray[np.uint64]:
-        """Keys of the noise for drafts that continue the sessions' current prefixes; see
-        `FollowedSession.uses_prefix_noise`."""
+        """uint64 [B]: key of the random numbers for a draft that continues each session's current
+        prefix. It depends on the prefix where `uses_prefix_noise` is True, and equals `keys`
+        elsewhere."""
         if not self.uses_prefix_noise.any():
             return self.keys
         own = prefix_keys(self.keys, self.table.digests[self.slots])
@@ -117,12 +120,13 @@ class LaunchSessions(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyRows:
-    """New rows of each session. The last of them is the session's live row, from which the draft
-    begins. Columns are int64 [B]."""
+    """KV rows of the draft model that a launch computes for each of B sessions before it drafts.
+    The last of a session's rows is its live row, from which the draft begins. Arrays are int64
+    [B]."""
 
     members: LaunchSessions
     starts: NDArray[np.int64]
-    """Index of the first new row."""
+    """Index of the first new row of each session."""
     counts: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -130,11 +134,12 @@ class ReadyRows:
 
 
 class StagedRows(NamedTuple):
-    """Input memory of one bucket on the host and the device. `upload` fills `rows` and `draft_keys`
-    on the device."""
+    """Input buffers on the host and on the device for one bucket, that is for B sessions with R new
+    rows each. `upload` copies the contents of the host buffers into `rows` and `draft_keys`, which
+    are on the device."""
 
     keys: NDArray[np.int64]
-    """int64 [B]: noise keys on the host."""
+    """int64 [B]: random-number keys on the host."""
     head: NDArray[np.int32]
     """int32 [3, B]: device slots, counts and starts on the host."""
     tokens: NDArray[np.int32]
@@ -142,7 +147,7 @@ class StagedRows(NamedTuple):
     sources: NDArray[np.int32]
     """int32 [B, R]: index of each row's feature in `brought`."""
     staged: Tensor
-    """int32: all of these arrays in one block of host memory."""
+    """int32: block of host memory that contains `keys`, `head`, `tokens` and `sources`."""
     uploaded: Tensor
     brought: Tensor
     """[F, H]: feature rows on the device, in the order in which they were received."""
@@ -150,13 +155,13 @@ class StagedRows(NamedTuple):
     """int32 [B * R]: `sources` on the device."""
     rows: NewRows
     draft_keys: Tensor
-    """int64 [B]: noise keys on the device, as in `DraftSampling`."""
+    """int64 [B]: random-number keys on the device, as in `DraftSampling`."""
 
     def upload(self) -> None:
-        """Copy the staged words to the device, in stream order, and gather the features of the
-        rows. May be part of a graph.
+        """Copy the host buffers to the device asynchronously and gather the features of the rows.
+        The call may be captured in a CUDA graph.
 
-        The staging memory must not change until the launch has ended.
+        The host buffers must not change until the launch has ended.
         """
         self.uploaded.copy_(self.staged, non_blocking=True)
         features = self.rows.features
@@ -165,11 +170,12 @@ class StagedRows(NamedTuple):
 
 
 class DraftBatch:
-    """Static inputs of a launch, filled from the host.
+    """Static input buffers of a draft launch, filled from the host.
 
-    Tokens, slots, counts and keys are uploaded at the beginning of the launch; features are copied
-    before it. Features in the ring of a shared-memory channel are copied from there in the order in
-    which they were received; the host puts other features in order first.
+    The launch itself uploads tokens, slots, counts and keys. Features are copied to the device
+    before the launch. If they are in the ring of a shared-memory channel, they are copied directly
+    from the ring, in the order in which they were received. Otherwise the host first puts them in
+    the order of the rows.
     """
 
     def __init__(
@@ -202,12 +208,13 @@ class DraftBatch:
         self._buckets: dict[tuple[int, int], StagedRows] = {}
 
     def stage_rows(self, ready: ReadyRows | None, size: int, num_rows: int) -> StagedRows:
-        """Stage a batch in the bucket of `size` sessions with `num_rows` rows each. Unused sessions
-        of the bucket get the padding slot.
+        """Fill the host buffers of the bucket for `size` sessions with `num_rows` rows each, start
+        to copy the features, and return the bucket's buffers. Unused entries get the padding slot.
+        `ready` is None for a batch without sessions, as in a warm-up.
 
-        The device may read features directly from the messages, which are therefore not overwritten
-        until `release_features` is called. The previous launch must have ended, because staging
-        memory is reused.
+        The previous launch must have ended, because the buffers are reused. The device may read
+        features directly from received messages, so these messages are not overwritten until
+        `release_features` is called.
         """
         place = self._buckets.get((size, num_rows))
         if place is None:
@@ -248,16 +255,16 @@ class DraftBatch:
         self._lying = lying
 
     def newest_features(self, ready: ReadyRows) -> NDArray[np.generic]:
-        """Return a copy of each session's newest feature [B, H] in the batch that was staged
-        last."""
+        """Return a copy [B, H] of each session's newest feature. `ready` must be the batch that was
+        staged last."""
         lying = self._lying
         assert lying is not None
         newest: NDArray[np.generic] = lying.rows[lying.offsets + ready.counts - 1]
         return newest
 
     def release_features(self) -> None:
-        """Release the memory of the features. Call this after the launch that reads them has
-        ended."""
+        """Release the features of the staged batch, so that their message may be overwritten. Call
+        this after the launch that reads them has ended."""
         self._lying = None
 
     def _bucket(self, size: int, num_rows: int) -> StagedRows:
@@ -301,8 +308,9 @@ class DraftBatch:
 def update_penalty_counts(
     members: LaunchSessions, counted: NDArray[np.int64], warp: LogitsSlots
 ) -> None:
-    """Count the sessions' new tokens in the penalty state on the device. `counted` [X]: number of
-    tokens counted so far, by slot of the session table; updated in place."""
+    """Add the sessions' new tokens to the penalty counts on the device, which are in `warp`.
+    `counted`: number of tokens counted so far for each slot of the session table; it is updated in
+    place."""
     seats: list[int] = []
     news: list[NDArray[np.int32]] = []
     for session, seat in zip(members.sessions, members.device_slots.tolist(), strict=True):

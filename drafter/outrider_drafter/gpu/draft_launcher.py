@@ -36,14 +36,15 @@ from outrider_drafter.state.outcomes import OUTCOME_BATCH_SIZES
 from outrider_drafter.state.session import FollowedSession
 
 LaunchOutput = tuple[Tensor, Tensor | None]
-"""Packed output of a draft launch, and the entries of draft distributions or None. Chains: int32
-[B, K] tokens; with alternative tokens [B, K, 1 + A] (see `ChainDraft`); with distributions [B, 2K]
-tokens and distribution sizes (see `ChainDistributions`). Trees: int32 [B, 3, n] tokens, parents and
-bits of the log-probs."""
+"""Output of a draft launch: the packed drafts, and the entries of their draft distributions (None
+if there are no distributions). The packed drafts are int32. Chains: [B, K] tokens. Chains with
+alternative tokens (`ChainDraft`): [B, K, 1 + A] tokens, each followed by its alternatives. Chains
+with distributions (`ChainDistributions`): [B, 2K] tokens, then distribution sizes. Trees: [B, 3, n]
+tokens, parents and bits of the float32 log-probs."""
 
 
 class DraftLauncher:
-    """Launches drafts of a given shape from new rows and reads them back."""
+    """Launches drafts of a given shape on the GPU and converts their downloaded output."""
 
     def __init__(
         self, program: LookAheadProgram, rows: PagedDraftKV, landing: DownloadBuffer
@@ -62,15 +63,17 @@ class DraftLauncher:
             target_ids=ids,
             device=ids.device,
         )
-        """Allowed-token masks of the next launch with logits processing. They remain set for later
-        launches."""
+        """Allowed-token masks for launches with logits processing. They stay set until they are
+        replaced."""
 
     def launch_draft(
         self, shape: DraftTreeShape, rows: NewRows, drawing: DraftSampling | None, *, general: bool
     ) -> LaunchOutput:
-        """Launch a draft and the download of its output, without reading values on the host.
-        `general`: whether sessions may process their logits, have a constraint (`masks`), or grow
-        trees with the target's noise."""
+        """Launch the computation of the new rows `rows` and of the drafts that begin from them, and
+        start to download the drafts. The host does not wait. `drawing`: sampling state with which
+        tokens are drawn from draft distributions, or None. `general`: whether the launch supports
+        logits processing, grammar masks (`masks`) and trees drawn with the target's random
+        numbers."""
         grown = self._grown(shape, rows, drawing, general=general)
         self._landing.start_copy(grown[0])
         return grown
@@ -116,7 +119,7 @@ class DraftLauncher:
 
     def set_masks(self, shape: DraftTreeShape, starts: DraftConstraintStates, size: int) -> None:
         """Set the masks of the next launch with logits processing. `starts`: constraint of each
-        session at the start of its draft; `size`: batch size of the bucket."""
+        session at the start of its draft; `size`: batch size of the launch."""
         levels = 1 if shape.top_k > 1 else min(shape.depth, self.masks.levels)
         self.masks.set_masks(first_level_masks(starts, levels), size)
 
@@ -129,9 +132,10 @@ class DraftLauncher:
         entries: Tensor | None,
         starts: DraftConstraintStates = (),
     ) -> SessionDrafts:
-        """Return the drafts of `sessions` from the first rows of the downloaded output `words`.
-        Chains are cut to `lengths`, and chains of constrained sessions to what their constraints in
-        `starts` allow."""
+        """Convert the downloaded output `words` to drafts. Row i of `words` belongs to session i.
+        Chains are cut to `lengths`. Chains without distributions are also cut to what the
+        constraints in `starts` allow. `entries`: entries of the draft distributions on the device,
+        or None."""
         words = words[: len(sessions)]
         if entries is not None:
             # The entries come by another download, which may reuse the memory of this one.

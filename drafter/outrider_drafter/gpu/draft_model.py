@@ -21,12 +21,13 @@ from outrider_drafter.gpu.shapes import MODEL_BUCKETS, Buckets
 from outrider_drafter.proposers.kv_proposer import RowInputs
 
 MakeForward = Callable[[Tensor, int], DraftForward]
-"""Makes the forward pass over KV storage [2, L, G, S, d] for sessions of at most the given number
-of rows."""
+"""Function that builds the forward pass of a draft model. Its arguments are the KV storage [2, L,
+G, S, d] and the maximum number of KV rows of a session."""
 
 
 class GpuDraftModel(NamedTuple):
-    """EAGLE head or small model for the GPU, before its KV memory is allocated."""
+    """Description of an EAGLE head or small model, from which a proposer allocates KV memory on the
+    GPU and builds the forward pass."""
 
     feed: RowInputs
     kv: KVShape
@@ -39,8 +40,8 @@ class GpuDraftModel(NamedTuple):
 
 def make_eagle_model(head: DraftHead, buckets: Buckets | None = None) -> GpuDraftModel:
     """Return the GPU draft model of an EAGLE head. `buckets`: sizes of the captured graphs; None
-    for the default sizes. Raises FailedPreconditionError for heads without plain EAGLE-3
-    weights."""
+    for the default sizes. Raises FailedPreconditionError if the head is not an EAGLE-3 head or if
+    its weights are packed."""
     weights, config = HeadWeights.from_head(head), head.config
 
     def forward(storage: Tensor, max_len: int) -> DraftForward:

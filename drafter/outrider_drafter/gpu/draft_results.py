@@ -28,12 +28,13 @@ def make_chains_with_distributions(
     target_ids: NDArray[np.int32],
     downloads: Downloader,
 ) -> list[ProposedDraft]:
-    """Return the chains of the first rows of a bucket, each cut to its length in `lengths`.
+    """Return chains with their draft distributions. Chain i is row i of `words`, cut to lengths[i]
+    tokens.
 
-    words: int32 [B, 2K] on the host: the K tokens of each chain, then the entry counts of their
-    distributions. entries: int32 [2, B, K, L] on the device: draft ids and their counts; the
-    download is cut to the size of the largest distribution. target_ids: int32 [Vd], the target id
-    of each draft id.
+    words: int32 [B, 2K] on the host: the K tokens of each chain, then the number of entries of each
+    token's distribution. entries: int32 [2, B, K, L] on the device: the draft id of each entry, and
+    its count, which is proportional to its probability. Only as many entries as the largest
+    distribution has are downloaded. target_ids: int32 [Vd], the target id of each draft id.
     """
     steps = words.shape[1] // 2
     tokens, sizes = words[: len(lengths), :steps], words[: len(lengths), steps:]
@@ -82,7 +83,8 @@ def chain_lengths(
 def make_chains(
     sessions: Sequence[FollowedSession], counts: NDArray[np.int64], words: NDArray[np.int32]
 ) -> SessionDrafts:
-    """Return chains of the first counts[i] tokens of each row i.
+    """Return one chain for each session. Chain i has the first counts[i] tokens of row i of
+    `words`.
 
     counts: int64 [B]; words: int32 [B, K], token ids.
     """
@@ -98,7 +100,8 @@ def make_chains(
 
 
 def make_trees(sessions: Sequence[FollowedSession], words: NDArray[np.int32]) -> SessionDrafts:
-    """Return trees from packed nodes. Absent nodes have PADDING_NODE as their parent.
+    """Return one tree for each session from its packed nodes. A node with the parent PADDING_NODE
+    is padding and is left out.
 
     words: int32 [B, 3, n]: token ids, parents, bits of the float32 log-probabilities.
     """

@@ -1,4 +1,4 @@
-"""Per-session state of the GPU proposer in host columns: slot, KV rows, shape. No tensors.
+"""Per-session state of the GPU proposer in host arrays: device slot, KV rows, draft shape.
 
 Letters in shapes: X session slots.
 """
@@ -21,30 +21,33 @@ NO_SLOT: Final = -1
 
 
 HAS_PENALTIES: Final = 1
-"""Flag of a session with sampling penalties, whose tokens are counted."""
+"""Flag of a session with sampling penalties, for which the device counts the tokens."""
 HAS_LOGITS_PROCESSING: Final = 2
 """Flag of a session whose sampling parameters change its logits."""
 HAS_GRAMMAR: Final = 4
 """Flag of a session with a grammar or token limits."""
 NEEDS_GENERAL_GRAPH: Final = 8
-"""Flag of a session that needs the graphs with logits processing: it processes logits, has a
-constraint, grows trees with the target's noise, or sends its distributions."""
+"""Flag of a session that needs the graphs with logits processing: it processes its logits, has a
+grammar or token limits, draws trees with the target's random numbers, or sends its draft
+distributions."""
 USES_PREFIX_NOISE: Final = 16
-"""Flag of a session that draws its drafts with a different noise key for every prefix."""
+"""Flag of a session that draws drafts for different prefixes with different random-number keys."""
 
 
 class DraftSlotTable:
-    """State of each session on the device; columns by slot of the session table."""
+    """Host copy of what each session has on the device, and of its draft settings. Every array has
+    one element for each slot of the session table."""
 
     def __init__(self) -> None:
         self.seats = np.empty(0, dtype=np.int64)
         """[X]: device slot in `PagedDraftKV`; -1 if the session has none."""
         self.stable = np.empty(0, dtype=np.int64)
-        """[X]: number of KV rows made from committed tokens and real features."""
+        """[X]: number of KV rows that were computed from accepted tokens and, for a head, from the
+        target's features. These rows stay valid."""
         self.room = np.empty(0, dtype=np.int64)
         """[X]: number of KV rows for which blocks are reserved."""
         self.counted = np.empty(0, dtype=np.int64)
-        """[X]: number of tokens that the penalty state on the device has counted."""
+        """[X]: number of tokens that are included in the penalty counts on the device."""
         self.wanted = np.empty(0, dtype=np.int64)
         """[X]: number of draft tokens that the session's plan asks for."""
         self.traits = np.empty(0, dtype=np.int64)
@@ -53,11 +56,12 @@ class DraftSlotTable:
         """[X]: key of the random numbers (DRAFT noise) for the session's drafts; 0 unless the
         acceptance rule is rejection."""
         self.shapes: list[tuple[SpeculationPlan, DraftTreeShape] | None] = []
-        """[X]: a plan and the shape drafted for it, valid while the session has this plan and
-        enough levels left for the shape; None if unknown."""
+        """[X]: a plan and the draft shape that was computed from it. The shape is valid while the
+        session has this plan and enough draft levels left for the shape. None if no shape is
+        known."""
 
     def ensure_size(self, slots: int) -> None:
-        """Extend the columns to at least this many slots."""
+        """Extend all arrays to at least `slots` elements."""
         more = slots - len(self.seats)
         if more > 0:
             self.seats = np.concatenate((self.seats, np.full(more, NO_SLOT)))
@@ -70,9 +74,9 @@ class DraftSlotTable:
             self.shapes += [None] * more
 
     def describe_session(self, session: FollowedSession, *, warps: bool) -> None:
-        """Fill the columns that depend on a session's plan and sampling parameters; call this
-        whenever the plan changes. `warps`: whether the session has penalties,
-        biases, bans, top-k, top-p or min-p, so that its draft logits are processed."""
+        """Fill the session's elements that depend on its plan and its sampling parameters. Call
+        this whenever the plan changes. `warps`: whether the session has penalties, biases, bans,
+        top-k, top-p or min-p, so that its draft logits are processed."""
         plan, sampling, slot = session.plan, session.sampling, session.slot
         rule = sampling.effective_rule
         by_noise = plan.top_k > 1 and rule is Rule.COUPLED

@@ -33,7 +33,8 @@ class GpuEagleProposer(GpuProposer):
         sweeps: int = NUM_SWEEPS,
     ) -> None:
         """See `GpuProposer`. `buckets`: sizes of the captured graphs; None for the default sizes.
-        Raises FailedPreconditionError for heads without plain EAGLE-3 weights."""
+        Raises FailedPreconditionError if the head is not an EAGLE-3 head or if its weights are
+        packed."""
         self.head = head
 
         def host() -> EagleProposer:

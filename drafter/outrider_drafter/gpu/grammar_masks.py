@@ -28,7 +28,8 @@ class DraftConstraintState(NamedTuple):
 
     constraint: Constraint
     path: Sequence[int] = ()
-    """Draft tokens between the session's tokens and the start of the draft."""
+    """Tokens that follow the session's own tokens and precede the draft. A draft for an outcome
+    begins after such tokens."""
 
 
 DraftConstraintStates = Sequence[DraftConstraintState | None]
@@ -39,8 +40,9 @@ to one session."""
 def draft_starts(
     sessions: Sequence[FollowedSession], paths: Sequence[Sequence[int]] | None = None
 ) -> DraftConstraintStates:
-    """Return the constraints at the start of drafts for these sessions, each after its entry of
-    `paths`, if given."""
+    """Return the constraint of each session at the start of its draft, or None for a session
+    without a constraint. The draft of session i starts after the session's tokens and, if `paths`
+    is given, after the tokens paths[i]."""
     known = dict[int, Constraint | None]()
     for session in sessions:
         if session.has_constraint and session.slot not in known:
@@ -54,8 +56,9 @@ def draft_starts(
 
 
 def first_level_masks(starts: DraftConstraintStates, levels: int) -> list[Masks | None]:
-    """Return the masks of each row's first levels, uint32 [at most `levels`, W], or None for rows
-    without a constraint."""
+    """Return for each row the allowed-token masks of its first n levels, uint32 [n, W] with n <=
+    `levels`, or None for rows without a constraint. The masked levels are those with forced tokens
+    and the first level with a choice."""
     found: list[Masks | None] = [None] * len(starts)
     for entered in _entered(starts):
         wishes = [(one, one.forced_tokens()[: levels - 1]) for _, one in entered]
@@ -70,10 +73,11 @@ def truncate_chains(
     counts: NDArray[np.int64],
     others: NDArray[np.int32] | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Cut chains to what their constraints allow (`ChainTruncation`). `words` int32 [>= B, K]:
-    tokens; `counts` int64 [B]: length of each chain; `others` int32 [>= B, K, A]: alternative
-    tokens. Returns new words and counts; a chain without a constraint is unchanged. Not valid for
-    chains drawn from a distribution."""
+    """Restrict chains to what their constraints allow, as `ChainTruncation` does, and return the
+    new words and counts. A disallowed token is replaced by an allowed alternative, if there is one,
+    and the chain ends there. `words` int32 [>= B, K]: tokens; `counts` int64 [B]: length of each
+    chain; `others` int32 [>= B, K, A]: alternative tokens, or None. Chains without a constraint are
+    unchanged. Do not use this for chains that were drawn from a distribution."""
     bound = [row for row, start in enumerate(starts) if start is not None]
     if not bound:
         return words, counts
@@ -120,9 +124,10 @@ def mask_candidates(
     tokens: Sequence[NDArray[np.int32]],
     logprobs: Sequence[NDArray[np.float32]],
 ) -> None:
-    """Restrict the candidates of scored proposals to what constraints allow, in place. `tokens` and
-    `logprobs`: [1 + n, c] for each proposal with n nodes and c candidates at each place. Disallowed
-    candidates get log-prob -inf; the others are normalised and sorted, best first."""
+    """Restrict the candidates of scored proposals to what the sessions' constraints allow, in
+    place. `tokens` and `logprobs`: one array [1 + n, c] for each proposal of n nodes, with c
+    candidates at the root and at each node. Disallowed candidates get log-prob -inf. The log-probs
+    of the others are normalised, and all candidates are sorted, best first."""
     starts = draft_starts([live.session for live in lives])
     bound = [(index, start) for index, start in enumerate(starts) if start is not None]
     trees = [

@@ -1,4 +1,4 @@
-"""Writes the KV of a session's catch-up rows by captured graphs of a few sizes.
+"""Writes the KV of a session's catch-up rows with graphs that are captured for a few sizes.
 
 No logits are computed for these rows. Letters in shapes: m rows of a write; H feature width.
 """
@@ -24,7 +24,8 @@ _WORDS: Final = 3
 
 
 class KVRowWriter:
-    """Writes KV rows: fills static inputs from the host and launches the captured graph."""
+    """Writes KV rows of the draft model: fills static inputs from the host and launches a captured
+    graph."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class KVRowWriter:
         """Event after which the staging memory may be written again; None on a CPU."""
 
     def warm_up(self) -> None:
-        """Compile and capture every size."""
+        """Compile the kernels and capture the graph of every size in `WRITE_BUCKETS`."""
         for size in WRITE_BUCKETS:
             self._run(self._rows.padding, 0, np.empty(0, np.int32), self._staged_array[:0], size)
 
@@ -59,8 +60,9 @@ class KVRowWriter:
         tokens: NDArray[np.int32],
         features: NDArray[np.generic],
     ) -> None:
-        """Write rows from `start` on of the session in device slot `seat`: tokens [m], features [m,
-        H] in the format of `to_raw_array`."""
+        """Write m KV rows of the session in device slot `seat`, from row `start` on. `tokens` [m]:
+        token of each row. `features` [m, H]: feature of each row, in the format of
+        `to_raw_array`."""
         self._run(seat, start, tokens, features, bucket_for(len(tokens), WRITE_BUCKETS))
 
     def _run(

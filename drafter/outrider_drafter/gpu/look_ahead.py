@@ -1,8 +1,8 @@
 """Look-ahead on the GPU: scores pending proposals, then drafts for their outcomes.
 
-Scores stay valid until the next scoring. Drafts for outcomes need the KV of their sessions'
-committed rows, which look-ahead never writes, and the features of the scored places (roots and
-nodes), which are kept on the device.
+Scores stay valid until the next scoring. Drafts for outcomes read the KV of their sessions'
+accepted tokens, which they never change, and the features of the scored places (roots and nodes),
+which are kept on the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from outrider_drafter.proposers.interface import (
 
 
 class GpuLookAhead:
-    """Scores of the last look-ahead pass, and the outcome drafts that begin from them."""
+    """Scores pending proposals on the GPU and drafts for their outcomes. It keeps the scores of the
+    last look-ahead pass."""
 
     def __init__(
         self,
@@ -50,8 +51,7 @@ class GpuLookAhead:
         path_rows: tuple[int, ...],
     ) -> None:
         """Create an instance without scores. `rows` must have `SCRATCH_BLOCKS` scratch blocks.
-        `max_context`, `bounded` and `sweeps`: see `GpuProposer`. `path_rows`: captured numbers of
-        new rows of an outcome draft."""
+        `max_context`, `bounded` and `sweeps`: see `GpuProposer`. `path_rows`: see `Buckets`."""
         self._landing = landing
         self._scorer = ProposalScorer(program, rows, graphs, landing, dtype=dtype, sweeps=sweeps)
         self._brancher = OutcomeDrafter(
@@ -80,15 +80,18 @@ class GpuLookAhead:
     def warm_up_scores(
         self, nodes: ProposalShape, batch: DraftBatch, row_buckets: Sequence[int], *, warps: bool
     ) -> None:
-        """Compile and capture the scoring of proposals of one shape, for each of these numbers of
-        catch-up rows."""
+        """Compile and capture the graphs that score proposals of the shape `nodes`, one for each
+        batch size and each number of catch-up rows in `row_buckets`. `warps`: whether the graphs
+        process logits."""
         for size in nodes.batch_buckets:
             for num_rows in row_buckets:
                 staged = batch.stage_rows(None, size, num_rows)
                 self._landing.wait_copy(self._scorer.launch_scoring(nodes, staged, (), warps=warps))
 
     def warm_up_branches(self, shape: DraftTreeShape, *, general: bool) -> None:
-        """Compile and capture the outcome drafts of one shape."""
+        """Compile and capture the graphs of outcome drafts with the given shape. `general`: whether
+        the graphs support logits processing, grammar masks and trees drawn with the target's random
+        numbers."""
         self._brancher.warm_up(shape, general=general)
 
     def start_look_ahead_pass(self, lives: Sequence[PendingProposal]) -> None:
@@ -100,14 +103,15 @@ class GpuLookAhead:
         self._branching = None
 
     def add_proposal(self, live: int, shape: DraftTreeShape) -> ProposalShape:
-        """Add a proposal whose outcome drafts will have the given shape. Return the shape in which
-        the proposal will be scored."""
+        """Add the proposal with index `live` to the pass. `shape`: shape of the drafts for its
+        outcomes. Return the shape in which the proposal itself will be scored."""
         placed = ProposalRange.of_tree(self._lives[live].tree)
         self._placed[live] = placed, shape
         return placed.nodes
 
     def has_room(self, count: int, nodes: ProposalShape) -> bool:
-        """Return whether the features of `count` more proposals can be kept."""
+        """Return whether there is memory for the features of `count` more proposals of the shape
+        `nodes`."""
         return self._held + count * nodes.num_positions <= MAX_SCORED_NODES
 
     def launch_scoring(
@@ -117,8 +121,9 @@ class GpuLookAhead:
         members: LaunchSessions,
         lives: Sequence[int],
     ) -> Tensor:
-        """Launch the scoring of proposals of one shape, together with the new rows of their
-        sessions. Return the output that must be downloaded and passed to `read_scores`."""
+        """Launch the scoring of the proposals with the indices `lives`, which all have the shape
+        `nodes`. The launch also computes the new rows of their sessions, which are in `staged`.
+        Return the output on the device, which must be downloaded and passed to `read_scores`."""
         placed = [self._placed[live][0] for live in lives]
         words = self._scorer.launch_scoring(
             nodes, staged, placed, first=self._held, warps=members.has_logits_processing
@@ -132,17 +137,19 @@ class GpuLookAhead:
         return words
 
     def read_scores(self, words: NDArray[np.int32]) -> None:
-        """Store the downloaded output of the newest launch."""
+        """Store the scores in `words`, the downloaded output of the newest call of
+        `launch_scoring`."""
         for row, live in enumerate(self._parts[-1][1]):
             self._scores.store_int32s(live, self._placed[live][0], words[row])
 
     def store_scores(self, lives: Sequence[int], scored: OutcomeScores) -> None:
-        """Store the scores of proposals that a host proposer has scored."""
+        """Store scores that were computed by a proposer on the host. `lives`: indices of the
+        proposals in `scored`."""
         for live, tokens, logprobs in zip(lives, scored.tokens, scored.logprobs, strict=True):
             self._scores.store_scores(live, tokens, logprobs)
 
     def scored(self) -> OutcomeScores:
-        """Return all scores since `start_look_ahead_pass`."""
+        """Return the scores of all proposals of the current look-ahead pass."""
         return self._scores.all_scores()
 
     def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:

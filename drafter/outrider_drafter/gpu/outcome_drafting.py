@@ -1,4 +1,4 @@
-"""Drafts on the GPU for outcomes of the proposals scored last, one launch for each shape.
+"""Drafts on the GPU for outcomes of the last scored proposals, with one launch for each shape.
 
 A branch is the draft for one outcome. It has KV blocks of its own for everything that is not its
 session's prefix, so the state of the session does not change. Letters in shapes: O outcomes; S
@@ -54,17 +54,19 @@ start."""
 
 
 class ScoredSessions(NamedTuple):
-    """Sessions whose proposals were scored, and the scored rows; columns [S]."""
+    """Sessions whose pending proposals were scored, with the values needed to draft for outcomes of
+    these proposals. A branch is the draft for one outcome. Arrays are [S], with one element for
+    each session, except `rows`."""
 
     held_rows: ScoredRows
     rows: Indices
-    """Column index of each proposal's session, by index of the proposal; meaningless for proposals
-    that were not scored."""
+    """Index of each proposal's session in the arrays [S]. The array has one element for each
+    proposal; the elements of proposals that were not scored are arbitrary."""
     members: LaunchSessions
     shapes: Sequence[DraftTreeShape]
-    """Distinct shapes of the branches."""
+    """All distinct draft shapes of the branches."""
     shape_of: Indices
-    """Index into `shapes` of each session's branches."""
+    """Index in `shapes` of the shape of each session's branches."""
     depths: Indices
     """Number of levels of each session's branches."""
     draft_rows: Indices
@@ -83,8 +85,9 @@ class ScoredSessions(NamedTuple):
         shapes: Sequence[DraftTreeShape],
         of_chains: Sequence[bool],
     ) -> ScoredSessions:
-        """Return the columns of these sessions. `shapes`: branch shape of each session;
-        `of_chains`: whether each session's proposal was scored as a chain."""
+        """Build the arrays. `places`: index of the scored features. `rows`: as in the field.
+        `members`: the sessions. `shapes`: draft shape of each session's branches. `of_chains`:
+        whether each session's proposal was scored as a chain."""
         numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
         return cls(
             held_rows=places,
@@ -112,10 +115,10 @@ class _Found(NamedTuple):
 
 
 class OutcomeBatch:
-    """Static inputs of a launch of branches, filled from the host by one upload."""
+    """Static inputs of a launch that drafts for outcomes, filled from the host by one upload."""
 
     def __init__(self, padding: int, device: torch.device) -> None:
-        """Allocate the buffers. `padding`: device slot for the unused rows of a bucket."""
+        """Allocate the buffers. `padding`: device slot for unused entries of a launch."""
         self._padding = padding
         most = OUTCOME_BATCH_SIZES[-1] * (_WORDS + 2 * PATH_ROW_BUCKETS[-1])
         self._mirror = HostMirror(most, device)
@@ -130,8 +133,10 @@ class OutcomeBatch:
         size: int,
         num_rows: int,
     ) -> None:
-        """Stage the outcomes with indices `chosen` [B] of `found`. `owners` [B]: device slots of
-        their sessions; `keys` [B]: their noise keys."""
+        """Fill the host buffer for a launch of `size` drafts, each with `num_rows` rows for the
+        path to its outcome. `chosen` [B]: indices of the outcomes in `found`. `owners` [B]: device
+        slot of each outcome's session. `keys` [B]: random-number key of each draft. `found` is None
+        for a launch without outcomes, as in a warm-up."""
         words = self._mirror.array
         # Keys come first, where 8-byte words are aligned.
         words[: 2 * size].view(np.int64)[: len(chosen)] = keys.view(np.int64)
@@ -147,7 +152,8 @@ class OutcomeBatch:
             sources[:here, kept:] = found.paths.rows[chosen, :1]
 
     def upload(self, size: int, num_rows: int) -> OutcomeRows:
-        """Upload the staged outcomes and return them as device tensors; may be part of a graph."""
+        """Upload the staged outcomes and return them as device tensors. The call may be captured in
+        a CUDA graph. `size` and `num_rows`: as in `stage_outcomes`."""
         count = (_WORDS + 2 * num_rows) * size
         self._mirror.upload_int32s(count)
         sent = self._mirror.words[:count]
@@ -164,7 +170,7 @@ class OutcomeBatch:
 
 
 class OutcomeDrafter:
-    """Drafts for outcomes by captured graphs."""
+    """Drafts for outcomes of scored proposals with captured CUDA graphs."""
 
     def __init__(
         self,
@@ -180,8 +186,8 @@ class OutcomeDrafter:
         path_rows: tuple[int, ...],
     ) -> None:
         """Create a drafter. `rows` must have `SCRATCH_BLOCKS` scratch blocks. `held` [F, H]:
-        features of the scored places. `max_context` and `bounded`: see `GpuProposer`. `path_rows`:
-        see `Buckets`."""
+        features of the scored roots and nodes. `max_context` and `bounded`: see `GpuProposer`.
+        `path_rows`: see `Buckets`."""
         self._program, self._rows, self._grower = program, rows, grower
         self._path_rows = path_rows
         self._graphs, self._landing, self._held = graphs, landing, held
@@ -197,7 +203,7 @@ class OutcomeDrafter:
         `LookAheadProgram.fork_outcomes`."""
 
     def warm_up(self, shape: DraftTreeShape, *, general: bool) -> None:
-        """Compile and capture the launches of a shape."""
+        """Compile and capture the graphs of a draft shape, one for each batch size."""
         none, keys = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64)
         for size in outcome_batch_sizes(shape):
             num_rows = max_path_rows(shape, self._path_rows)

@@ -37,27 +37,32 @@ from outrider_drafter.proposers.interface import (
 from outrider_drafter.state.outcomes import NodeIndex
 
 NUM_CANDIDATES: Final = MAX_TOPK
-"""Number of candidate tokens at each place."""
+"""Number of candidates for the next token at the root and at each node of a proposal."""
 NUM_SWEEPS: Final = 4
-"""Number of times that the nodes of a proposal are run (`DraftForward.run_proposal`). A fifth sweep
-adds almost nothing; without the fourth, fewer outcomes of trees are predicted (decision 22)."""
+"""Number of sweeps of a scoring launch, that is of passes over the nodes of its proposals (see
+`DraftForward.run_proposal`). A fifth sweep improves almost nothing. With only three sweeps, fewer
+outcomes of trees are predicted (decision 22)."""
 MAX_SCORED_NODES: Final = 2048
-"""Maximum number of places whose features are held. Proposals beyond that are not scored."""
+"""Maximum number of roots and nodes of scored proposals whose features are kept on the device.
+Proposals for which there is no more memory are not scored."""
 
 
 class ProposalBatch:
-    """Static inputs for the nodes of proposals, filled from the host by one upload."""
+    """Static inputs of a scoring launch: the nodes of its proposals, filled from the host by one
+    upload."""
 
     def __init__(self, device: torch.device) -> None:
         most = max(2 * nodes.batch_buckets[-1] * nodes.num_nodes for nodes, _ in scoring_shapes())
         self._mirror = HostMirror(1 + most, device)
         self.first = self._mirror.words[:1]
-        """int32 [1]: index of the first held row of the batch."""
+        """int32 [1]: row of `ProposalScorer.held` at which the features of the batch begin."""
 
     def stage_proposals(
         self, nodes: ProposalShape, placed: Sequence[ProposalRange], size: int, first: int
     ) -> None:
-        """Stage proposals in a bucket of `size`. `first`: index of the first held row."""
+        """Fill the host buffer with the proposals `placed`, for a launch of `size` proposals of the
+        shape `nodes`. `first`: row of `ProposalScorer.held` at which the features of the batch
+        begin."""
         words = self._mirror.array
         words[0] = first
         tokens, parents = words[1 : _words(nodes, size)].reshape(2, size, nodes.num_nodes)
@@ -69,7 +74,8 @@ class ProposalBatch:
             each.write_row(row, tokens, parents)
 
     def upload(self, nodes: ProposalShape, size: int) -> ProposalNodes:
-        """Upload the staged nodes and return them as device tensors; may be part of a graph."""
+        """Upload the staged nodes and return them as device tensors. The call may be captured in a
+        CUDA graph."""
         count = _words(nodes, size)
         self._mirror.upload_int32s(count)
         tokens, parents = self._mirror.words[1:count].view(2, size, nodes.num_nodes).unbind()
@@ -81,7 +87,8 @@ def _words(nodes: ProposalShape, size: int) -> int:
 
 
 class ProposalScorer:
-    """Launches the scoring of proposals and holds the features of their places on the device."""
+    """Launches the scoring of pending proposals on the GPU and keeps the features of their roots
+    and nodes there."""
 
     def __init__(
         self,
@@ -103,7 +110,7 @@ class ProposalScorer:
         )
         shape = (most, program.forward.feature_size)
         self.held = torch.zeros(shape, dtype=dtype, device=device)
-        """[>= MAX_SCORED_NODES, H]: features of the places that were scored last."""
+        """[>= MAX_SCORED_NODES, H]: features of the roots and nodes that were scored last."""
 
     def launch_scoring(
         self,
@@ -114,9 +121,14 @@ class ProposalScorer:
         first: int = 0,
         warps: bool,
     ) -> Tensor:
-        """Launch the scoring of proposals, whose places are stored from row `first` on. Returns
-        int32 [B, P, 2, c]: candidates and the bits of their log-probs, copied to the host
-        asynchronously. `warps`: whether sessions may process their logits."""
+        """Launch the scoring of the proposals `placed`, which all have the shape `nodes`.
+
+        `staged`: new KV rows of their sessions. `first`: row of `held` from which on their features
+        are stored. `warps`: whether the launch supports logits processing. Returns int32 [B, P, 2,
+        c] for B proposals with P places (root and nodes) and c candidates at each place: the
+        candidate tokens and the bits of their float32 log-probs. A copy of the result to the host
+        is started.
+        """
         size, num_rows = staged.rows.tokens.shape
         self._given.stage_proposals(nodes, placed, size, first)
         warp = self._rows.warp.state if warps else None
@@ -145,7 +157,8 @@ class ProposalScorer:
 
 
 class ProposalScores:
-    """Scores of pending proposals, filled as their launches end; empty at first."""
+    """Scores of the pending proposals of a look-ahead pass. All are empty at first, and each is
+    stored when its launch has ended."""
 
     def __init__(self, lives: Sequence[PendingProposal]) -> None:
         self._lives = lives
@@ -153,13 +166,15 @@ class ProposalScores:
         self._rows: list[Indices] = [np.full(1 + len(live.tree), NO_ROW) for live in lives]
 
     def add_proposal(self, live: int, placed: ProposalRange, first: int) -> None:
-        """Record that a proposal was launched and that its places are held from row `first` on."""
+        """Record that proposal `live` was launched and that the features of its root and nodes are
+        stored from row `first` of `ProposalScorer.held` on."""
         places = placed.node_rows
         self._rows[live] = np.where(places != NO_ROW, first + places, NO_ROW)
 
     def store_int32s(self, live: int, placed: ProposalRange, words: NDArray[np.int32]) -> None:
-        """Store the downloaded output of one proposal, int32 [P, 2, c]: candidates and bits of
-        their log-probs."""
+        """Store the downloaded output of proposal `live`, int32 [P, 2, c] for P places (root and
+        nodes) with c candidates each: the candidate tokens and the bits of their float32
+        log-probs."""
         there = (placed.node_rows != NO_ROW)[:, None]
         found = words[placed.node_rows]
         self._tokens[live] = np.where(there, found[:, 0], np.int32(-1))
@@ -168,8 +183,9 @@ class ProposalScores:
     def store_scores(
         self, live: int, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]
     ) -> None:
-        """Store the scores of one proposal that a host proposer has scored; the number of columns
-        may differ from NUM_CANDIDATES. The features of the proposal's places are not held."""
+        """Store scores of proposal `live` that were computed by a proposer on the host. Candidates
+        beyond the first NUM_CANDIDATES of a place are dropped. No features of this proposal are
+        kept on the device."""
         width = min(tokens.shape[1], NUM_CANDIDATES)
         self._tokens[live][:, :width] = tokens[:, :width]
         self._logprobs[live][:, :width] = logprobs[:, :width]
@@ -185,8 +201,8 @@ class ProposalScores:
         )
 
     def held_rows(self) -> ScoredRows:
-        """Return the index (`ScoredRows`) of the rows at which the features of all places are held.
-        This takes time, so call it while the device works."""
+        """Return the index (`ScoredRows`) that finds the features of all scored roots and nodes on
+        the device. This takes time on the host, so call it while the device works."""
         places, _ = self._index
         return ScoredRows(places, np.concatenate(self._rows))
 

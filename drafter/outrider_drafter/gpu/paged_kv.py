@@ -29,7 +29,7 @@ _FIRST_CAPACITY = 256
 
 
 class KVShape(NamedTuple):
-    """Shape of the keys and values of one row."""
+    """Shape of the keys and values of one KV row, which is one position of a session."""
 
     num_layers: int
     """L, number of layers of the draft model."""
@@ -40,7 +40,8 @@ class KVShape(NamedTuple):
 
 
 class PagedDraftKV:
-    """Paged KV of many sessions. Table entries without a block contain the padding block."""
+    """Paged KV cache of the draft model for many sessions. Unused entries of block tables contain
+    the padding block."""
 
     def __init__(
         self,
@@ -55,8 +56,8 @@ class PagedDraftKV:
         vocabulary: DraftVocabulary,
     ) -> None:
         """Allocate the cache. `max_rows`: maximum number of KV rows of all sessions together.
-        `max_session_rows`: maximum of one session. `scratch_blocks`: blocks that belong to no
-        session, in addition to `max_rows`."""
+        `max_session_rows`: maximum number of KV rows of one session. `scratch_blocks`: number of
+        additional blocks, which belong to no session."""
         blocks = max(max_rows // BLOCK_TOKENS, 1)
         table = min(-(-max_session_rows // BLOCK_TOKENS), blocks)
         self._allocator = BlockAllocator(blocks)
@@ -93,8 +94,8 @@ class PagedDraftKV:
         return (self._allocator.total - self._allocator.free) * BLOCK_TOKENS
 
     def open_slot(self, sampling: SamplingParams) -> int:
-        """Return a device slot for a new session. Raises ResourceExhaustedError if all slots are
-        taken."""
+        """Assign a device slot to a new session and return it. The session's sampling state is
+        written to the slot. Raises ResourceExhaustedError if all slots are taken."""
         slot = self._free.take_slot()
         self._held[slot] = []
         state = self.sampling
@@ -110,8 +111,8 @@ class PagedDraftKV:
         return len(self._held[slot]) * BLOCK_TOKENS
 
     def reserve(self, slot: int, rows: int, *, ceiling: int) -> None:
-        """Reserve KV for `rows` rows of a session in total. The reservation doubles, but not beyond
-        `ceiling` rows or the free blocks.
+        """Ensure that a session has KV blocks for at least `rows` rows in total. A reservation that
+        must grow is doubled if `ceiling` rows and the free blocks allow it.
 
         Raises ResourceExhaustedError if too few blocks are free or the session's table is too
         small.

@@ -1,13 +1,13 @@
 """GpuProposer: proposer whose drafts are single GPU launches, for an EAGLE head or a small model.
 
 A batch of sessions costs one upload, one graph (catch-up, all levels, all choices of nodes) and one
-download; the host waits for the device once, or twice with draft distributions, whose size is known
-only after the first wait. Look-ahead needs one such launch to score proposals and one for all
-outcome drafts of a shape. Drafts that the graphs do not support (trees under the rejection rule,
-sessions with token limits) are made by a proposer on the host with the same weights.
+download. The host waits for the device once. With draft distributions it waits twice, because their
+size is known only after the first wait. Look-ahead needs one such launch to score proposals and one
+for all outcome drafts of a shape. Drafts that the graphs do not support (trees under the rejection
+rule, sessions with token limits) are made by a proposer on the host with the same weights.
 
 Letters in shapes: B rows of a bucket; L layers; G key/value heads; S rows; d head dimension. A
-*device slot* is a session's slot on the device.
+*device slot* is the index of a session in the tensors on the device.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ logger = logging.getLogger(__name__)
 
 
 class GpuProposer(GpuProposerBase):
-    """Proposer whose drafts are captured GPU graphs. It runs the same code on a CPU."""
+    """Proposer that drafts with captured CUDA graphs. On a CPU it runs the same code without
+    graphs."""
 
     def __init__(
         self,
@@ -85,9 +86,10 @@ class GpuProposer(GpuProposerBase):
         `host`: makes the host proposer for drafts that the graphs do not support; called when first
         needed. `max_rows`: maximum number of KV rows of all sessions on the device. `max_context`:
         maximum number of draft positions of a session; 0 uses the draft model's limit. `bounded`:
-        whether plans are restricted to the shapes that are captured. `look_ahead`: whether
-        look-ahead is supported; if not, nothing is scored. `sweeps`: number of runs of a proposal's
-        nodes during scoring, see `DraftForward.run_proposal`.
+        whether a draft gets the captured shape that fits its plan best, instead of exactly the
+        shape of the plan. `look_ahead`: whether look-ahead is supported; otherwise nothing is
+        scored. `sweeps`: number of passes over a proposal's nodes during scoring, see
+        `DraftForward.run_proposal`.
         """
         super().__init__(
             drafter,
@@ -141,12 +143,13 @@ class GpuProposer(GpuProposerBase):
 
     @property
     def num_on_host(self) -> int:
-        """Number of sessions that are drafted for on the host."""
+        """Number of sessions whose drafts are made on the host."""
         return len(self._on_host)
 
     def kv(self, handle: int, connection: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a session's stable rows, [L * G, S, d] each, for
-        inspection."""
+        """Return copies of the keys and values of a session's rows that were made from accepted
+        tokens, [layers * KV heads, rows, head dimension] each, for inspection. `handle` and
+        `connection`: as in `SessionKey`."""
         slot = self._known[SessionKey(connection, handle)]
         rows = int(self._seats.stable[slot])
         keys, values = self.kv_rows.copy_kv(int(self._seats.seats[slot]), rows)
@@ -185,7 +188,8 @@ class GpuProposer(GpuProposerBase):
 
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
-        """Write the KV of all rows for which tokens and, if needed, features are known."""
+        """Write the KV of all rows of these sessions whose tokens and, if the model needs them,
+        features have been received."""
         hosted = [session for session in sessions if self._is_on_host(session)]
         super().catch_up([session for session in sessions if session not in hosted])
         if hosted:
@@ -193,9 +197,9 @@ class GpuProposer(GpuProposerBase):
 
     @torch.inference_mode()
     def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
-        """Process new tokens and features and draft, with one launch for all sessions of a shape.
-        New sessions and sessions with many new rows come last, so that they do not delay the
-        others."""
+        """Write the KV of the sessions' new tokens and draft for the sessions. Sessions with the
+        same draft shape share launches. New sessions and sessions with many new rows come last, so
+        that they do not delay the others."""
         again = self._again(sessions)
         if again is not None:
             yield self._draft(*again)
@@ -279,8 +283,8 @@ class GpuProposer(GpuProposerBase):
 
     @torch.inference_mode()
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
-        """Compute the KV of new tokens and features, and score the outcomes of proposals. There is
-        one launch for all proposals of a shape."""
+        """Write the KV of the sessions' new tokens, then score the outcomes of the proposals.
+        Proposals of the same shape share launches."""
         ahead = self._ahead
         if ahead is None:
             return empty_scores(lives)
@@ -310,8 +314,8 @@ class GpuProposer(GpuProposerBase):
 
     @torch.inference_mode()
     def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
-        """Draft for outcomes, with one launch for all outcomes of a shape. The iterator may be
-        closed before its end."""
+        """Draft for outcomes of the proposals that were scored last. Outcomes with the same draft
+        shape share launches. The iterator may be closed before its end."""
         if self._ahead is None:
             return
         yield from self._ahead.draft_outcomes(outcomes)

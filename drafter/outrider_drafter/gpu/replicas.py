@@ -1,12 +1,12 @@
-"""Replicas for the verifiers of this host that exchange between devices; drafting thread only.
+"""Draft replicas for verifiers of this host that exchange data directly between GPUs.
 
-A replica is the drafter's copy of a verifier's session state on its own device. The verifier offers
+A replica is a copy of a verifier's session state on the drafter's device. The verifier offers
 memory of its device and describes its buffers and KV pool; the drafter answers with memory of its
 own device. From then on the verifier sends commands that say what to launch.
 
-One thread serves all verifiers, so nothing here waits, neither for a verifier's round nor for the
-end of building a replica. Work that cannot be done at once is done by `run_waiting` and
-`build_step`.
+The drafting thread alone uses this module and serves all verifiers, so nothing here blocks, neither
+for a verifier's round nor until a replica is built. Work that would block is left to later calls of
+`run_waiting` and `build_step`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 _MAX_REASON: Final = 1000
 """Maximum length of a refusal's reason in characters."""
 ROUND_TIMEOUT_S: Final = 5.0
-"""Maximum time in seconds from the announcement of a round to the round."""
+"""Maximum time in seconds between the announcement of a round and the arrival of its data."""
 _MAX_LAUNCHED: Final = 32
 """Maximum number of a replica's commands on its stream. Each command launches about 20 kernels at
 most, and a full launch queue of the device (1024 entries) would block the thread."""
@@ -153,7 +153,7 @@ class _VerifierReplica:
 
 
 class Replicas:
-    """Replicas of verifiers for one EAGLE head, at most one for each connection."""
+    """Draft replicas for verifiers that use one EAGLE head, at most one for each connection."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Replicas:
     ) -> None:
         """Create the table without replicas. `max_sessions`: maximum number of sessions of one
         replica. `max_kv_rows`: maximum number of KV rows of all replicas together. Raises
-        FailedPreconditionError for heads without plain EAGLE-3 weights."""
+        FailedPreconditionError if the head is not an EAGLE-3 head or if its weights are packed."""
         self._max_sessions, self._max_kv_rows = max_sessions, max_kv_rows
         self._weights, self._config = HeadWeights.from_head(head), head.config
         self._vocab_size, self._device = vocab_size, device
@@ -215,8 +215,9 @@ class Replicas:
     def take_offer(
         self, connection: int, offer: ReplicaOffer, descriptor: int | None
     ) -> ReplicaRefused | None:
-        """Accept a verifier's offer. `descriptor`: file descriptor of the verifier's memory, which
-        is closed here. Return a refusal, or None if `build_step` returns the answer later."""
+        """Examine a verifier's offer of a replica. Return a refusal, or None if the replica is
+        going to be built, in which case `build_step` returns the answer later. `descriptor`: file
+        descriptor of the verifier's memory; this method closes it."""
         try:
             if descriptor is None:
                 raise InvalidMessageError("the offer came without memory", reason="REPLICA")
@@ -327,8 +328,8 @@ class Replicas:
         )
 
     def run_waiting(self) -> list[tuple[int, str]]:
-        """Execute waiting commands as far as possible. Return (connection, reason) for each replica
-        that has failed."""
+        """Execute the waiting commands that can run now without blocking the thread. Return a
+        (connection, reason) pair for each replica that has failed."""
         lost: list[tuple[int, str]] = []
         for connection, peer in self._peers.items():
             if peer.commands:
@@ -343,9 +344,10 @@ class Replicas:
         return lost
 
     def build_step(self) -> tuple[int, ReplicaAnswer, int | None] | None:
-        """Do one step of building the replica that was offered first. Return (connection, answer,
-        descriptor of this side's memory or None) when the replica is built or has failed, else
-        None. The caller passes the descriptor on and closes it."""
+        """Do one step of building the replica that was offered first. When that replica is built or
+        has failed, return its connection, the answer for the verifier, and the file descriptor of
+        the drafter's memory (None after a failure). Return None otherwise. The caller sends the
+        descriptor to the verifier and closes it."""
         for connection, peer in self._peers.items():
             if peer.steps is not None:
                 return self._build(connection, peer, peer.steps)
@@ -381,8 +383,10 @@ class Replicas:
         return connection, ReplicaReady(memory=peer.offer.memory), shared
 
     def handle_command(self, connection: int, command: ReplicaCommand) -> None:
-        """Execute a verifier's command for its replica, now or in `run_waiting`. Raises
-        InvalidMessageError if the command is invalid or a round was missed."""
+        """Execute a verifier's command for its replica now, or let `run_waiting` execute it later
+        if it would block the thread. A command without a finished replica is ignored. Raises
+        InvalidMessageError if the command is invalid, too many commands wait, or a round was
+        missed."""
         peer = self._peers.get(connection)
         if peer is None or peer.steps is not None:
             return

@@ -1,4 +1,4 @@
-"""Layout of pending proposals' nodes in a scoring launch, and the paths to their outcomes. Pure.
+"""Layout of pending proposals' nodes in a scoring launch, and the paths to their outcomes.
 
 A place is the root or a node of a proposal. Letters in shapes: O outcomes; P places of all
 proposals; n nodes of one proposal; B proposals of a launch; N nodes of a proposal in the launch.
@@ -20,18 +20,18 @@ Indices = NDArray[np.int64]
 
 
 class ProposalRange(NamedTuple):
-    """Nodes of a proposal and their positions among the scored places."""
+    """Nodes of a pending proposal, and the row of each node in the output of a scoring launch."""
 
     tree: DraftTree
     nodes: ProposalShape
     node_rows: Indices
-    """[1 + n]: scored place of the root, which is 0, and of each node, from 1 on; NO_ROW for nodes
-    that are not scored."""
+    """[1 + n]: row of the root, which is 0, and of each of the n nodes; NO_ROW for nodes that are
+    not scored."""
 
     @classmethod
     def of_tree(cls, tree: DraftTree) -> ProposalRange:
-        """Return the range of a draft tree. If the tree has too many nodes, only those with the
-        highest log-probs are scored."""
+        """Assign output rows to the nodes of a draft tree. If the tree has more nodes than any
+        captured shape, only the nodes with the highest log-probs are scored."""
         nodes = proposal_shape(len(tree), chain=is_chain(tree.parents))
         places = np.arange(1 + len(tree))
         if len(tree) > nodes.num_nodes:
@@ -42,7 +42,7 @@ class ProposalRange(NamedTuple):
         return cls(tree, nodes, places)
 
     def write_row(self, row: int, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
-        """Write the nodes into row `row` of the launch's `tokens` and `parents` [B, N], as in
+        """Write the nodes into row `row` of the launch inputs `tokens` and `parents` [B, N]; see
         `ProposalNodes`."""
         there = np.flatnonzero(self.node_rows[1:] != NO_ROW)
         slots = self.node_rows[1:][there] - 1
@@ -51,26 +51,27 @@ class ProposalRange(NamedTuple):
 
 
 class OutcomePaths(NamedTuple):
-    """Paths from the roots to outcomes; D is the depth of the deepest proposal."""
+    """Paths from the roots of proposals to O outcomes. An outcome is the last accepted node and the
+    token after it. D is the depth of the deepest proposal."""
 
     is_scored: NDArray[np.bool_]
     """[O]: whether the outcome's node was scored."""
     depths: Indices
-    """[O]: number of accepted nodes on the path, before the outcome's token."""
+    """[O]: number of accepted nodes on the path."""
     tokens: NDArray[np.int32]
-    """[O, D + 1]: tokens of the path, then the outcome's token, then -1."""
+    """[O, D + 1]: tokens of the accepted nodes, then the outcome's token, then -1."""
     rows: Indices
-    """[O, D + 1]: row of the held features for the place that precedes each token; after the
-    outcome's token, the row of any place of the path."""
+    """[O, D + 1]: row, in `ProposalScorer.held`, of the feature of the root or node before each
+    token. Elements after the outcome's token hold the row of some place on the path."""
 
 
 class ScoredRows:
-    """Finds the rows of the held features that belong to the places of all proposals that were
-    scored together."""
+    """Finds the features of the root and nodes on the path to an outcome, as rows of
+    `ProposalScorer.held`. It covers all proposals that were scored together."""
 
     def __init__(self, places: NodeIndex, rows: Indices) -> None:
-        """Index the rows. `rows` [P]: row of each place in the held features, NO_ROW for places
-        without one."""
+        """Build the index. `places`: roots and nodes of all proposals. `rows` [P]: row of each
+        place in `ProposalScorer.held`; NO_ROW if the place has none."""
         self._roots, self._depths = places.roots, places.depths
         self._known = rows != NO_ROW
         lineage = [np.arange(len(rows))]

@@ -1,7 +1,7 @@
 """Assigns device slots and KV blocks to followed sessions and brings them up to date.
 
-Drafting itself is in `proposer`. A *device slot* is a session's slot on the device. Letters in
-shapes: B sessions of one launch.
+Drafting itself is in `proposer`. A *device slot* is the index of a session in the tensors on
+the device. Letters in shapes: B sessions of one launch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class GpuProposerBase(KVProposer):
         cuda_graphs: bool,
         bounded: bool,
     ) -> None:
-        """See `GpuProposer`. `scratch_blocks`: number of KV blocks that belong to no session."""
+        """See `GpuProposer`. `rows_with_draft`: see `KVProposer`. `scratch_blocks`: number of KV
+        blocks that belong to no session."""
         super().__init__(
             drafter.feed,
             max_context=max_context or drafter.max_context,
@@ -71,7 +72,7 @@ class GpuProposerBase(KVProposer):
             device=self._device,
             vocabulary=drafter.vocabulary,
         )
-        """KV rows of all sessions on the device, and of outcome drafts."""
+        """KV cache for all sessions on the device and for outcome drafts."""
         self._program = LookAheadProgram(
             drafter.forward(self.kv_rows.storage, self.kv_rows.capacity)
         )

@@ -1,4 +1,4 @@
-"""Draft shapes and batch sizes captured as GPU graphs, and the sessions that they support. Pure.
+"""Draft shapes and batch sizes captured as GPU graphs, and the sessions that they support.
 
 A bucket is a batch size for which graphs are captured. A branch is a draft for one outcome of a
 pending proposal.
@@ -20,7 +20,7 @@ from outrider_drafter.state.session import FollowedSession
 
 
 class DraftTreeShape(NamedTuple):
-    """Shape of a draft. Together with the bucket it is the key of a graph."""
+    """Shape of a draft. It is part of the key of a captured CUDA graph."""
 
     num_nodes: int
     top_k: int
@@ -29,9 +29,9 @@ class DraftTreeShape(NamedTuple):
     has_distribution: bool = False
     """Whether the draft distributions that the tokens are drawn from are part of the output."""
     has_alternatives: bool = False
-    """Whether alternative tokens of each level are part of the output. This is so for chains
-    without distributions if a session of the launch has a grammar, but not for branches, which must
-    be fast."""
+    """Whether alternative tokens of each level are part of the output. They are requested for
+    chains without distributions if a session of the launch has a grammar, but not in look-ahead,
+    where drafts must be fast."""
 
     @property
     def draft_rows(self) -> int:
@@ -39,8 +39,9 @@ class DraftTreeShape(NamedTuple):
         return min(self.top_k, self.num_nodes) * (self.depth - 1)
 
     def rows_needed(self, depths: NDArray[np.int64]) -> NDArray[np.int64] | int:
-        """Return the number of draft rows that must be reserved for a session. A chain is cut to
-        `depths` [B], and rows that it writes beyond the table are discarded."""
+        """Return the number of draft KV rows to reserve for each session. A chain needs `depths` -
+        1 rows, where `depths` [B] is the number of levels to which each session's chain is cut; KV
+        of its later levels may be discarded. A tree always needs `draft_rows`."""
         return depths - 1 if self.top_k == 1 else self.draft_rows
 
 
@@ -51,23 +52,26 @@ MODEL_CHAIN_LENGTHS: Final = (1, 2, *CHAIN_LENGTHS)
 """Captured chain lengths of small models. They have finer steps, because each level that is cut off
 costs a forward pass of the model."""
 TREES: Final = {7: 4, 16: 4, 32: 8, 64: 8}
-"""Captured trees: number of nodes and number of children of an expanded node. A plan gets the
-largest tree with at most its number of nodes, and a chain if there is none. With its root a tree
-fits the rows of the verifier's buckets (`TREE_BUCKETS`): a tree of 8 nodes would take as long as
-one of 16."""
+"""Captured trees, as {number of nodes: number of children of an expanded node}. A plan gets the
+largest of these trees that has at most its number of nodes, or a chain if no tree is that small.
+Each tree and its root together fill a bucket of the verifier (`TREE_BUCKETS`). A tree of 8 nodes
+would not fit the bucket of 8 and would take as long as one of 16."""
 BATCH_SIZES: Final = (1, 4, 8, 16, 32, 64)
-"""Captured numbers of sessions of a launch. A launch is padded to the next larger number."""
+"""Numbers of sessions for which draft launches are captured. A launch is padded to the next larger
+number."""
 COARSE_BATCH_SIZES: Final = (1, 8, 64)
-"""Captured numbers of sessions of a launch for sessions with grammars, and for graphs that take
-long to capture."""
+"""Numbers of sessions for which draft launches are captured if sessions have grammars or if the
+graphs take long to capture."""
 MAX_LAUNCH_NODES: Final = 1024
 """Maximum number of nodes of all trees of one launch."""
 
 
 PATH_ROW_BUCKETS: Final = (4, 8, 16)
-"""Captured numbers of new rows of a branch."""
+"""Numbers of new KV rows for which outcome drafts are captured. The new rows belong to the path to
+the outcome."""
 SCORE_SIZES: Final = {False: (1, 4, 8, 16, 32), True: (1, 4, 8)}
-"""Captured numbers of proposals of a scoring launch: trees under True, chains under False."""
+"""Numbers of proposals for which scoring launches are captured. The key is whether the proposals
+are trees."""
 
 
 class Buckets(NamedTuple):
@@ -78,11 +82,11 @@ class Buckets(NamedTuple):
     """
 
     rows: tuple[int, ...] = (4, 8, 16)
-    """Numbers of new rows of a session that are run as part of a draft; with more new rows, most
-    are written before the draft."""
+    """Numbers of new KV rows of a session that a draft launch can compute. If a session has more
+    new rows, most of them are written before the launch."""
     score_rows: tuple[int, ...] = (8, 16)
-    """Numbers of new rows of a session that are run as part of scoring; the last is the last of
-    `rows`."""
+    """Numbers of new KV rows of a session that a scoring launch can compute. The largest number is
+    that of `rows`."""
     sessions: tuple[int, ...] = BATCH_SIZES
     chains: tuple[int, ...] = CHAIN_LENGTHS
     path_rows: tuple[int, ...] = PATH_ROW_BUCKETS
@@ -96,12 +100,12 @@ MODEL_BUCKETS: Final = Buckets(
     path_rows=PATH_ROW_BUCKETS[1:],
 )
 EXCHANGE_BUCKETS: Final = Buckets(rows=(8,), score_rows=(8,), sessions=COARSE_BATCH_SIZES)
-"""Sizes for a head whose verifiers exchange data directly between devices, so that few of its
-sessions are drafted by messages. With few graphs to capture, a restarted drafter is ready soon."""
+"""Sizes for a head whose verifiers exchange data directly between GPUs, so that only few sessions
+are drafted by messages. With few graphs to capture, a restarted drafter is ready soon."""
 
 
 class ProposalShape(NamedTuple):
-    """Shape in which a pending proposal is scored. Together with the bucket it is the key of a
+    """Shape in which a pending proposal is scored. It is part of the key of a captured CUDA
     graph."""
 
     num_nodes: int
@@ -120,12 +124,12 @@ class ProposalShape(NamedTuple):
 
     @property
     def batch_buckets(self) -> tuple[int, ...]:
-        """Captured numbers of proposals of a launch."""
+        """Numbers of proposals for which launches of this shape are captured."""
         return SCORE_SIZES[not self.is_chain]
 
     def rows_needed(self, depths: NDArray[np.int64]) -> int:
-        """Return the number of draft rows that must be reserved for a session, so that they suffice
-        for a draft of any depth."""
+        """Return the number of draft KV rows to reserve for each session. All nodes of the shape
+        are run, so `depths` has no influence."""
         return self.num_nodes
 
 
@@ -137,13 +141,14 @@ def proposal_shape(num_nodes: int, *, chain: bool) -> ProposalShape:
 
 
 def max_path_rows(shape: DraftTreeShape, buckets: tuple[int, ...] = PATH_ROW_BUCKETS) -> int:
-    """Return the number of new rows for which a branch is captured. Its path is at most as deep as
-    the draft shape."""
+    """Return the number of new KV rows with which outcome drafts of this shape are captured: enough
+    for a path of `shape.depth` nodes and the outcome's token. `buckets`: captured numbers of new
+    rows."""
     return bucket_for(shape.depth + 1, buckets)
 
 
 def max_outcomes(shape: DraftTreeShape) -> int:
-    """Return the maximum number of branches of one launch."""
+    """Return the maximum number of outcomes for which one launch of this shape drafts."""
     if shape.top_k == 1:
         return OUTCOME_BATCH_SIZES[-1]
     return max(
@@ -154,7 +159,8 @@ def max_outcomes(shape: DraftTreeShape) -> int:
 
 
 def scoring_shapes() -> Iterator[tuple[ProposalShape, bool]]:
-    """Yield the captured shapes for scoring, each with whether any session processes its logits."""
+    """Yield a (shape, processes_logits) pair for each scoring graph that is captured at start-up:
+    the shape of its proposals, and whether it supports logits processing."""
     forms = [proposal_shape(length, chain=True) for length in CHAIN_LENGTHS]
     forms += [proposal_shape(count, chain=False) for count in TREES]
     for nodes in forms:
@@ -165,9 +171,9 @@ def scoring_shapes() -> Iterator[tuple[ProposalShape, bool]]:
 def draft_shapes(
     chains: tuple[int, ...], *, branches: bool = False
 ) -> Iterator[tuple[DraftTreeShape, bool]]:
-    """Yield the draft shapes that are captured at start-up, each with whether its graph is the
-    general one, which supports logits processing and trees with the target's noise. `chains`: chain
-    lengths; `branches`: whether the shapes are for branches."""
+    """Yield a (shape, is_general) pair for each draft graph that is captured at start-up. A general
+    graph supports logits processing and trees drawn with the target's random numbers. `chains`:
+    chain lengths; `branches`: whether the graphs draft for outcomes instead of current prefixes."""
     for length in chains:
         for has_distribution, general in ((False, False), (False, True), (True, True)):
             yield DraftTreeShape(length, 1, length, has_distribution), general
@@ -179,23 +185,25 @@ def draft_shapes(
 
 
 def grammar_shape(shape: DraftTreeShape) -> DraftTreeShape:
-    """Return the shape that is drafted if any session of the launch has a grammar."""
+    """Return the shape to draft instead of `shape` if a session of the launch has a grammar. It
+    differs only for chains without distributions, to which it adds alternative tokens."""
     return shape._replace(has_alternatives=shape.top_k == 1 and not shape.has_distribution)
 
 
 def batch_sizes(shape: DraftTreeShape, sessions: tuple[int, ...] = BATCH_SIZES) -> list[int]:
-    """Return the captured numbers of sessions of a launch of this shape."""
+    """Return the numbers of sessions for which launches of this shape are captured. `sessions`:
+    numbers to choose from."""
     sizes = COARSE_BATCH_SIZES if shape.has_alternatives else sessions
     return [size for size in sizes if size <= max_sessions(shape)]
 
 
 def outcome_batch_sizes(shape: DraftTreeShape) -> list[int]:
-    """Return the captured numbers of branches of a launch of this shape."""
+    """Return the numbers of outcomes for which launches of this shape are captured."""
     return [size for size in OUTCOME_BATCH_SIZES if size <= max_outcomes(shape)]
 
 
 def max_sessions(shape: DraftTreeShape) -> int:
-    """Return the maximum number of sessions of one launch."""
+    """Return the maximum number of sessions in one launch of this shape."""
     if shape.top_k == 1:
         return BATCH_SIZES[-1]
     return max(
@@ -204,7 +212,9 @@ def max_sessions(shape: DraftTreeShape) -> int:
 
 
 def fit_shape(shape: DraftTreeShape, chains: tuple[int, ...]) -> DraftTreeShape:
-    """Return the captured shape that is drafted instead of this shape."""
+    """Return the captured shape that replaces `shape`: a chain for a chain, otherwise the largest
+    captured tree that has no more nodes, or a chain if there is none. `chains`: captured chain
+    lengths."""
     nodes = max([size for size in TREES if size <= shape.num_nodes], default=0)
     if shape.top_k == 1 or not nodes:
         levels = shape.depth if shape.top_k == 1 else shape.num_nodes

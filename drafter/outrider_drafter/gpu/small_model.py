@@ -28,8 +28,8 @@ class GpuSmallModelProposer(GpuProposer):
         bounded: bool = False,
         look_ahead: bool = True,
     ) -> None:
-        """See `GpuProposer`. `model` must have plain weights and no sliding window; `vocab_size`:
-        size of the target's vocabulary."""
+        """See `GpuProposer`. `model` must have no packed weights and no sliding window.
+        `vocab_size`: size of the target's vocabulary."""
 
         def host() -> SmallModelProposer:
             return SmallModelProposer(model, vocab_size=vocab_size)

@@ -1,4 +1,4 @@
-"""Calibrates the probabilities of a proposal's outcomes from observed verdicts. Pure.
+"""Calibrates the probabilities of a proposal's outcomes from observed verdicts.
 
 A draft model's own probabilities are biased, by a different amount at every depth. They serve as
 the prior of the estimates. Letters in shapes: P places (roots and nodes) of several proposals; m
@@ -28,9 +28,9 @@ _PRIOR: Final = 128.0
 """Weight of a prior, as a number of observations. It is used twice: for the draft model's
 probability, and for the mean over all depths as the prior of one depth."""
 PRIOR_SHARPNESS: Final = {Rule.GREEDY: 1.3}
-"""Initial sharpness by acceptance rule; 1 for rules that are not listed. Greedy decoding always
-emits the most likely token of the distribution that an EAGLE head was trained to predict, so its
-sharpness starts higher."""
+"""Initial value of `OutcomeCalibration.sharpness` for each acceptance rule; 1 for rules that are
+not listed. Greedy decoding always emits the most likely token of the distribution that an EAGLE
+head was trained to predict, so its sharpness starts higher."""
 _SHARPNESSES: Final = (0.5, 3.0)
 _FIRMNESS: Final = (30.0, 4096.0)
 """Initial and maximum confidence in the sharpness, as a sum of variances of log-probs (squared
@@ -45,29 +45,32 @@ _LEAST: Final = -60.0
 
 
 class OutcomePredictor(Protocol):
-    """Predicts the outcomes of proposals of one class of sessions, and learns from verdicts."""
+    """Estimates the probabilities of outcomes of pending proposals, and learns from verdicts. Each
+    class of sessions has a predictor of its own."""
 
     def expected_gains(self, layout: CandidateLayout, logprobs: NDArray[np.float32]) -> Floats:
-        """Return the expected gain of a draft for each outcome [P, c]. `logprobs` [P, c]: draft
-        model's log-prob of each candidate, -inf if the candidate does not exist. Gains of
-        candidates that are children in the proposal are meaningless."""
+        """Return the expected gain [P, c] of drafting for each outcome, which is the outcome's
+        estimated probability. An outcome is one of P places (roots and nodes) and one of the c
+        candidate tokens there. `logprobs` [P, c]: draft model's log-prob of each candidate; -inf
+        marks an unused entry. The gain of a candidate that is a child of its place has no meaning,
+        because that token continues the accepted path."""
         ...
 
     def learn_from_verdict(
         self, layout: CandidateLayout, logprobs: NDArray[np.float32], what: VerdictPath
     ) -> None:
-        """Learn from the path that a verdict took through a proposal. `logprobs`: as in
+        """Learn from `what`, the path that a verdict took through a proposal. `logprobs`: as in
         `expected_gains`."""
         ...
 
 
 class OutcomeCalibration:
-    """Calibrated probabilities of outcomes, by depth, rank and the proposer's own probability.
+    """Predictor that calibrates the draft model's probabilities by depth, rank and probability.
 
-    An outcome's probability is P(the path ends at a node) x P(a candidate follows there). Both are
-    estimated from observed shares per cell of depth and probability, with the proposer's
-    probability as prior. First all log-probs are scaled by one fitted factor, which needs far fewer
-    observations than the cells do.
+    The probability of an outcome is P(the accepted path ends at its node) * P(its token follows
+    there). First, all log-probs are multiplied by one factor, `sharpness`, which is fitted from few
+    observations. Then both probabilities are estimated from counts of emitted tokens, kept for each
+    cell of similar depth, rank and probability. The draft model's probability is the prior.
     """
 
     def __init__(self, sharpness: float = 1.0) -> None:
@@ -105,8 +108,8 @@ class OutcomeCalibration:
 
     def probs(self, depths: Indices, logprobs: NDArray[np.float32]) -> Floats:
         """Return the probability that each candidate is emitted once its place is reached, float64
-        [m, c]. The sum of a row is at most 1. `depths` [m]: depth of each place. A candidate with
-        log-prob -inf has probability 0."""
+        [m, c] for m places with c candidates each. The sum of a row is at most 1. `depths` [m]:
+        depth of each place. `logprobs` [m, c]: a candidate with log-prob -inf has probability 0."""
         offsets, slopes = self._lines
         own = self._sharpened(_with_rest(logprobs))[:, :-1]
         cells = _cells(depths, own)
@@ -122,9 +125,9 @@ class OutcomeCalibration:
         return found
 
     def observe(self, depths: Indices, logprobs: NDArray[np.float32], columns: Indices) -> None:
-        """Record the emitted token at each place. `depths` [m]: depth of the place; `logprobs` [m,
-        c]: log-probs of the candidates; `columns` [m]: index of the emitted candidate, -1 if no
-        candidate was emitted. Places without candidates are ignored."""
+        """Record which token was emitted at each of m places. `depths` [m]: depth of the place;
+        `logprobs` [m, c]: log-probs of its c candidates; `columns` [m]: index of the emitted
+        candidate, -1 if no candidate was emitted. Places without candidates are ignored."""
         looked = (logprobs > -np.inf).any(axis=1)
         depths, logprobs, columns = depths[looked], logprobs[looked], columns[looked]
         told = _with_rest(logprobs)
@@ -208,10 +211,12 @@ _SPREAD_PRIOR: Final = 8.0
 
 
 class RankCalibration:
-    """Expected gains under the rejection rule, learned by depth and rank.
+    """Predictor for the rejection rule. It learns how often a path continues at each depth, and how
+    often a token of each rank is emitted at the end of a path.
 
-    Siblings are in the order in which they were drawn. Candidates are ranked by probability among
-    the tokens that were not drawn. The probabilities of drawn tokens are not used.
+    The rank of a candidate is its place, by probability, among the candidates that were not drawn
+    as children. Children are taken in the order in which they were drawn; their probabilities are
+    not used.
     """
 
     def __init__(self) -> None:

@@ -61,7 +61,7 @@ CalibrationClass = tuple[DraftMethod, Rule, int, bool]
 
 
 class LookAheadScheduler:
-    """Look-ahead of all sessions. All methods must be called from the engine's thread."""
+    """Runs look-ahead for all sessions. All methods must be called from the engine's thread."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class LookAheadScheduler:
     ) -> None:
         """Create a scheduler without sessions.
 
-        `now`: returns the time in seconds. `later`: receives work to be done when no draft is
-        wanted. `failed`: called after every failure of a proposer. `in_time`: whether look-ahead
-        passes are limited to the time until the next verdict.
+        `now`: returns the time in seconds. `later`: takes a function that the caller runs when no
+        draft is wanted. `failed`: called after every failure of a proposer. `in_time`: whether
+        look-ahead passes are limited to the time until the next verdict.
         """
         self._proposers = {p.method: p for p in proposers if isinstance(p, LookAheadProposer)}
         self._table = table
@@ -86,7 +86,7 @@ class LookAheadScheduler:
         self._now, self._later, self._failed = now, later, failed
         self.pace = LookAheadBudget(now, in_time=in_time)
         self.watched: dict[int, LookAheadSession] = {}
-        """Sessions with look-ahead, by slot."""
+        """Sessions with look-ahead; the keys are slots of the session table."""
         slots = len(table.followed)
         self._is_watched = np.zeros(slots, dtype=np.bool_)
         self._open = np.zeros(slots, dtype=np.bool_)
@@ -125,8 +125,8 @@ class LookAheadScheduler:
             self._is_watched[slot] = self._open[slot] = False
 
     def start_proposals(self, drafted: SessionDrafts, seconds: float) -> None:
-        """Make these drafts the live proposals of their sessions. `seconds`: time that drafting
-        took."""
+        """Make these drafts the live proposals of their sessions. `seconds`: time in seconds that
+        drafting took."""
         found = [self.watched.get(session.slot) for session in drafted.sessions]
         watched = [one for one in found if one is not None]
         if not watched:
@@ -144,8 +144,9 @@ class LookAheadScheduler:
                 )
 
     def advance_sessions(self, slots: Indices) -> None:
-        """Process verdicts that were applied to the sessions in these slots. A session whose
-        outcome was already drafted for (a hit) no longer wants a draft."""
+        """Update look-ahead after verdicts were applied to the sessions in these slots. If a draft
+        for a verdict's outcome was already sent (a hit), that draft becomes the live proposal, and
+        the session's request for a draft is cleared."""
         mine = slots[self._is_watched[slots]]
         for slot, length, digest in zip(
             mine.tolist(),
@@ -179,9 +180,10 @@ class LookAheadScheduler:
         """Draft for outcomes of live proposals, best expected gain first. If there are more live
         proposals than fit into a batch, verifiers get fair shares of it.
 
-        Yields (connection, message) pairs that are ready together, or an empty list as an
-        opportunity to poll for messages. The iterator must be closed before a message is processed;
-        the next pass then scores and selects the remaining outcomes anew.
+        Yields lists of (connection, message) pairs that are ready together. An empty list only
+        gives the caller an opportunity to poll for messages. The caller must close the iterator
+        before it processes a message. The next pass scores the proposals again and selects from the
+        remaining outcomes.
         """
         slots = np.flatnonzero(self._open)
         if len(slots) > MAX_BATCH_SESSIONS:

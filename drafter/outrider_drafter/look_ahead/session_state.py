@@ -15,15 +15,16 @@ from outrider_drafter.state.session import FollowedSession
 
 
 class SelectedOutcomes(NamedTuple):
-    """Outcomes that were selected for drafting; arrays [K]."""
+    """K outcomes of pending proposals that were selected for drafting. An outcome is a proposal
+    (`lives`), its last accepted node (`nodes`) and the next token (`tokens`). Arrays are [K]."""
 
     lives: Indices
     nodes: Indices
     tokens: NDArray[np.int32]
     parent_digests: NDArray[np.uint64]
-    """Prefix digest at the outcome's node."""
+    """Digest of the prefix that ends with each outcome's node."""
     lengths: Indices
-    """Length in tokens of the prefix that ends with the outcome's token."""
+    """Length in tokens of the prefix that ends with each outcome's token."""
     gains: Floats
 
     def prefix_digests(self) -> NDArray[np.uint64]:
@@ -31,7 +32,7 @@ class SelectedOutcomes(NamedTuple):
         return extend_digests(self.parent_digests, self.tokens)
 
     def select(self, which: Indices | slice) -> SelectedOutcomes:
-        """Return some of the outcomes, in the order of `which`."""
+        """Return the outcomes with the indices `which`, in this order."""
         return SelectedOutcomes(
             self.lives[which],
             self.nodes[which],
@@ -43,7 +44,8 @@ class SelectedOutcomes(NamedTuple):
 
 
 class ScoredProposal(NamedTuple):
-    """Scores of one proposal; the layout is shared by all proposals that were scored together."""
+    """Scores of one proposal. The layout and the log-probs are shared by all proposals of a class
+    that were scored together."""
 
     layout: CandidateLayout
     logprobs: NDArray[np.float32]
@@ -64,10 +66,11 @@ class LookAheadSession:
     length: int = 0
     """Length in tokens of the prefix that the live proposal continues."""
     sent_at: float = 0.0
-    """Time in seconds when the live proposal was sent or, if it was drafted before its verdict,
-    when that verdict arrived."""
+    """Time in seconds when the live proposal was sent. If it is a hit, time when the verdict
+    arrived that made it the live proposal."""
     is_hit: bool = False
-    """Whether the live proposal was drafted before the verdict that it follows."""
+    """Whether the live proposal was drafted by look-ahead, before the verdict on the previous
+    proposal."""
     scored: ScoredProposal | None = None
     """Scores of the live proposal; None until it is scored."""
     outcome_drafts: dict[int, DraftTree] = field(default_factory=dict)
@@ -78,8 +81,9 @@ class LookAheadSession:
     """Number of outcomes that were selected but not drafted for yet."""
 
     def start_proposal(self, tree: DraftTree | None, now: float, *, is_hit: bool = False) -> None:
-        """Replace the live proposal by one for the session's current prefix, sent at `now` in
-        seconds. `tree` is None if there is no proposal."""
+        """Replace the live proposal by `tree`, a draft for the session's current prefix, or by None
+        if there is no such draft. `now`: time in seconds when the draft was sent or, with `is_hit`,
+        when the verdict arrived. `is_hit`: whether the draft was made before that verdict."""
         self.tree, self.length = tree, len(self.session.tokens)
         self.sent_at, self.is_hit = now, is_hit
         self.scored, self.outcome_drafts = None, {}

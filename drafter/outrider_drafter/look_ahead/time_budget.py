@@ -1,7 +1,7 @@
-"""LookAheadBudget: decides by measured times how much look-ahead fits before the next verdict.
+"""LookAheadBudget: decides from measured times how much look-ahead fits before the next verdict.
 
 `StepTimes` measures draft steps, and `VerdictArrivals` the times from a draft to its verdict, both
-by class. `plan_pass_start` and `next_launch_outcomes` weigh the expected value of launches (pure).
+by class. `plan_pass_start` and `next_launch_outcomes` weigh the expected value of launches.
 A look-ahead pass consists of several launches, and messages are polled after each; a draft that is
 requested meanwhile waits for the end of the current launch. All times are in seconds. Letters in
 shapes: S sessions that await a verdict; K outcomes.
@@ -50,7 +50,8 @@ _PASS: Final[tuple[StepKind, ...]] = ("score", "branch")
 
 
 class DraftStep(NamedTuple):
-    """Kind of a draft step. The number of sessions in the step is not part of it."""
+    """Class of draft steps whose durations are measured together. The number of sessions in a step
+    is not part of it."""
 
     method: DraftMethod
     kind: StepKind
@@ -73,17 +74,18 @@ class StepTimes:
         sizes[size].append(seconds)
 
     def reset_pass_times(self, step: DraftStep) -> None:
-        """Discard the measured durations of scoring and outcome drafting for this step, because
-        they are old."""
+        """Discard the measured durations of scoring and of outcome drafting with the method and the
+        number of nodes of `step`, because conditions may have changed."""
         for kind in _PASS:
             self._seen.pop(step._replace(kind=kind), None)
 
     def expected_s(self, step: DraftStep, count: int) -> float:
         """Return the expected duration in seconds of a step for `count` sessions or outcomes.
 
-        A size without measurements is assumed to cost as much as the next smaller size or, without
-        one, somewhat less than the next larger size. If no size of a scoring or outcome step was
-        measured, the duration of a draft is returned, and 0.0 if that is unknown, too.
+        If no step of the launch size was measured, the duration of the next smaller measured size
+        is used. If there is none, it is a little less than that of the next larger measured size.
+        If no size of a scoring or outcome step was measured, the duration of a draft is returned,
+        or 0.0 if that is also unknown.
         """
         sizes = self._seen.get(step)
         if not sizes:
@@ -103,8 +105,8 @@ def _size(step: DraftStep, count: int) -> int:
 
 
 class VerdictWait(NamedTuple):
-    """Category of waits for a verdict, for which durations are measured separately: the connection,
-    and the kind of event that started the wait."""
+    """Category of waits for verdicts. Durations are measured separately for each connection and for
+    each kind of event that starts a wait."""
 
     connection: int
     follows_hit: bool
@@ -122,12 +124,13 @@ class _Waits:
 
 
 class VerdictArrivals:
-    """Estimates when the next verdict comes after a draft or a hit, as an early quantile.
+    """Estimates the time from a draft or a hit to the next verdict. The estimate is a low quantile
+    of the measured times.
 
     If a message arrived while the thread was working, only bounds of its arrival time are known.
-    The estimate then uses the time within the bounds that is nearest to the expected time; using
-    the time of detection instead would make every pass seem to end in time. This estimate can drift
-    while the thread never waits, so the thread must occasionally wait for a verdict (`is_blind`).
+    The time within the bounds that is nearest to the expected time is then recorded. (With the time
+    of detection, every pass would seem to end in time.) As long as the thread never waits for a
+    verdict, the estimate can drift, so the thread must wait occasionally (`is_blind`).
     """
 
     def __init__(self) -> None:
@@ -147,21 +150,24 @@ class VerdictArrivals:
         waits.seen.append(min(max(expected, least), most))
 
     def expected_s(self, wait: VerdictWait) -> float:
-        """Return the expected time in seconds from the start of the wait to the verdict, tending to
-        be too short; infinity if it is unknown."""
+        """Return an early estimate of the time in seconds from the start of the wait to the
+        verdict: a quarter of the measured verdicts came sooner. Return infinity if no such wait was
+        measured."""
         waits = self._waits.get(wait) or self._waits.get(wait._replace(follows_hit=False))
         return _early(waits.seen) if waits is not None else math.inf
 
     def exchange_latency_s(self, connection: int) -> float:
-        """Return the time in seconds that the exchange of messages takes. A draft made before its
-        verdict saves this time in addition to the drafting time."""
+        """Return the time in seconds that the exchange of messages with the verifier takes, or 0.0
+        if it is unknown. A draft that is made before its verdict saves this time in addition to the
+        drafting time."""
         sent = self._waits.get(VerdictWait(connection, follows_hit=False))
         hit = self._waits.get(VerdictWait(connection, follows_hit=True))
         return max(_early(sent.seen) - _early(hit.seen), 0.0) if sent and hit else 0.0
 
     def is_blind(self, wait: VerdictWait, sessions: int) -> bool:
-        """Return whether the thread should wait for the next verdict in order to measure its time,
-        given the number of sessions with look-ahead."""
+        """Return whether only bounds were known for the arrival times of so many verdicts in
+        succession that the thread should wait for the next verdict, to measure its time.
+        `sessions`: number of sessions with look-ahead."""
         waits = self._waits.get(wait)
         return waits is not None and waits.blind >= _BLIND * sessions
 
@@ -176,8 +182,9 @@ def _early(seen: deque[float]) -> float:
 
 
 DEFAULT_MAX_FAN_OUT: Final = 16
-"""Maximum number of outcomes of a proposal if its plan does not set the number. More outcomes would
-raise the hit rate, but their drafts would come too late (decision 20)."""
+"""Maximum number of outcomes of a proposal for which drafts are made if the session's plan sets no
+fan-out. Drafts for more outcomes would raise the hit rate, but they would come too late (decision
+20)."""
 _MAX_OTHERS: Final = 64
 """Maximum number of sessions outside a pass whose waits are taken into account."""
 _ANYWAY: Final = 128
@@ -190,8 +197,8 @@ _SLOWNESS: Final = 16
 
 
 class LookAheadBudget:
-    """Measures draft steps and verdict times, and decides on look-ahead passes. Use it from one
-    thread.
+    """Measures durations of draft steps and arrival times of verdicts, and decides which look-ahead
+    passes are run and how long they may take. Use it from one thread.
 
     Without calls of `record_poll` the arrival times of verdicts are unknown, and no pass is
     shortened.
@@ -236,7 +243,8 @@ class LookAheadBudget:
     def record_scores(
         self, step: DraftStep, ones: Sequence[LookAheadSession], found: SelectedOutcomes
     ) -> None:
-        """Record the probabilities of the outcomes that were found for the sessions' proposals."""
+        """Record the probabilities of `found`, the outcomes selected for the proposals of the
+        sessions `ones`. They predict the hit probability of later passes of the same step."""
         for live in range(len(ones)):
             sums = np.cumsum(found.gains[found.lives == live])
             if len(sums):
@@ -252,12 +260,13 @@ class LookAheadBudget:
         *,
         straight: bool,
     ) -> tuple[PassPlan, list[LookAheadSession]]:
-        """Decide the form of a drafter pass and which of the sessions `ones` it includes.
+        """Decide whether a look-ahead pass is run, how it starts, and which of the sessions `ones`
+        it includes.
 
-        step: the drafting step that the pass continues. watched: all sessions with look-ahead.
-        straight: whether the last pass scored proposals and then drafted nothing; this pass then
-        does not poll for messages before its first drafts. Returns the plan, and the sessions of
-        the pass in order.
+        step: scoring step of the pass. watched: all sessions with look-ahead. straight: whether the
+        last pass scored proposals and then drafted nothing; this pass then does not poll for
+        messages before its first drafts. Returns the plan, and the sessions of the pass in the
+        order in which their proposals are scored.
         """
         whole = PassPlan(len(ones), straight)
         self._is_trial = False
@@ -310,8 +319,9 @@ class LookAheadBudget:
         watched: Collection[LookAheadSession],
         left: SelectedOutcomes,
     ) -> int:
-        """Return the number of outcomes of `left`, from the first on, that the next launch drafts
-        for; 0 ends the pass."""
+        """Return how many outcomes the next launch drafts for, starting with the first of `left`,
+        the remaining outcomes of the pass. 0 ends the pass. step, watched: as in
+        `plan_look_ahead_pass`. ones: the sessions of the pass."""
         here = left.select(slice(0, OUTCOME_BATCH_SIZES[-1]))
         if not self._is_timed or self._is_trial:
             return len(here.lives)
@@ -358,29 +368,31 @@ def _wait(one: LookAheadSession) -> VerdictWait:
 
 
 LaunchCost = Callable[[int], float]
-"""Duration of a launch in seconds, by the number of sessions or outcomes."""
+"""Function that returns the duration of a launch in seconds for a number of sessions or
+outcomes."""
 _MIN_GAIN: Final = 1e-7
 """Minimum expected gain of a launch in seconds for each session; smaller gains are rounding
 errors."""
 
 
 class LaunchValue(NamedTuple):
-    """Inputs for the expected value of a look-ahead launch."""
+    """Inputs for the expected value of a look-ahead launch. Arrays have one element for each of S
+    sessions that await a verdict."""
 
     seconds_to_verdict: Sequence[float]
     """[S]: expected seconds until the verdict; negative if the verdict is overdue."""
     covered_probability: Sequence[float]
-    """[S]: probability that the outcome was already drafted for."""
+    """[S]: probability that the next verdict is an outcome for which a draft was already made."""
     draft_s: float
     """Duration in seconds of a draft that is made after a verdict."""
     exchange_s: float
     """Time in seconds that a draft made before its verdict saves in the exchange of messages."""
 
     def expected_value(self, hits: Sequence[float], ends: float) -> float:
-        """Return the expected time in seconds that a launch saves. The launch ends in `ends`
-        seconds and covers further outcomes with probability `hits` [S]. The value is the time by
-        which these drafts come sooner, minus the time by which drafts for uncovered outcomes come
-        later."""
+        """Return the expected time in seconds that a launch saves. `hits` [S]: probability that the
+        verdict is one of the launch's outcomes. `ends`: time in seconds until the launch ends. The
+        value is the time by which drafts for these outcomes come sooner, minus the time by which
+        the launch delays drafts for outcomes that have none."""
         gained, saved = 0.0, self.seconds_saved(ends)
         for due, covered, hit, saves in zip(
             self.seconds_to_verdict, self.covered_probability, hits, saved, strict=True
@@ -391,17 +403,17 @@ class LaunchValue(NamedTuple):
         return gained
 
     def seconds_saved(self, ends: float) -> list[float]:
-        """Return for each session [S] how many seconds sooner a draft that is ready in `ends`
-        seconds arrives than a draft made after the verdict."""
+        """Return for each session [S] how many seconds a look-ahead draft that is ready in `ends`
+        seconds arrives before a draft that is made after the verdict would arrive."""
         most = self.draft_s + self.exchange_s
         return [min(max(due + self.draft_s - ends, 0.0), most) for due in self.seconds_to_verdict]
 
 
 class PassPlan(NamedTuple):
-    """Decision of how a look-ahead pass starts."""
+    """Decision whether and how a look-ahead pass starts."""
 
     num_proposals: int
-    """Number of proposals to score, from the first on; 0 if no pass is run."""
+    """Number of proposals to score, beginning with the first; 0 if no pass is run."""
     skips_poll: bool
     """Whether the first drafts are made without a poll for messages, because a verdict is expected
     before the scores are ready."""
@@ -419,11 +431,11 @@ def plan_pass_start(
     foreseen: Callable[[float], float],
     fan_out: int,
 ) -> PassPlan:
-    """Decide whether to start a pass and how many sessions to include.
+    """Decide whether to start a look-ahead pass and how many sessions it includes.
 
-    `able`: indices into S of the sessions that can be included, best first. `score`, `branch`:
-    durations of scoring and outcome launches. `foreseen(n)`: hit probability with n outcomes per
-    session, where n is at most `fan_out`.
+    `able`: indices, in the arrays of `stakes`, of the sessions that can be included, best first.
+    `score`, `branch`: durations of scoring launches and of outcome drafting launches.
+    `foreseen(n)`: hit probability with n outcomes per session, where n is at most `fan_out`.
     """
     first = min(stakes.seconds_to_verdict)
     best, found = _MIN_GAIN * len(able), NO_PASS
@@ -448,9 +460,9 @@ def plan_pass_start(
 def next_launch_outcomes(
     stakes: LaunchValue, owners: Sequence[int], gains: Sequence[float], *, branch: LaunchCost
 ) -> int:
-    """Return the number of outcomes, from the first on, that the next launch should draft for; 0 if
-    no launch is worth its time. `owners` [K]: index into S of each outcome's session; `gains` [K]:
-    probability of each outcome."""
+    """Return how many of K outcomes the next launch should draft for, starting with the first; 0 if
+    no launch is worth its time. `owners` [K]: index of each outcome's session in the arrays of
+    `stakes`; `gains` [K]: probability of each outcome; `branch`: duration of the launch."""
     hits = [0.0] * len(stakes.seconds_to_verdict)
     best, found, first = _MIN_GAIN, 0, 0
     for size in OUTCOME_BATCH_SIZES:

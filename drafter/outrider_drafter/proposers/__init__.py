@@ -1,5 +1,5 @@
-"""Proposers: the ways of drafting on the host (EAGLE, n-gram, small model), and tree growth. It
-may import `state`.
+"""Proposers: the ways of drafting on the host (EAGLE, n-gram, small model), and tree growth.
+This package may import `state`.
 
 eagle.py                   EagleProposer: EAGLE head run from the host, batched over sessions, with
                            KV per session.
@@ -9,8 +9,8 @@ forest.py                  DraftForest: draft rows of many trees, run through a 
                            level by level.
 interface.py               Proposer protocols (`Proposer`, `LookAheadProposer`) and the draft
                            classes that they return.
-kv_proposer.py             KVProposer: base class of proposers with KV rows; catches sessions up
-                           with their new tokens.
+kv_proposer.py             KVProposer: base class of proposers with KV rows, which writes the rows
+                           of new tokens.
 ngram.py                   NgramProposer: drafts by n-gram lookup in a session's own tokens (prompt
                            lookup).
 outcome_drafting.py        Scores pending proposals and drafts for their outcomes in a forest, for

@@ -84,7 +84,8 @@ class EagleProposer(KVProposer):
 
     @torch.inference_mode()
     def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
-        """Process new tokens and features, then grow the trees of all sessions in one batch."""
+        """Process the sessions' new tokens and features, then grow the draft trees of all sessions
+        in one batch."""
         ready: list[FollowedSession] = []
         jobs: list[GrowthJob] = []
         self._ahead = None
@@ -103,7 +104,8 @@ class EagleProposer(KVProposer):
 
     @torch.inference_mode()
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
-        """Process new tokens and features, then run all nodes of all proposals, level by level."""
+        """Process the sessions' new tokens and features, run all nodes of all proposals level by
+        level, and return the candidates for the next token at each root and node."""
         ready = [
             index
             for index, live in enumerate(lives)

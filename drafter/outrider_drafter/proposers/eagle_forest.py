@@ -31,7 +31,7 @@ _FIRST_CAPACITY = 256
 
 
 class EagleKVBudget:
-    """Number of KV rows that all sessions may hold together."""
+    """Limit on the number of KV rows that all sessions together hold."""
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
@@ -66,7 +66,7 @@ class EagleKV:
         self._shape = (2, num_kv_heads, head_dim)
         self._data = torch.empty((2, num_kv_heads, 0, head_dim), dtype=dtype, device=device)
         self.stable = 0
-        """Number of rows that were made from real features."""
+        """Number of rows that were made from features of the target. Draft rows come after them."""
         self.rows = 0
         """Number of stable rows and draft rows together."""
 
@@ -127,8 +127,8 @@ def attend_parts(
     at least fp32.
 
     `parts`: pairs of keys and values, [nkv, *, hd] each, that are attended to as if concatenated.
-    Every query attends to all of these rows, except those among the last D for which `hidden_QD`
-    (bool) is True.
+    `hidden_QD` (bool [Q, D]): True where a query does not attend to one of the last D keys. Every
+    query attends to all other keys.
     """
     num_rows, num_heads, head_dim = query_QNh.shape
     num_kv = parts[0][0].shape[0]
@@ -156,7 +156,8 @@ def attend_parts(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CatchUpRows:
-    """New rows of one session, made from real features; they follow the stable rows."""
+    """New KV rows of one session, made from features of the target. They follow the session's
+    stable rows."""
 
     kv: EagleKV
     token_ids: Tensor
@@ -181,8 +182,9 @@ class _WrittenRows(NamedTuple):
 
 
 def write_catch_up_rows(head: DraftHead, rows: Sequence[CatchUpRows]) -> _WrittenRows:
-    """Write the KV of rows made from real features and mark them stable. No logits are computed for
-    them."""
+    """Write the KV of rows that were made from features of the target, and mark these rows as
+    stable. No logits are computed. Return the inputs from which the outputs of these rows can be
+    computed."""
     tokens = _joined([r.token_ids for r in rows])
     features = _joined([r.features for r in rows])
     sizes = [r.token_ids.shape[0] for r in rows]
@@ -200,7 +202,8 @@ def write_catch_up_rows(head: DraftHead, rows: Sequence[CatchUpRows]) -> _Writte
 
 
 class EagleForest(DraftForest):
-    """`DraftForest` of an EAGLE head, below the live rows of several sessions."""
+    """`DraftForest` of an EAGLE head. Its draft rows are below the live (newest) rows of several
+    sessions."""
 
     def __init__(
         self,
@@ -212,9 +215,9 @@ class EagleForest(DraftForest):
     ) -> None:
         """Run the new rows of each session in `rows`; the last one becomes the session's live row.
 
-        `in_own_memory`: whether draft rows are stored apart, so that the sessions' KV and budget do
-        not change. Otherwise draft rows are appended to the session's KV, where capacity must have
-        been reserved.
+        `max_context`: maximum number of draft positions of a session. `in_own_memory`: whether
+        draft rows are stored apart, so that the sessions' KV and budget do not change. Otherwise
+        draft rows are appended to the session's KV, where capacity must have been reserved.
         """
         self._kvs = [r.kv for r in rows]
         written = write_catch_up_rows(head, rows)
@@ -233,16 +236,17 @@ class EagleForest(DraftForest):
         self._root_logits = head.logits(self._x)
 
     def root_logits(self) -> Tensor:
-        """Return the logits [L, Vd] of the live rows."""
+        """Return the draft logits of the live row of each session, [sessions, draft vocabulary]."""
         return self._root_logits
 
     def rows_left(self, owner: int) -> int:
-        """Return the number of draft rows that can still be added below a root. The maximum is far
-        more than a launch needs."""
+        """Return how many more draft rows can be added below root `owner`. The limit is far more
+        than a launch needs."""
         return _MAX_ROWS - self._drafts[owner].rows
 
     def levels_left(self, owner: int) -> int:
-        """Return the number of levels that the head's positions allow."""
+        """Return the maximum number of levels below root `owner` that the head's positions
+        allow."""
         return self._max_context - self._kvs[owner].stable + 1
 
     def _run(

@@ -22,20 +22,22 @@ from outrider_drafter.proposers.tree_growth import StepFrontier
 
 
 class StepRows(NamedTuple):
-    """Rows of one session in a step."""
+    """The draft rows of one session among the rows that one call of `DraftForest.step` runs."""
 
     tree_index: int
-    """Index of the session's root."""
+    """Index of the session among the roots of the forest."""
     first: int
-    """Index of the session's first row in the step."""
+    """Index of the session's first row among the rows of the step."""
     size: int
     visible: NDArray[np.bool_] | None
-    """bool [size, D]: draft rows of the session that each of these rows attends to; the rows of the
-    step are the last columns. None if each row attends to all draft rows, as in a chain."""
+    """bool [size, D]: which of the session's D draft rows each of these rows attends to. The last
+    columns are the rows of the step themselves. None if there is a single row and it attends to all
+    draft rows, as in a chain."""
 
 
 class DraftForest(ABC):
-    """Draft rows of several sessions, below their roots; base class for each kind of model."""
+    """Base class for the draft rows of several sessions. The rows of a session form trees below its
+    root. Each kind of draft model has a subclass that runs the rows."""
 
     target_ids: Tensor | None = None
     """Target id of every draft id, int64 [Vd]; None if the vocabulary is the target's."""
@@ -57,19 +59,20 @@ class DraftForest(ABC):
 
     @abstractmethod
     def root_logits(self) -> Tensor:
-        """Return the logits [L, Vd] at the roots."""
+        """Return the draft logits at all roots, [roots, draft vocabulary]."""
 
     @abstractmethod
     def rows_left(self, owner: int) -> int:
-        """Return the number of draft rows that can still be added below a root."""
+        """Return how many more draft rows can be added below root `owner`."""
 
     @abstractmethod
     def levels_left(self, owner: int) -> int:
-        """Return the maximum number of levels that can be drafted below a root."""
+        """Return the maximum number of levels that can be drafted below root `owner`."""
 
     def step(self, tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
-        """Run R new rows below existing rows and return their logits [R, Vd]. Rows of one session
-        must be adjacent."""
+        """Run R new rows and return their logits [R, draft vocabulary]. Row i has the token
+        tokens[i] and becomes a child of the existing row with the number parents[i]. Rows of one
+        session must be adjacent."""
         owners = [self._owners[parent] for parent in parents]
         depths = [self._depths[parent] for parent in parents]
         positions = [
@@ -132,12 +135,12 @@ class DraftForest(ABC):
 
 
 class ForestTrees:
-    """Draft trees that grow together, each below one row of a forest; implements
-    `TreeDraftModel`."""
+    """Draft trees that grow together in a forest, each below a row of its own. It implements
+    `TreeDraftModel`, so each tree is a slot."""
 
     def __init__(self, forest: DraftForest, first_row: int, logits: Tensor) -> None:
-        """Create trees without nodes. Slot i grows below row first_row + i, whose logits are row i
-        of `logits` [slots, Vd]."""
+        """Create trees without nodes. Tree i grows below row first_row + i of the forest. `logits`
+        [trees, draft vocabulary]: row i holds the logits at that row."""
         self.target_ids = forest.target_ids
         self._forest = forest
         self._logits = logits
@@ -163,7 +166,8 @@ class ForestTrees:
         return self._logits
 
     def step(self, frontiers: Sequence[tuple[int, StepFrontier]]) -> Tensor:
-        """Run one level and return the logits [R, Vd] of its R rows."""
+        """Run one more level of several trees and return the logits [R, draft vocabulary] of its R
+        rows; see `TreeDraftModel.step`."""
         tokens: list[int] = []
         parents: list[int] = []
         first_row: dict[int, int] = {}

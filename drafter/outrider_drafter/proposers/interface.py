@@ -68,13 +68,13 @@ class DraftTrees:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionDrafts(DraftTrees):
-    """Draft trees for the current prefixes of sessions [B]."""
+    """Draft trees that continue the current prefixes of B sessions."""
 
     sessions: Sequence[FollowedSession]
 
     @classmethod
     def of_drafts(cls, drafts: Sequence[tuple[FollowedSession, ProposedDraft]]) -> SessionDrafts:
-        """Return the batch of drafts that were made one by one."""
+        """Combine drafts that were made one at a time, given as (session, draft) pairs."""
         flat = Proposals.of_proposals(
             [
                 Proposal(
@@ -106,15 +106,16 @@ class PendingProposal(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OutcomeScores:
-    """Tokens that the target may emit at each place (root or node) of several pending proposals.
-    Row 0 of a proposal is its root, row i + 1 its node i. Each place has c candidates."""
+    """Candidates for the token that the target emits at each place (root or node) of several
+    pending proposals. In the arrays of a proposal, row 0 is its root and row i + 1 is its node i.
+    Each place has c candidates."""
 
     tokens: Sequence[NDArray[np.int32]]
     """For each proposal with n nodes [1 + n, c]: target ids of the candidates, best first. Under
     the coupled rule their order takes the shared noise into account."""
     logprobs: Sequence[NDArray[np.float32]]
-    """For each proposal with n nodes [1 + n, c]: log-prob of each candidate; -inf if the candidate
-    does not exist, as at places that were not scored."""
+    """For each proposal with n nodes [1 + n, c]: log-prob of each candidate. -inf marks an unused
+    entry, for example at a place that was not scored."""
     places: NodeIndex
     """Places of all proposals, one proposal after another."""
     digests: NDArray[np.uint64]
@@ -127,34 +128,37 @@ class OutcomeScores:
         tokens: Sequence[NDArray[np.int32]],
         logprobs: Sequence[NDArray[np.float32]],
     ) -> OutcomeScores:
-        """Build the scores from candidates: the tokens and log-probabilities of the candidates of
-        each proposal in `lives`."""
+        """Build the scores of the proposals `lives`. `tokens` and `logprobs`: as in the fields."""
         places = NodeIndex.of_trees([live.tree for live in lives])
         return cls(
             tokens=tokens, logprobs=logprobs, places=places, digests=node_digests(places, lives)
         )
 
     def layout(self, lives: Sequence[int]) -> CandidateLayout:
-        """Return the candidate layout of some proposals, whose indices must be ascending."""
+        """Return the `CandidateLayout` of the proposals with the indices `lives`, which must be
+        ascending."""
         tokens = np.concatenate([self.tokens[live] for live in lives])
         return CandidateLayout.of_candidates(self.places.select(lives), tokens)
 
 
 def node_digests(places: NodeIndex, lives: Sequence[PendingProposal]) -> NDArray[np.uint64]:
-    """Return the prefix digest at each of the P places of the proposals, [P]."""
+    """Return the digest of the prefix that ends at each of the P places (roots and nodes) of the
+    proposals, uint64 [P]."""
     found = [live.session.digest for live in lives]
     return places.prefix_digests(np.array(found, dtype=np.uint64))
 
 
 def empty_scores(lives: Sequence[PendingProposal], width: int = 1) -> OutcomeScores:
-    """Return scores without any candidates, with `width` columns."""
+    """Return scores in which no place has a candidate. All `width` entries of a place are unused
+    (token -1, log-prob -inf)."""
     return OutcomeScores.of_candidates(lives, *empty_candidates(lives, width))
 
 
 def empty_candidates(
     lives: Sequence[PendingProposal], width: int
 ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
-    """Return tokens and log-probs as in `OutcomeScores`, without any candidates."""
+    """Return the arrays `tokens` and `logprobs` of `OutcomeScores`, with `width` entries for each
+    place. All entries are unused: the tokens are -1, the log-probs -inf."""
     shapes = [(len(live.tree) + 1, width) for live in lives]
     tokens = [np.full(shape, -1, dtype=np.int32) for shape in shapes]
     return tokens, [np.full(shape, -np.inf, dtype=np.float32) for shape in shapes]
@@ -173,15 +177,16 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OutcomeDrafts(DraftTrees):
-    """Draft trees for outcomes [B], made before their verdicts."""
+    """Draft trees for B outcomes of pending proposals, made before the verdicts arrive."""
 
     outcomes: NDArray[np.int64]
-    """[B]: index of each draft's outcome in the request. Outcomes that were not drafted for are
-    missing."""
+    """[B]: index of each draft's outcome in the argument of `LookAheadProposer.draft_outcomes`.
+    Outcomes that were not drafted for are missing."""
 
     @classmethod
     def of_drafts(cls, outcomes: NDArray[np.int64], drafted: SessionDrafts) -> OutcomeDrafts:
-        """Return the drafts with the indices of their outcomes."""
+        """Return the drafts in `drafted` as drafts for outcomes. `outcomes` [B]: index of each
+        draft's outcome."""
         return cls(
             outcomes=outcomes,
             node_counts=drafted.node_counts,
@@ -193,8 +198,8 @@ class OutcomeDrafts(DraftTrees):
 
 
 class Proposer(Protocol):
-    """Draft method together with its state of every session. All methods are called from one
-    thread."""
+    """Implementation of a draft method, with the state that it keeps for each session. All methods
+    are called from one thread."""
 
     method: DraftMethod
     feature_layout: FeatureLayout
@@ -239,9 +244,9 @@ class LookAheadProposer(Proposer, Protocol):
     """Proposer that can draft for outcomes before their verdicts."""
 
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
-        """Process the new tokens and features of the sessions, then return the tokens that the
-        target may emit at each place of these proposals. The KV of the proposals' nodes is kept
-        until a method other than `draft_outcomes` is called."""
+        """Process the new tokens and features of the proposals' sessions, then return candidates
+        for the token that the target emits at each place (root or node) of these proposals. The KV
+        of the proposals' nodes is kept until a method other than `draft_outcomes` is called."""
         ...
 
     def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:

@@ -1,4 +1,4 @@
-"""KVProposer: base class of proposers with KV rows; catches sessions up with their new tokens.
+"""KVProposer: base class of proposers with KV rows, which writes the rows of new tokens.
 
 Row i of an EAGLE head pairs feature f_i with token t_{i+1}; row i of a small model has token t_i
 alone. A row is stable once it was made from committed tokens and real features. The live row is the
@@ -39,7 +39,7 @@ _WIRE_DTYPES: Final = {
 
 
 class RowInputs(NamedTuple):
-    """Inputs of a draft model's rows besides tokens."""
+    """Inputs that each KV row of a draft model has in addition to its token."""
 
     feature_size: int = 0
     """H, width of a feature row; 0 if the rows have no features."""
@@ -53,13 +53,14 @@ class RowInputs(NamedTuple):
 
     @property
     def first_token(self) -> int:
-        """Index in the session of the token of row 0; see `DraftForward`."""
+        """Index, among a session's tokens, of the token of KV row 0; see
+        `DraftForward.first_token`."""
         return 1 if self.feature_size else 0
 
 
 class KVProposer(ABC):
-    """Base class of proposers that keep KV rows of each session. Stops following a session when
-    there is no KV memory for it."""
+    """Base class of proposers that keep KV rows for each session. They stop drafting for a session
+    when there is no KV memory for it."""
 
     def __init__(
         self,
@@ -99,7 +100,8 @@ class KVProposer(ABC):
 
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
-        """Write the KV of all rows for which tokens and, if needed, features are known."""
+        """Write the KV of all rows of these sessions whose tokens and, if the model needs them,
+        features have been received."""
         for session in sessions:
             if self._follows(session):
                 self._write_ahead(session, keep=0)

@@ -92,8 +92,9 @@ class NgramProposer:
         yield SessionDrafts.of_drafts(drafted)
 
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
-        """Score proposals with one candidate at each place: the token that followed at the earlier
-        occurrence."""
+        """Score proposals with at most one candidate at each root and node: the token that followed
+        the earlier occurrence of the session's last tokens. Proposals that differ from what the
+        lookup finds get no candidates."""
         self._lives, scored = lives, empty_scores(lives)
         for live, tokens, logprobs in zip(lives, scored.tokens, scored.logprobs, strict=True):
             found = self._continued(live.session.tokens.view, len(live.tree) + 1)

@@ -36,29 +36,31 @@ from outrider_drafter.proposers.tree_growth import (
 from outrider_drafter.state.session_grammars import masks_of
 
 MAX_CANDIDATES: Final = 32
-"""Maximum number of candidates at each place."""
+"""Maximum number of candidates for the next token at the root and at each node of a proposal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredProposals:
-    """Pending proposals whose nodes were run through the model; drafts for their outcomes continue
-    from these rows."""
+    """Pending proposals whose nodes were run through the draft model. Drafts for their outcomes
+    continue from the rows of these nodes. The keys of `owners` and `rows` are indices of
+    proposals."""
 
     proposals: Sequence[PendingProposal]
-    """All proposals of the request."""
+    """All proposals that were passed to `score_proposals`."""
     owners: dict[int, int]
-    """Index of the forest's root for each proposal that could be run."""
+    """Number of the root in `forest` of each proposal that could be run."""
     rows: dict[int, NDArray[np.int64]]
-    """Forest row of each place, int64 [1 + n] for a proposal of n nodes, for each proposal that
-    could be run."""
+    """Numbers of the rows in `forest` of each proposal that could be run, int64 [1 + n] for a
+    proposal of n nodes: first the root, then the nodes."""
     forest: DraftForest
 
 
 def score_proposals(
     forest: DraftForest, lives: Sequence[PendingProposal], ready: Sequence[int]
 ) -> tuple[ScoredProposals, OutcomeScores]:
-    """Run all nodes of the proposals whose indices are in `ready`. The forest must have the roots
-    of these proposals, in this order."""
+    """Run all nodes of the proposals whose indices are in `ready`. Return their rows, for
+    `draft_outcomes`, and the scores of all proposals `lives`. The forest must have the roots of the
+    `ready` proposals, in this order."""
     owners = {live: owner for owner, live in enumerate(ready)}
     rows = {live: np.full(len(lives[live].tree) + 1, owners[live]) for live in ready}
     logits = forest.root_logits()
@@ -88,8 +90,8 @@ def score_proposals(
 
 
 def draft_outcomes(ahead: ScoredProposals, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
-    """Draft for outcomes in as few batches as the forest has rows for. Outcomes that cannot be
-    drafted for are left out."""
+    """Draft for outcomes of the proposals in `ahead`, in as few batches as the free rows of the
+    forest allow. Outcomes that cannot be drafted for are left out."""
     forest = ahead.forest
     waiting: list[tuple[int, GrowthJob]] = []
     for index, outcome in enumerate(outcomes):

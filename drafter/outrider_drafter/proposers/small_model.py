@@ -35,8 +35,8 @@ from outrider_drafter.state.session import FollowedSession, SessionKey
 
 MAX_ROWS_PER_FORWARD = 512
 MIN_ROWS_AHEAD = 32
-"""Minimum number of rows that are run before a draft. Fewer new rows are run as part of the next
-draft, at hardly any extra cost."""
+"""Minimum number of new rows for which a separate forward pass is run before a draft. Fewer new
+rows are run as part of the next draft, at hardly any extra cost."""
 DRAFT_KV_SLOTS = 128
 """Number of KV slots for draft rows in addition to a session's own tokens. Larger trees are not
 drafted."""
@@ -75,7 +75,7 @@ class _SmallForest(DraftForest):
         return self._root_logits[:, : self._vocab_size]
 
     def rows_left(self, owner: int) -> int:
-        """Return the number of free KV slots of the session's sequence."""
+        """Return the number of free KV slots of the sequence of session `owner`."""
         return self._sequences[owner].capacity - self._sequences[owner].len
 
     def levels_left(self, owner: int) -> int:
@@ -149,7 +149,8 @@ class SmallModelProposer:
 
     @torch.inference_mode()
     def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
-        """Run the new tokens, except the newest, of the sessions that draft with this model."""
+        """Run the model on the new tokens, except the newest one, of each session that drafts with
+        this model."""
         self._forget()
         for session in sessions:
             if session.plan.method is self.method:
@@ -157,7 +158,8 @@ class SmallModelProposer:
 
     @torch.inference_mode()
     def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
-        """Run the new tokens, then grow the trees of all sessions in one batch."""
+        """Run the model on the sessions' new tokens, then grow the draft trees of all sessions in
+        one batch."""
         ready: list[FollowedSession] = []
         jobs: list[GrowthJob] = []
         prefixes: list[_Prefix] = []
@@ -178,7 +180,8 @@ class SmallModelProposer:
 
     @torch.inference_mode()
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
-        """Run the new tokens, then all nodes of all proposals, level by level."""
+        """Run the model on the sessions' new tokens and then, level by level, on all nodes of all
+        proposals. Return the candidates for the next token at each root and node."""
         self._forget()
         ready: list[int] = []
         prefixes: list[_Prefix] = []

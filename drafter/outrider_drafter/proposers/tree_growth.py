@@ -47,7 +47,7 @@ of the remaining probability."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CandidateRows:
-    """Candidate tokens after each of R rows. Candidates with log-prob -inf do not exist."""
+    """Candidate tokens after each of R rows. A log-prob of -inf marks an unused entry."""
 
     tokens: NDArray[np.int64]
     """[R, k]: target ids, best first."""
@@ -59,8 +59,8 @@ class CandidateRows:
 
 
 class StepFrontier(NamedTuple):
-    """Rows to run next: their tokens, and the indices of their parents among the rows of the
-    previous step."""
+    """Frontier of a growing tree, that is the rows to run in the next step. `parents` holds the
+    index of each row's parent among the tree's rows of the previous step."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -70,18 +70,18 @@ NO_FRONTIER = StepFrontier((), ())
 
 
 class TreeGrowth(Protocol):
-    """State machine that grows one tree."""
+    """State machine that grows one draft tree, level by level. It never calls a model."""
 
     top_k: int
     """Number of candidates that are needed for each row."""
     max_rows: int
-    """Maximum number of rows that all steps together run."""
+    """Maximum number of rows that are run for this tree in all steps together."""
     depth: int
     """Maximum number of levels."""
 
     def add_level(self, children: CandidateRows) -> StepFrontier:
-        """Add the candidates of the current frontier, which is the root at first. Return the next
-        frontier; it is empty when the tree is complete."""
+        """Add the candidates after each row of the current frontier, which is the root at first.
+        Return the next frontier, which is empty when the tree is complete."""
         ...
 
     def path_to(self, row: int) -> tuple[int, ...]:
@@ -94,8 +94,9 @@ class TreeGrowth(Protocol):
 
 
 def make_growth(plan: SpeculationPlan, *, room: int, has_distribution: bool) -> TreeGrowth | None:
-    """Return the growth of a session's next tree with at most `room` levels, or None if nothing can
-    be drafted."""
+    """Return a new state machine that grows a draft tree for `plan` with at most `room` levels, or
+    None if nothing can be drafted. `has_distribution`: whether the draft is sent with its draft
+    distributions."""
     num_nodes = plan.draft_tokens
     if num_nodes <= 0 or room <= 0:
         return None
@@ -113,7 +114,7 @@ def make_growth(plan: SpeculationPlan, *, room: int, has_distribution: bool) -> 
 
 
 class ChainGrowth:
-    """Growth of a chain, with one candidate for each level."""
+    """`TreeGrowth` of a chain, with one candidate for each level."""
 
     def __init__(self, length: int) -> None:
         self.top_k = 1
@@ -123,7 +124,8 @@ class ChainGrowth:
         self._logprobs: list[float] = []
 
     def add_level(self, children: CandidateRows) -> StepFrontier:
-        """Append the only candidate. A candidate that does not exist ends the chain."""
+        """Append the first candidate to the chain. If its log-prob is -inf, there is no candidate,
+        and the chain ends."""
         logprob = float(children.logprobs[0, 0])
         if logprob == -math.inf:
             return NO_FRONTIER
@@ -150,11 +152,11 @@ class ChainGrowth:
 
 
 class BeamGrowth:
-    """Growth of EAGLE-2's dynamic tree: expand the best `top_k` nodes of each level, and keep the
-    best `num_nodes` of all.
+    """`TreeGrowth` of EAGLE-2's dynamic tree. It expands the best `top_k` nodes of each level and
+    finally keeps the best `num_nodes` nodes of all levels.
 
     A node outside the best `num_nodes` so far can never be among them later, and neither can its
-    descendants. Such nodes are not expanded, which changes no tree and saves rows.
+    descendants. Such nodes are not expanded, which saves rows and does not change the tree.
     """
 
     def __init__(self, *, num_nodes: int, top_k: int, depth: int) -> None:
@@ -215,7 +217,7 @@ class BeamGrowth:
 
 
 class StaticTreeShape(NamedTuple):
-    """Shape of a tree, fixed before any token is drawn; nodes in level order."""
+    """Shape of a draft tree, fixed before any token is drawn. Nodes are in level order."""
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -225,8 +227,9 @@ class StaticTreeShape(NamedTuple):
 
 @lru_cache(maxsize=256)
 def static_shape(num_nodes: int, top_k: int, depth: int) -> StaticTreeShape:
-    """Return the shape with the `num_nodes` nodes that are most likely accepted under a fixed prior
-    of acceptance by rank."""
+    """Return the tree shape whose nodes are most likely to be accepted, if acceptance depends only
+    on a child's rank among its siblings and falls geometrically with it. `num_nodes`: number of
+    nodes; `top_k`: maximum number of children of a node; `depth`: maximum number of levels."""
     weights = [math.log(_RANK_PRIOR) + r * math.log(1.0 - _RANK_PRIOR) for r in range(top_k)]
     heap: list[tuple[float, tuple[int, ...]]] = [(-weights[0], (0,))]
     chosen: list[tuple[int, ...]] = []
@@ -248,8 +251,8 @@ def static_shape(num_nodes: int, top_k: int, depth: int) -> StaticTreeShape:
 
 
 class StaticGrowth:
-    """Growth of a tree for the rejection rule: the shape never depends on the tokens that were
-    drawn.
+    """`TreeGrowth` for the rejection rule. The shape of the tree never depends on the tokens that
+    were drawn.
 
     Choosing nodes by the scores of the sampled tokens would change the distribution that the
     verifier divides by. A node of the shape stays empty only if its parent's distribution has too
@@ -335,9 +338,10 @@ def _children_of(shape: StaticTreeShape) -> dict[int, list[int]]:
 
 
 class TreeDraftModel(Protocol):
-    """Draft model that has processed the prefix of every slot of a batch and can run tree levels.
+    """Draft model that runs the levels of several draft trees together, after it has processed the
+    prefix of each tree.
 
-    Slots are numbered like the jobs of `grow_trees`.
+    A slot is the number of a tree, as in `GrowthJob.slot`.
     """
 
     @property
@@ -377,8 +381,8 @@ class GrowthJob:
 def make_growth_job(
     slot: int, session: FollowedSession, suffix: Sequence[int] = ()
 ) -> GrowthJob | None:
-    """Return the job of drafting for a session's prefix with `suffix` appended, or None if there is
-    nothing to draft."""
+    """Return the job that drafts after a session's tokens followed by `suffix`, or None if nothing
+    can be drafted. `slot`: number of the tree in its `TreeDraftModel`."""
     room = session.draft_levels_left - len(suffix)
     growth = make_growth(session.plan, room=room, has_distribution=session.ships_distributions)
     if growth is None:
@@ -395,8 +399,8 @@ def make_growth_job(
 
 
 def penalty_history(session: FollowedSession, suffix: Sequence[int] = ()) -> TokenHistory | None:
-    """Return the tokens that penalties count, with `suffix` as output, or None if no penalty is
-    set."""
+    """Return the tokens that sampling penalties count: the session's prompt, and its output
+    followed by `suffix`. Return None if no penalty is set."""
     if not has_penalties(session.sampling):
         return None
     tokens = session.tokens.view
@@ -419,7 +423,8 @@ def _draft_sampling(session: FollowedSession, suffix: Sequence[int]) -> Sampling
 def grow_trees(
     model: TreeDraftModel, jobs: Sequence[GrowthJob]
 ) -> Iterator[tuple[int, ProposedDraft]]:
-    """Grow all trees. Yields (slot, draft) as soon as each tree is complete."""
+    """Grow the trees of all jobs together, one level at a time. Yields a (slot, draft) pair for
+    each tree as soon as it is complete."""
     active = [(job, StepFrontier((0,), (0,))) for job in jobs]
     logits = model.root_logits()
     level = 0

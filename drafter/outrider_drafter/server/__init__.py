@@ -1,5 +1,5 @@
-"""Server of the drafter: verifier connections, the drafting thread, RPCs and start-up. It may
-import all other packages of the drafter.
+"""Server of the drafter: verifier connections, the drafting thread, RPCs and start-up. This
+package may import all other packages of the drafter.
 
 build.py                   Builds the service from a configuration: loads all draft models (torch is
                            imported here).

@@ -174,9 +174,9 @@ def _load_head(method: DraftMethod, config: DrafterConfig, times: StartTimes) ->
 def build_head_proposer(
     head: DraftHead, config: DrafterConfig, dtype: torch.dtype, times: StartTimes | None = None
 ) -> Proposer:
-    """Return the proposer of a loaded head. It runs captured graphs on a GPU if they support the
-    head, and otherwise runs the head from the host. `times`: receives the durations of the start-up
-    stages."""
+    """Return a proposer for a loaded EAGLE head. It runs captured CUDA graphs if the device is a
+    GPU and the graphs support the head. Otherwise the host launches each level of a draft. `times`:
+    receives the durations of the start-up stages."""
     if torch.device(config.device).type != "cuda" or not can_extract(head):
         return EagleProposer(
             head,
@@ -252,16 +252,16 @@ def _load_small_model(
 
 
 def pool_tokens(config: DrafterConfig, vocab_size: int, model: ModelConfig) -> int:
-    """Return the number of KV tokens for sessions of a small model that are drafted from the
-    host."""
+    """Return the number of tokens in the small model's KV pool that the host proposer uses. On a
+    GPU it serves only the sessions that captured graphs do not support."""
     asked = config.draft_model_kv_tokens or _HOST_KV_TOKENS
     beside = torch.device(config.device).type == "cuda" and _is_covered(model, vocab_size)
     return min(asked, _HOST_KV_TOKENS) if beside else asked
 
 
 def device_tokens(free_bytes: int, bytes_per_token: int) -> int:
-    """Return the number of KV tokens for sessions of a small model that are drafted on the GPU,
-    given its free memory in bytes."""
+    """Return the number of tokens in the KV cache of a small model for sessions that are drafted by
+    captured graphs. `free_bytes`: free memory of the GPU; `bytes_per_token`: KV size of a token."""
     return min(_MAX_KV_TOKENS, int(free_bytes * _KV_SHARE) // bytes_per_token)
 
 

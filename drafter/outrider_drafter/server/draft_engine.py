@@ -44,7 +44,8 @@ _MAX_UNBOOKED = 1024
 
 @dataclass(frozen=True, slots=True)
 class ConnectionClosed:
-    """Message that a connection has ended, and with it all of its sessions."""
+    """Message to the engine that a connection has ended. All sessions of the connection end with
+    it."""
 
 
 SessionMessage = SessionStart | Verdicts | PlanChange | SessionEnd | ConnectionClosed
@@ -173,7 +174,8 @@ class DraftEngine:
         self._ahead.pace.record_poll(waited=waited)
 
     def handle_message(self, connection: int, message: SessionMessage) -> None:
-        """Process one message. Invalid messages of a peer never raise."""
+        """Process one message that arrived on a connection. An invalid message from a peer never
+        raises an error."""
         match message:
             case Verdicts():
                 self._take_in(connection, message)
@@ -247,7 +249,7 @@ class DraftEngine:
         return self._batches
 
     def update_metrics(self) -> None:
-        """Write everything that was received and drafted since the last call into the metrics."""
+        """Add the messages received and the drafts made since the last call to the metrics."""
         self.metrics.verdicts.inc(self._verdicts)
         self._verdicts = 0
         unbooked, self._unbooked = self._unbooked, []

@@ -32,8 +32,8 @@ Deliver = Callable[[OutgoingProposals], None]
 the drafting thread; must not block."""
 
 READY_WAIT_S = 0.00003
-"""Maximum time in seconds of a wait for messages that counts as no wait, because the messages were
-already there."""
+"""Maximum duration in seconds of a poll that counts as not waiting, because its messages must have
+arrived earlier."""
 YIELD_INTERVAL_S = 0.0001
 """Maximum seconds that the drafting thread sleeps after handing proposals to the sending thread,
 which needs the interpreter lock. A message ends the sleep."""

@@ -82,7 +82,7 @@ class _VerifierLink:
 
 
 class DrafterService:
-    """Implements `DrafterControl` over any transport's dialer.
+    """Implements the RPCs of `DrafterControl`, and connects to verifiers through any `Dialer`.
 
     When a device is lost, the service closes all connections and refuses every call with
     DEVICE_LOST. When the drafting thread hangs, it does the same with ENGINE_STALLED. The owner is
@@ -254,8 +254,8 @@ class DrafterService:
         return self._draining or self._ending
 
     async def set_draining(self, draining: bool) -> None:
-        """Set whether `info` reports this drafter as draining. It continues to draft in either
-        case."""
+        """Set whether `info` reports this drafter as draining. The drafter continues to draft in
+        either case."""
         self._draining = draining
 
     async def hand_over(self, timeout_s: float) -> bool:

@@ -56,8 +56,9 @@ class DrafterSpans:
         seconds: float,
         now: float,
     ) -> None:
-        """Record the proposals of a batch that took `seconds` and was sent at the wall-clock time
-        `now`, in seconds. `node_counts` [n]: draft tokens of each session's proposal."""
+        """Record the proposals of a batch. `node_counts` [n]: draft tokens of each session's
+        proposal; `seconds`: drafting time of the batch; `now`: wall-clock time in seconds when the
+        batch was sent."""
         for session, nodes in zip(sessions, node_counts.tolist(), strict=True):
             traced = self.traced.get(session.key)
             if traced is None:

@@ -33,9 +33,12 @@ _REPLICA_POLL_S: Final = 0.0001
 
 
 class ReplicaTable(Protocol):
-    """Draft replicas for verifiers that exchange directly between GPUs, by connection.
+    """Draft replicas for verifiers that exchange data directly between GPUs, at most one for each
+    connection.
+
     `outrider_drafter.gpu.replicas.Replicas` implements this protocol; it is not imported here
-    because it needs Triton. No method blocks."""
+    because it needs Triton. No method blocks.
+    """
 
     @property
     def has_work(self) -> bool:
@@ -45,24 +48,26 @@ class ReplicaTable(Protocol):
     def take_offer(
         self, connection: int, offer: ReplicaOffer, descriptor: int | None
     ) -> ReplicaRefused | None:
-        """Accept a verifier's offer. Return a refusal, or None if `build_step` returns the answer
-        later."""
+        """Examine a verifier's offer of a replica. Return a refusal, or None if the replica is
+        going to be built, in which case `build_step` returns the answer later. `descriptor`: file
+        descriptor of the verifier's memory; this method closes it."""
         ...
 
     def build_step(self) -> tuple[int, ReplicaAnswer, int | None] | None:
-        """Do one step of building a replica. Return (connection, answer, descriptor of the
-        replica's shared memory or None) when the replica is built or has failed, else None. The
-        caller closes the descriptor."""
+        """Do one step of building a replica. When the replica is built or has failed, return its
+        connection, the answer for the verifier, and the file descriptor of the replica's shared
+        memory (None after a failure). Return None otherwise. The caller closes the descriptor."""
         ...
 
     def handle_command(self, connection: int, command: ReplicaCommand) -> None:
-        """Execute a verifier's command for its replica, now or in `run_waiting`. Raises
-        InvalidMessageError."""
+        """Execute a verifier's command for its replica now, or let `run_waiting` execute it later
+        if it would block the thread. Raises InvalidMessageError if the command is invalid or the
+        replica has missed a round."""
         ...
 
     def run_waiting(self) -> list[tuple[int, str]]:
-        """Execute waiting commands as far as possible. Return (connection, reason) for each replica
-        that has failed."""
+        """Execute the waiting commands that can run now without blocking the thread. Return a
+        (connection, reason) pair for each replica that has failed."""
         ...
 
     def close(self, connection: int) -> None:
@@ -70,7 +75,8 @@ class ReplicaTable(Protocol):
 
 
 class VerifierShmChannels(ShmChannelSet):
-    """Shared-memory channels to verifiers, by connection. Used by the drafting thread only."""
+    """Shared-memory channels to verifiers, at most one for each connection. Used by the drafting
+    thread only."""
 
     def __init__(
         self,
@@ -84,9 +90,9 @@ class VerifierShmChannels(ShmChannelSet):
         """Create a set without channels.
 
         `max_unsent`: maximum number of messages that wait for a verifier that does not read; beyond
-        it the oldest are dropped. `pin`: pins host memory so that the device can copy features from
-        it. `replicas`: replicas for verifiers that exchange between devices, or None if this
-        drafter offers none.
+        it the oldest are dropped. `on_lost`: called with the connection whose channel is lost.
+        `pin`: pins host memory so that the device can copy features from it. `replicas`: replicas
+        for verifiers that exchange data directly between GPUs, or None if this drafter offers none.
         """
         # Messages are read in place, so that the device can copy features from the ring.
         super().__init__(on_lost, borrows=True)
@@ -101,8 +107,8 @@ class VerifierShmChannels(ShmChannelSet):
         super().attach_channel(number, shm_channel)
 
     def send_answers(self, answers: OutgoingProposals) -> OutgoingProposals:
-        """Send the messages of connections that have a shared-memory channel. Return the remaining
-        messages."""
+        """Send those of the messages whose connections have a shared-memory channel. Return the
+        remaining messages."""
         rest: OutgoingProposals = []
         for connection, message in answers:
             if not self.has_channel(connection):
@@ -148,8 +154,8 @@ class VerifierShmChannels(ShmChannelSet):
         return _REPLICA_POLL_S if timeout_s is None else min(timeout_s, _REPLICA_POLL_S)
 
     def run_replicas(self) -> None:
-        """Execute the waiting commands of all replicas. The connection of a replica that fails is
-        ended."""
+        """Execute the waiting commands of all replicas. If a replica fails, its connection is
+        closed."""
         if self._replicas is not None:
             for connection, why in self._replicas.run_waiting():
                 self._lose_replica(connection, why)

@@ -43,8 +43,8 @@ def choose_fairly(connections: Indices, wished_at: Indices, at_most: int) -> Ind
 
 
 class FairQueue(Generic[MessageT]):
-    """Queue of messages by connection. Connections take turns; the order within a connection is
-    kept."""
+    """Queue of messages of several connections. Connections take turns, and the messages of each
+    connection keep their order."""
 
     def __init__(self) -> None:
         self._queues: dict[int, deque[MessageT]] = {}
@@ -60,9 +60,9 @@ class FairQueue(Generic[MessageT]):
     def take_messages(
         self, at_most: int = MAX_MESSAGES_PER_TURN
     ) -> Generator[tuple[int, MessageT]]:
-        """Remove and yield (connection, message) pairs, one of every connection in turn, at most
-        `at_most` of each connection. Messages remain in the queue if the iterator is closed
-        early."""
+        """Remove and yield (connection, message) pairs: in each turn one message of every
+        connection, and at most `at_most` messages of a connection in all. If the iterator is closed
+        early, the other messages remain in the queue."""
         for _ in range(at_most):
             if not self._queues:
                 return

@@ -1,4 +1,4 @@
-"""Buffer of received features until a proposer consumes them; rows stay in their messages.
+"""Buffer of received features, which stay in their messages until a proposer consumes them.
 
 Features are the target's hidden states, projected by the verifier for the EAGLE head. A draft batch
 reads its rows directly from the messages. A message is freed once all of its rows are consumed. A
@@ -87,7 +87,8 @@ class _FeatureMessage:
 
 
 class FeatureBuffer:
-    """Features by session and position; each position is received once and in order."""
+    """Buffer of received features. A feature is found by its session and position. The features of
+    a session are received in order of position, each once."""
 
     def __init__(self, *, max_sessions: int, width: int, convert: FeatureConverter) -> None:
         self.width = width
@@ -104,11 +105,11 @@ class FeatureBuffer:
         return len(self._messages)
 
     def open_slot(self, slot: int) -> None:
-        """Start to collect the features of a new session."""
+        """Start to collect the features of the new session in this slot."""
         self._consumed[slot] = 0
 
     def drop_slot(self, slot: int) -> None:
-        """Drop the features of a session that needs no features any more."""
+        """Drop the features of the session in this slot and collect none from now on."""
         self._consumed[slot] = _CLOSED
         for message in self._messages:
             message.counts[message.slots == slot] = 0
@@ -142,7 +143,8 @@ class FeatureBuffer:
         self._messages.append(message)
 
     def read_rows(self, slot: int, start: int, stop: int) -> NDArray[np.generic]:
-        """Return the feature rows [stop - start, H] of a session.
+        """Return the features of a session at the positions from `start` to `stop` - 1, [stop -
+        start, H].
 
         The rows must be in the buffer; `start` may be the newest consumed position.
         """

@@ -1,4 +1,4 @@
-"""Outcomes (accepted path, next token) of proposals, ranked by expected gain. Pure.
+"""Outcomes (accepted path, next token) of proposals, ranked by expected gain.
 
 A proposal of n nodes has 1 + n places: the root, then the nodes. A verdict accepts the path to one
 place and appends a token that is none of the place's children. Letters in shapes: L proposals; P
@@ -32,7 +32,7 @@ class NodeIndex(NamedTuple):
     """Places (roots and nodes) of several proposals in flat arrays."""
 
     roots: Indices
-    """[L]: index of each proposal's root."""
+    """[L]: index of each proposal's root among the P places."""
     parent_indices: Indices
     """[P]: index of the parent of each place; a root is its own parent."""
     node_tokens: NDArray[np.int32]
@@ -42,7 +42,7 @@ class NodeIndex(NamedTuple):
 
     @classmethod
     def of_trees(cls, trees: Sequence[DraftTree]) -> NodeIndex:
-        """Return the places of these proposals."""
+        """Build the arrays for proposals with these trees."""
         sizes = np.array([len(tree) + 1 for tree in trees], dtype=np.int64)
         roots = sizes.cumsum() - sizes
         above = roots.repeat(sizes)
@@ -70,7 +70,8 @@ class NodeIndex(NamedTuple):
         return NodeIndex(roots, above, self.node_tokens[kept], self.depths[kept])
 
     def prefix_digests(self, prefixes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return the prefix digest at each place [P]. `prefixes` [L]: digests at the roots."""
+        """Return the digest of the prefix that ends at each place, uint64 [P]. `prefixes` [L]:
+        digest of the prefix that ends at each root."""
         result = np.empty(len(self.parent_indices), dtype=np.uint64)
         result[self.roots] = prefixes
         for depth in range(1, int(self.depths.max(initial=0)) + 1):
@@ -131,12 +132,12 @@ class ChosenOutcomes(NamedTuple):
 def best_outcomes(
     layout: CandidateLayout, gains: Floats, proposal: int, *, room: int, count: int
 ) -> ChosenOutcomes:
-    """Return up to `count` outcomes of one proposal with the highest expected gains, given gains
-    [P, c].
+    """Return up to `count` outcomes of one proposal, those with the highest expected gains. `gains`
+    [P, c]: gain of each candidate at each place.
 
-    Impossible outcomes are left out: tokens that are already children of the place, and places too
-    deep for another draft level. `room`: number of levels that the proposal may have. Ties go to
-    the lower place, then to the lower candidate.
+    An outcome is left out if its token is a child of its place, because the accepted path would
+    then continue, or if its place is too deep for another draft level. `room`: maximum number of
+    levels below the root. Among equal gains the lower place comes first, then the lower candidate.
     """
     first = int(layout.roots[proposal])
     last = proposal + 1 == len(layout.roots)
@@ -170,7 +171,8 @@ def num_worthwhile(gains: Floats) -> int:
 
 
 class VerdictPath(NamedTuple):
-    """Path of a verdict through a proposal. The verdict's token i follows place i."""
+    """Path of a verdict through a proposal. Token i of the verdict was emitted at place i of the
+    path."""
 
     places: Indices
     """[m]: places that the path reached, the root first."""

@@ -1,9 +1,9 @@
-"""FollowedSession: a drafter's state of one session; and the checks of its announcement.
+"""FollowedSession, a drafter's state of one session, and the checks of its announcement.
 
 A session has tokens t_0 .. t_n, where t_n is the root, and features f_0 .. f_{n-1}. During a
 chunked prefill there may be a feature for every known token. Once a draft is wanted, the newest
 feature is f_{n-1}, one position before the root. Values that change with every round are in the
-columns of a `SessionTable`; a `FollowedSession` is one row of that table.
+arrays of a `SessionTable`; a `FollowedSession` is one row of that table.
 """
 
 from __future__ import annotations
@@ -112,9 +112,10 @@ class FollowedSession:
 
     @property
     def uses_prefix_noise(self) -> bool:
-        """Whether each prefix of the session has its own DRAFT noise (`spec.noise.prefix_keys`).
-        Under the rejection rule, drafts that are never used must not share noise with drafts that
-        are. With look-ahead, it is not known at drafting time which drafts will be used."""
+        """Whether drafts for different prefixes of the session are drawn with different random
+        numbers (`spec.noise.prefix_keys`). Under the rejection rule, a draft that is used must not
+        share random numbers with a draft that is not used. With look-ahead, it is not known at
+        drafting time which drafts will be used."""
         return self.plan.look_ahead > 0 and self.ships_distributions
 
     @property

@@ -1,4 +1,4 @@
-"""SessionTable: all followed sessions in columns; checks and applies messages of verdicts.
+"""SessionTable: all followed sessions as arrays, to which verdict messages are applied.
 
 It also records which sessions each connection announced, and their handles. Letters in shapes: X
 session slots; S entries of a message, each for one session; T tokens.
@@ -26,7 +26,8 @@ class ConnectionSessions:
     """Sessions that one connection announced."""
 
     slots: Indices = field(default_factory=lambda: np.full(64, -1, dtype=np.int64))
-    """Session slot by handle; -1 if the handle has no session."""
+    """Session slot of each handle, which is the index in this array; -1 if the handle has no
+    session."""
     count: int = 0
 
     def find_slots(self, handles: Indices) -> Indices:
@@ -73,7 +74,8 @@ class AppliedVerdicts(NamedTuple):
 
 
 class SessionTable:
-    """At most `max_sessions` followed sessions, in columns.
+    """Table of at most `max_sessions` followed sessions. Every array has one element or row for
+    each session slot.
 
     When all slots are taken, the connection with the most sessions loses its least recently used
     session. A verifier therefore cannot displace sessions of verifiers with fewer sessions.
@@ -106,7 +108,7 @@ class SessionTable:
         """[X]: whether the slot holds a session that is followed; False for free slots and lost
         sessions."""
         self.wanting = np.zeros(max_sessions, dtype=np.bool_)
-        """[X]: whether a draft is wanted."""
+        """[X]: whether the verifier waits for a draft for the session's current prefix."""
         self.behind = np.zeros(max_sessions, dtype=np.bool_)
         """[X]: whether there are new tokens or features that no proposer has processed."""
         self.version = 0
@@ -122,7 +124,7 @@ class SessionTable:
         return found
 
     def session_in(self, slot: int) -> FollowedSession:
-        """Return the session in a taken slot."""
+        """Return the session in a slot, which must not be free."""
         session = self._sessions[slot]
         assert session is not None, slot
         return session

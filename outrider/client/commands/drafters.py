@@ -20,13 +20,13 @@ from outrider.wire.pool_codec import (
 from outrider.wire.v1 import pool_pb2 as pb
 
 REMOVE_TIMEOUT_S = 30.0
-"""Maximum duration of a removal, in seconds; the removal waits until other drafters have taken over
+"""Maximum duration of a removal, in seconds. A removal waits until other drafters have taken over
 the sessions."""
 _SERVICE = "/outrider.wire.v1.PoolService/"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
+    """Add the command's flags to a parser."""
     parser.add_argument(
         "action", choices=("add", "remove"), help="Whether to add or to remove the drafter."
     )
@@ -57,14 +57,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_drafter(pool: str, address: str, tls: TlsConfig | None = None) -> None:
-    """Tell the router whose PoolService is at the address `pool` to connect to the drafter at
-    `address`. Raises OutriderError."""
+    """Tell a router to connect to the drafter at `address`. `pool` is the address of the router's
+    PoolService. Raises OutriderError."""
     request = add_drafter_to_pb(address).SerializeToString()
     _call(pool, "AddDrafter", request, INFO_TIMEOUT_S, tls)
 
 
 def remove_drafter(pool: str, address: str, tls: TlsConfig | None = None) -> RemovedDrafter:
-    """Let the router move a drafter's sessions to other drafters and remove it.
+    """Remove the drafter at `address` from a router, which first moves the drafter's sessions to
+    other drafters. `pool` is the address of the router's PoolService.
 
     Raises OutriderError.
     """

@@ -1,4 +1,4 @@
-"""Flags file of a command, in YAML or TOML: `max-model-len: 4096`."""
+"""Reads a command's flags from a YAML or TOML file, with lines such as `max-model-len: 4096`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _NOT_IN_FILES: Final = frozenset({"config", "help"})
 def read_flags(path: Path, add_arguments: Callable[[argparse.ArgumentParser], None]) -> list[str]:
     """Return the flags in a file as command-line arguments, after checking all of them.
 
-    Keys are the flags' names without their dashes, with hyphens or underscores; the value of a
-    switch is `true` or `false`. A list becomes a repeated flag if the flag may be repeated, and
-    otherwise one value joined by commas. Raises NotFoundError for a missing file and
-    InvalidRequestError (INVALID_CONFIG) for one that is malformed, has an unknown key or a value
-    that the flag does not take.
+    A key is a flag's name without its dashes, with hyphens or underscores. The value of a flag
+    without an argument is `true` or `false`. A list becomes several flags if the flag may be
+    repeated, and otherwise one value joined by commas. Raises NotFoundError if there is no such
+    file. Raises InvalidRequestError (INVALID_CONFIG) if the file is malformed, or if it has an
+    unknown key or a value that the flag does not accept.
     """
     parser = _FileParser(path)
     add_arguments(parser)
@@ -33,28 +33,28 @@ def read_flags(path: Path, add_arguments: Callable[[argparse.ArgumentParser], No
 
 
 class _FileParser(argparse.ArgumentParser):
-    """A parser whose errors name the flags file."""
+    """An argument parser whose errors name the flags file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(allow_abbrev=False)
         self._path = path
 
     def action_of(self, name: str) -> argparse.Action | None:
-        """Return the action of a flag, or None if there is no such flag."""
+        """Return the argparse action of the flag `name`, or None if there is no such flag."""
         return self._option_string_actions.get(f"--{name}")
 
     def names(self) -> list[str]:
-        """Return the keys that a file may have."""
+        """Return the keys that are allowed in a file."""
         names = (option[2:] for option in self._option_string_actions if option.startswith("--"))
         return sorted(set(names) - _NOT_IN_FILES)
 
     def error(self, message: str) -> NoReturn:
-        """Raise InvalidRequestError instead of ending the process."""
+        """Raise InvalidRequestError instead of exiting."""
         raise _invalid(self._path, message)
 
 
 def _flag(parser: _FileParser, path: Path, key: object, value: object) -> list[str]:
-    """Return the command-line arguments of one key."""
+    """Return the command-line arguments for one key and its value."""
     name = str(key).replace("_", "-")
     action = parser.action_of(name)
     if action is None or name in _NOT_IN_FILES:
@@ -81,7 +81,7 @@ def _is_scalar(value: object) -> bool:
 
 
 def _read(path: Path) -> Mapping[Any, object]:
-    """Return the content of a file. Raises like `read_flags`."""
+    """Return the parsed content of a file. Raises the same errors as `read_flags`."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -126,6 +126,7 @@ def _parse_yaml(path: Path, text: str) -> object:
 
 
 def _invalid(path: Path, message: str, *, line: int | None = None) -> InvalidRequestError:
-    """Return the error of a file, or of a line of it, counted from 1."""
+    """Return the error for a file. `line` is the number of the line with the error, counted from
+    1."""
     where = f"{path}" if line is None else f"{path} line {line}"
     return InvalidRequestError(f"{where}: {message}", reason="INVALID_CONFIG")

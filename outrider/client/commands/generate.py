@@ -52,11 +52,11 @@ LOCAL_ONLY = (
 
 OnText = Callable[[str], None]
 Answers = list[GenerateResult]
-"""Answers of a conversation, one for each turn."""
+"""Answers to the turns of one conversation, in order."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
+    """Add the command's flags to a parser."""
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="User message to answer.")
@@ -115,7 +115,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def local_config(args: argparse.Namespace, files: ModelFiles, concurrency: int) -> LocalFleetConfig:
-    """Return the configuration of the local processes that the flags ask for."""
+    """Return the configuration of the local processes for these flags. `concurrency` is the number
+    of prompts that are answered at the same time."""
     method = DraftMethod(args.drafter or DraftMethod.EAGLE3)
     draft_model = None
     if method is DraftMethod.MODEL:
@@ -145,7 +146,9 @@ async def ask_turn(
     options: GenerateOptions,
     on_text: OnText = lambda text: None,
 ) -> GenerateResult:
-    """Send one turn of a conversation and append the turn and its answer to `history`."""
+    """Send one turn of a conversation, and return the answer. `history` contains the earlier
+    messages; the turn and the answer are appended to it. `on_text` is called with each part of the
+    answer's text."""
     history.append(user(turn))
     async with client.stream(history, **options) as stream:
         async for delta in stream:
@@ -156,14 +159,14 @@ async def ask_turn(
 
 
 async def ask_conversation(client: AsyncClient, turns: Turns, options: GenerateOptions) -> Answers:
-    """Send the turns one after the other in one conversation and return the answer to each."""
+    """Send the turns of one conversation one after the other, and return the answers."""
     history: list[ChatMessage] = []
     return [await ask_turn(client, history, turn, options) for turn in turns]
 
 
 def describe_answers(answers: Answers) -> dict[str, object]:
-    """Return the JSON object of a prompt: its last answer, with all answers if there were
-    several."""
+    """Return the JSON object for the answers to one prompt: the fields of the last answer and, if
+    there are several answers, a list of all of them under the key "turns"."""
     described = [_describe_one(answer) for answer in answers]
     if len(described) == 1:
         return described[0]
@@ -196,8 +199,8 @@ def _describe_one(answer: GenerateResult) -> dict[str, object]:
 
 
 def mean_emitted_tokens(emitted: int, rounds: int) -> float:
-    """Return the mean number of tokens per round; 0 without rounds (prefill emits a single
-    token)."""
+    """Return the mean number of tokens that a round emits; 0 if there were no rounds, as in an
+    answer of a single token, which prefill emits."""
     return round(emitted / rounds, 4) if rounds else 0.0
 
 
@@ -222,7 +225,7 @@ async def _answer_all(
 
 
 async def _show_live(client: AsyncClient, turns: Turns, options: GenerateOptions) -> Answers:
-    """Answer one prompt and show the text as it comes."""
+    """Answer one prompt, writing the text to stdout while it is received."""
     answers: Answers = []
     history: list[ChatMessage] = []
     for turn in turns:
@@ -239,7 +242,8 @@ async def _answer_concurrently(
     options: GenerateOptions,
     args: argparse.Namespace,
 ) -> list[Answers]:
-    """Answer with bounded concurrency; print in input order, each as soon as its turn comes."""
+    """Answer all prompts, at most `args.concurrency` at the same time. Answers are printed in the
+    order of the prompts, each as soon as it and all earlier ones are complete."""
     bound = asyncio.Semaphore(args.concurrency)
 
     async def one(turns: Turns) -> Answers:
@@ -277,7 +281,7 @@ def _summarize(done: Sequence[Answers], seconds: float) -> None:
 
 
 def _hits(answers: Answers) -> str:
-    """Return the look-ahead statistics of the answers, if look-ahead was on."""
+    """Return a text with the look-ahead statistics of the answers; "" if look-ahead was off."""
     rounds = sum(answer.finish.stats.look_ahead_rounds for answer in answers)
     hits = sum(answer.finish.stats.hit_rounds for answer in answers)
     return f", {hits / rounds:.0%} of the drafts were made ahead" if rounds else ""

@@ -17,13 +17,13 @@ from outrider.config.toml import toml_key, toml_value
 from outrider.errors import AlreadyExistsError, FailedPreconditionError, InvalidRequestError
 
 KEY_PREFIX = "sk-outrider-"
-"""Prefix of every key, so that secret scanners find keys in wrong places."""
+"""Prefix of every key. Secret scanners recognise leaked keys by it."""
 KEY_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
+    """Add the command's flags to a parser."""
     commands = parser.add_subparsers(dest="keys_command", metavar="COMMAND", required=True)
     text = "Create an API key and print it once."
     new = commands.add_parser("new", help=text, description=text)
@@ -88,9 +88,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def format_key_table(name: str, key: str, limits: dict[str, object]) -> str:
-    """Return the TOML table of a key, without limits that are None.
+    """Return the TOML table of a key with its hash and its limits. Limits that are None are left
+    out.
 
-    Raises InvalidRequestError for a text that TOML cannot represent.
+    Raises InvalidRequestError if TOML cannot represent a value.
     """
     values = {"sha256": hashlib.sha256(key.encode()).hexdigest(), **limits}
     lines = [f"[keys.{toml_key(name)}]\n"]
@@ -106,10 +107,10 @@ def format_key_table(name: str, key: str, limits: dict[str, object]) -> str:
 
 
 def append_table(path: Path, name: str, table: str) -> None:
-    """Append the table of a key to a key file.
+    """Append the TOML table of a key to a key file.
 
-    Raises AlreadyExistsError if the file has a key of this name, and FailedPreconditionError
-    (BAD_FILE) if no table can be appended to the file.
+    Raises AlreadyExistsError if the file already has a key with this name, and
+    FailedPreconditionError (BAD_FILE) if no table can be appended to the file.
     """
     before, there = _read(path)
     if name in there:
@@ -133,8 +134,8 @@ def append_table(path: Path, name: str, table: str) -> None:
 
 
 def _read(path: Path) -> tuple[str, Collection[str]]:
-    """Return the text of a key file and the key names in it; the text is "" if the file is
-    missing."""
+    """Return the text of a key file and the names of the keys in it. The text is "" if the file
+    does not exist."""
     try:
         text = path.read_text(encoding="utf-8")
         keys = tomllib.loads(text).get("keys", {})

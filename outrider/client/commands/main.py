@@ -1,7 +1,7 @@
 """The `outrider` command: parses the command line and runs a subcommand.
 
-Exit status: 0 success; 2 invalid flags, files or requests; 1 any other error; 130 interrupted. An
-error is one line on stderr, never a traceback.
+The exit status is 0 for success; 2 for invalid flags, files or requests; 130 for an interrupt; and
+1 for any other error. An error is printed as one line on stderr, never as a traceback.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TRAINING_MODULE = "outrider.engine.training"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status."""
+    """Run the command line `argv` (default: that of this process) and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
@@ -92,9 +92,9 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse a command's flags. Flags on the command line override those in the file that `serve
-    --config` names. Raises NotFoundError or InvalidRequestError if that file is missing or
-    invalid."""
+    """Parse the command line of a subcommand. Flags on the command line override those in the file
+    that `serve --config` names. Raises NotFoundError or InvalidRequestError if that file is missing
+    or invalid."""
     args = make_parser().parse_args(arguments)
     if args.command != "serve" or args.config is None:
         return args

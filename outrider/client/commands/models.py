@@ -10,7 +10,7 @@ from outrider.models import builtin_head, is_pulled, list_models, resolve_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
+    """Add the command's flags to a parser."""
     commands = parser.add_subparsers(dest="models_command", metavar="COMMAND", required=True)
     pull = commands.add_parser(
         "pull", help="Download a model and convert it if it is not in the cache."

@@ -1,4 +1,4 @@
-"""Runs commands that import torch or Ray by becoming `python -m MODULE`.
+"""Runs commands that need torch or Ray by replacing this process with `python -m MODULE`.
 
 The client itself must not import these packages.
 """
@@ -20,15 +20,15 @@ _FOLDERS = {
     "outrider_chaos": "benchmarks",
     "outrider_ray": "deploy/ray",
 }
-"""Folders of a checkout that contain packages which may not be installed, by package."""
+"""Folder of a source checkout that contains each package. The packages may not be installed."""
 
 
 def run_module(module: str, args: Sequence[str]) -> NoReturn:
-    """Replace this process by `python -m MODULE ARGS`, so that signals and the exit status are
-    those of the module.
+    """Replace this process by `python -m MODULE ARGS`, so that signals go to the module and its
+    exit status is that of the command.
 
-    A child process is not used, because it would go on running if this process were killed. Raises
-    NotFoundError if this installation does not have the module.
+    A child process would not do, because it would continue to run if this process were killed.
+    Raises NotFoundError if the module is not installed.
     """
     env = dict(os.environ)
     top_level = module.partition(".")[0]

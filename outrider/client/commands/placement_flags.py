@@ -1,4 +1,5 @@
-"""Command-line flags for device placement of models and drafters, shared by the commands."""
+"""Command-line flags for the placement of models and drafters on devices, shared by several
+commands."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ DEVICE_HELP = "Device on which the target and draft models compute (default: cpu
 
 
 class PlacementOptions(TypedDict):
-    """The fields of `LocalFleetConfig` that these flags set."""
+    """Those fields of `LocalFleetConfig` that the placement flags set."""
 
     device: str
     drafter_device: str
@@ -35,7 +36,7 @@ class PlacementOptions(TypedDict):
 
 
 def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
+    """Add the placement flags to a parser."""
     add = parser.add_argument
     add("--device", choices=DEVICES, help=DEVICE_HELP)
     add(
@@ -90,7 +91,7 @@ def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def placement_of(args: argparse.Namespace) -> PlacementOptions:
-    """Return the options that the flags set."""
+    """Return the fields of `LocalFleetConfig` for the given placement flags."""
     return {
         "device": args.device or CPU,
         "drafter_device": args.drafter_device or "",

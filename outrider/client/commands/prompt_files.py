@@ -8,14 +8,15 @@ from pathlib import Path
 from outrider.errors import InvalidRequestError, NotFoundError
 
 Turns = tuple[str, ...]
-"""The user's turns of one conversation."""
+"""User messages of one conversation, in order."""
 
 
 def read_prompts(path: Path) -> list[Turns]:
-    """Return every line's turns: {"prompt": TEXT} or {"turns": [TEXT, ...]}; other keys are
-    ignored.
+    """Return the user messages of each line of a JSON Lines file. A line is {"prompt": TEXT} or
+    {"turns": [TEXT, ...]}; other keys are ignored.
 
-    Raises NotFoundError and InvalidRequestError, which name the file and the line.
+    Raises NotFoundError or InvalidRequestError with the name of the file and the number of the
+    line.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Ray flags of `outrider serve`, passed on to the Ray launcher."""
+"""Ray flags of `outrider serve`, which are passed to the Ray launcher."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ STRATEGIES = PACK, SPREAD, STRICT_PACK, STRICT_SPREAD = (
     "strict-pack",
     "strict-spread",
 )
-"""Placement strategies of Ray: PACK places actors on few nodes, SPREAD on many, STRICT_PACK on
-exactly one, and STRICT_SPREAD each on a node of its own."""
+"""Placement strategies of Ray. PACK places actors on few nodes, SPREAD on many, STRICT_PACK on
+exactly one, and STRICT_SPREAD each on a different node."""
 
 
 def add_ray_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
+    """Add the Ray flags to a parser."""
     add = parser.add_argument_group("options of --runtime ray").add_argument
     add(
         "--ray-address",
@@ -52,7 +52,7 @@ def add_ray_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def ray_flags(args: argparse.Namespace) -> list[str]:
-    """Translate the given flags into flags of the Ray launcher.
+    """Return the flags of the Ray launcher for the given flags.
 
     Raises InvalidRequestError for flags that do not apply to the selected runtime.
     """

@@ -26,12 +26,13 @@ DRAFTERS: Final = tuple(method.value for method in DraftMethod)
 class _Flag(NamedTuple):
     flag: str
     option: str
-    """Key in `GenerateOptions`; a request omits it if the flag is not given."""
+    """Key in `GenerateOptions` that the flag sets. A request omits the key if the flag is not
+    given."""
     facts: dict[str, Any]
 
     @property
     def name(self) -> str:
-        """Name of the flag among the parsed arguments."""
+        """Name of the parsed flag in the argparse namespace."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
@@ -262,7 +263,7 @@ STRUCTURED_FLAGS: Final = (
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of a request."""
+    """Add the flags for the options of a request to a parser."""
     for flag in FLAGS:
         parser.add_argument(flag.flag, **flag.facts)
     add_look_ahead_arguments(parser.add_argument)
@@ -273,7 +274,8 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def request_options(args: argparse.Namespace) -> GenerateOptions:
-    """Return the options of every request. Raises InvalidRequestError if a file cannot be read."""
+    """Return the request options that the given flags set. Raises InvalidRequestError if a file
+    that a flag names cannot be read."""
     options = {flag.option: getattr(args, flag.name) for flag in (*FLAGS, *STRUCTURED_FLAGS)}
     options |= {"look_ahead": args.look_ahead, "fan_out": args.fan_out}
     said: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""`outrider serve`: runs router, verifiers and drafters on this machine, restarting failed ones."""
+"""`outrider serve`: runs router, verifiers and drafters on this machine and restarts failed
+ones."""
 
 from __future__ import annotations
 
@@ -43,9 +44,10 @@ from outrider.spec.plan import DraftMethod
 from outrider.transport.tls import CertificateRole
 
 POLL_INTERVAL_S = 0.2
-"""Time between two checks of the processes, in seconds."""
+"""Interval between two checks of the processes, in seconds."""
 SIGNAL_EXIT_BASE = 128
-"""Number that shells add to the signal number for the exit status of a killed process."""
+"""Number that is added to the signal number for the exit status of a process that a signal ended,
+as in shells."""
 RAY_MODULE = "outrider_ray"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 CONFIG_HELP = (
@@ -74,7 +76,7 @@ DRAIN_HELP = f"Seconds that running requests get to finish after SIGTERM (defaul
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
+    """Add the command's flags to a parser."""
     add = parser.add_argument
     add(
         "--runtime",
@@ -241,10 +243,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM, SIGINT or SIGHUP and return the exit status.
+    """Serve until SIGTERM, SIGINT or SIGHUP arrives, and return the exit status.
 
-    Raises OutriderError, and SystemExit (143, 130, 129) when a signal arrives before the router is
-    started.
+    Raises OutriderError. Raises SystemExit (143, 130 or 129, in the order of these signals) if a
+    signal arrives before the router is started.
     """
     own = ray_flags(args)
     config = make_config(args)
@@ -297,7 +299,7 @@ def _give_up(number: int) -> NoReturn:
 
 
 def make_config(args: argparse.Namespace) -> LocalFleetConfig:
-    """Return the configuration of the processes that the flags ask for.
+    """Return the configuration of the processes for the given flags.
 
     Downloads the model if it is missing. Raises InvalidRequestError (INVALID_FLAG) for flags that
     would have no effect.
@@ -349,8 +351,8 @@ def make_config(args: argparse.Namespace) -> LocalFleetConfig:
 
 
 def _check_names(args: argparse.Namespace) -> None:
-    """Refuse an empty served name, and a revision without the model or head to which it would
-    apply."""
+    """Raise InvalidRequestError for an empty served name, or for a revision of a model or head that
+    is not given."""
     if args.served_model_name is not None and not args.served_model_name.strip():
         raise InvalidRequestError(
             "--served-model-name must not be empty; without the flag it is the name or hub id of "
@@ -370,7 +372,9 @@ def _check_names(args: argparse.Namespace) -> None:
 
 
 def parse_methods(text: str | None, *, has_head: bool) -> tuple[DraftMethod, ...]:
-    """Parse --drafter-methods; without the flag, return the methods that the given files allow."""
+    """Return the draft methods in `text`, the value of --drafter-methods. If `text` is None, return
+    the methods that are possible with the given files. `has_head` is whether there is a draft
+    head."""
     if text is None:
         own = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
         return own if has_head else (DraftMethod.NGRAM,)
@@ -386,9 +390,9 @@ def parse_methods(text: str | None, *, has_head: bool) -> tuple[DraftMethod, ...
 
 
 def ray_args(config: LocalFleetConfig) -> list[str]:
-    """Return the flags of the Ray launcher.
+    """Return the flags of the Ray launcher for this configuration.
 
-    Raises InvalidRequestError for flags that it does not support.
+    Raises InvalidRequestError for settings that the launcher does not support.
     """
     if config.verifier_hooks or config.drafter_hooks:
         raise InvalidRequestError(

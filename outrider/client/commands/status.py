@@ -23,7 +23,7 @@ _MEMORY = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
+    """Add the command's flags to a parser."""
     add = parser.add_argument
     add("--router", metavar="HOST:PORT", default=DEFAULT_ROUTER, help=ROUTER_HELP)
     add_connecting_arguments(parser)
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe_server(info: ServerInfo) -> Iterator[str]:
-    """Return one line for the router and one for each peer."""
+    """Yield one line of text about the router, and one about each verifier and drafter."""
     yield (
         f"router {info.version}: {info.running} running, "
         f"{info.queued} of at most {info.queue_bound} waiting"
@@ -53,7 +53,8 @@ def describe_server(info: ServerInfo) -> Iterator[str]:
 
 
 def simulation_note(info: ServerInfo) -> str:
-    """Return the note that must label results from these verifiers; "" if nothing is simulated."""
+    """Return a note that results from these verifiers are simulated, for display beside the
+    results; "" if nothing is simulated."""
     rates = sorted({v.simulated_acceptance for v in info.verifiers if v.simulated_acceptance})
     return f"SIMULATED ACCEPTANCE {'; '.join(rates)}" if rates else ""
 

@@ -8,17 +8,18 @@ cluster.py                 Local cluster: starts router, verifiers and drafters 
                            stops them.
 config.py                  Configuration of a local fleet: router, verifiers and drafters on this
                            machine.
-health_probe.py            Health probes of a child process: answers of its health service, and how
-                           long it was silent.
-model_files.py             Resolution of a model and its draft head, by directory, known name or
-                           hub id, to local files.
+health_probe.py            Health probes of a child process: its health service is asked repeatedly
+                           whether it serves.
+model_files.py             Finds the local files of a model and its draft head, given as directory,
+                           known name or hub id.
 parent_watch.py            Runs a module as a child process that ends with its parent.
-preflight.py               Preflight checks of all model files, before any process is started.
-process_flags.py           Command lines of the processes on this machine, and their placement on
-                           devices.
-readiness.py               Readiness of a local fleet: checks of hosts and ports, and the wait for a
-                           healthy router.
-settings_check.py          Settings check of a local fleet, before any of its processes is started.
-supervisor.py              Supervisor of the local processes: restarts those that end, fall silent
-                           or stop serving.
+preflight.py               Checks of all model files before any process is started.
+process_flags.py           Builds the command lines of the processes on this machine, and assigns
+                           the processes to devices.
+readiness.py               Checks the hosts and ports of a local fleet, and waits until its router
+                           is healthy.
+settings_check.py          Checks the settings of a local fleet before any of its processes is
+                           started.
+supervisor.py              Supervises the local processes: restarts those that end, fall silent or
+                           stop serving.
 """

@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tls_from(directory: Path, role: CertificateRole) -> TlsConfig:
-    """Return the TLS files of a role in a directory that `outrider certs` created."""
+    """Return the TLS configuration of a role. `directory` contains the files that `outrider certs`
+    created."""
     return TlsConfig(
         cert=directory / f"{role}.pem",
         key=directory / f"{role}-key.pem",
@@ -76,9 +77,10 @@ def make_certificates(
 ) -> None:
     """Create a certificate authority and a certificate for each role, as PEM files in `directory`.
 
-    `hosts` are further names or addresses of the router, and `days` is the validity of the
-    certificates. Raises NotFoundError if the package `cryptography` is missing, and
-    AlreadyExistsError if the directory already has an authority, which other machines may trust.
+    `hosts` are names or addresses of the router, in addition to the local ones (localhost). `days`
+    is the validity of the certificates. Raises NotFoundError if the package `cryptography` is
+    missing. Raises AlreadyExistsError if the directory already contains an authority, because other
+    machines may trust it.
     """
     with explain_missing_packages("outrider certs"):
         import cryptography  # noqa: F401
@@ -111,7 +113,7 @@ class _Authority:
         self.certificate = builder.sign(self.key, _digest())
 
     def issue(self, names: list[str]) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-        """Issue a certificate with these names; return the certificate and its key."""
+        """Issue a certificate with these host names. Return the certificate and its private key."""
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID

@@ -17,19 +17,19 @@ from typing import IO
 from outrider.errors import UnavailableError
 
 STOP_TIMEOUT_S = 5.0
-"""Seconds that an idle process has to stop before it is killed."""
+"""Time, in seconds, that an idle process has to stop before it is killed."""
 NOT_READY = "CHILD_NOT_READY"
-"""Error reason of a process that is not ready within the timeout."""
+"""Error reason of a process that was not ready in time."""
 _TAIL_LINES = 12
 _LAST_WORDS_S = 1.0
-"""Seconds for reading the remaining output of a process that has ended."""
+"""Maximum time, in seconds, for reading the remaining output of a process that has ended."""
 _STARTER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outrider-starter")
-"""Thread that starts all children. Linux kills a child together with the thread that started it, so
-this thread must live as long as the process."""
+"""Executor whose only thread starts all child processes. Linux kills a child when the thread that
+started it ends, so this thread must live as long as this process."""
 
 
 class ChildProcess:
-    """One `python -m MODULE ARGS` process, which cannot outlive this process."""
+    """A child process `python -m MODULE ARGS`, which ends at the latest when this process ends."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class ChildProcess:
         """Create a process without starting it.
 
         The process logs to `log_dir`/`name`.log, or to this process's stderr if `log_dir` is None.
-        `listen` is the address at which the process serves. If its port is 0, the port that the
-        process chose is used again when the process restarts.
+        `listen` is the address at which the process serves. If the port is 0, the process chooses a
+        free port, and keeps it when it is restarted.
         """
         self.name = name
         self._command = [sys.executable, "-m", "outrider.client.local.parent_watch", module, *args]
@@ -53,28 +53,29 @@ class ChildProcess:
         self._process: subprocess.Popen[str] | None = None
         self._said = threading.Event()
         self.ready: dict[str, str] = {}
-        """Fields of the process's ready event; empty before the process is ready."""
+        """Fields of the ready event that the process has printed; empty before the process is
+        ready."""
         self.failure = ""
-        """Reason in the process's failure event; empty if there was no such event."""
+        """Reason in the failure event that the process has printed; "" if there was none."""
 
     @property
     def address(self) -> str:
-        """Address on which the process serves. Raises KeyError before the process is ready."""
+        """Address at which the process serves. Raises KeyError before the process is ready."""
         return self.ready["address"]
 
     @property
     def pid(self) -> int | None:
-        """Process id; None before the first start."""
+        """Process id; None before the process is first started."""
         return None if self._process is None else self._process.pid
 
     @property
     def exit_status(self) -> int | None:
-        """Exit status; None while the process runs."""
+        """Exit status of the process; None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def start(self) -> None:
-        """Start or restart the process. Raises OSError or RuntimeError if the system is out of
-        processes, file descriptors or threads; the caller may try again."""
+        """Start or restart the process. Raises OSError or RuntimeError if the system has no
+        process, file descriptor or thread left; the caller may try again later."""
         self.close()
         self._said = threading.Event()
         self.ready = {}
@@ -92,8 +93,8 @@ class ChildProcess:
                 raise
 
     def _spawn(self, log: IO[str] | None) -> None:
-        """Create the process and the thread that reads its stdout. Runs on the starter's thread,
-        which signals do not interrupt."""
+        """Create the process and the thread that reads its stdout. This runs on the thread of
+        `_STARTER`, which signals do not interrupt."""
         process = self._process = subprocess.Popen(
             [*self._command, "--listen", self._listen],
             stdin=subprocess.PIPE,
@@ -125,8 +126,8 @@ class ChildProcess:
         return self.address
 
     def exit_error(self) -> UnavailableError:
-        """Return the error of a process that ended by itself, with the process's failure reason or
-        the end of its log."""
+        """Return the error for a process that has ended without being stopped. It contains the
+        process's failure reason or the end of its log."""
         status = None if self._process is None else self._process.wait()
         self._said.wait(_LAST_WORDS_S)
         why = f": {self.failure}" if self.failure else self.log_tail()
@@ -140,12 +141,12 @@ class ChildProcess:
         return "; its log ends with:\n  " + "\n  ".join(lines[-_TAIL_LINES:]) if lines else ""
 
     def request_stop(self) -> None:
-        """Send SIGTERM to the process if it runs, without waiting."""
+        """Send SIGTERM to the process if it runs. Does not wait."""
         if self._process is not None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Kill the process and its children, without waiting."""
+        """Kill the process and its children. Does not wait."""
         if self.exit_status is None and self._process is not None:
             # The process leads its own process group, whose id is not reused before the process
             # is reaped.
@@ -153,7 +154,7 @@ class ChildProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Stop the process: SIGTERM first, SIGKILL after a timeout; idempotent."""
+        """Stop the process with SIGTERM, and after a timeout with SIGKILL; idempotent."""
         process = self._process
         if process is None:
             return
@@ -186,8 +187,8 @@ class ChildProcess:
 
 
 def check_running(processes: Iterable[ChildProcess]) -> None:
-    """Raise UnavailableError if one of the processes has ended by itself, with its failure reason
-    or the end of its log."""
+    """Raise UnavailableError if one of the processes has ended without being stopped. The error
+    contains the process's failure reason or the end of its log."""
     for process in processes:
         if process.exit_status is not None:
             raise process.exit_error()

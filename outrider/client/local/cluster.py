@@ -37,11 +37,11 @@ from outrider.transport.tls import CertificateRole
 POLL_INTERVAL_S = 1.0
 DRAIN_POLL_INTERVAL_S = 0.05
 START_TIMEOUT_S = 600.0
-"""Maximum time, in seconds, that a process may take to load its model and serve."""
+"""Maximum time, in seconds, that a process may take to start, including loading its model."""
 
 
 def print_progress(line: str) -> None:
-    """Write a progress line to stderr; ignore a closed stderr."""
+    """Write a progress line to stderr. If stderr is closed, nothing is written."""
     try:
         sys.stderr.write(f"[outrider] {line}\n")
         sys.stderr.flush()
@@ -51,11 +51,11 @@ def print_progress(line: str) -> None:
 
 
 class _StoppedError(Exception):
-    """Raised if a start is stopped after a router was launched."""
+    """Raised to end `LocalCluster.start` when `stop` is set after a router was launched."""
 
 
 class LocalCluster:
-    """The processes of a local fleet; a context manager that starts and stops them."""
+    """The processes of a local fleet. As a context manager, it starts and stops them."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class LocalCluster:
     ) -> None:
         """Create a cluster without starting it.
 
-        `progress` is called with each progress line. Setting `stop` ends a start that has already
-        launched a router; its processes keep running until `drain` or `close`.
+        `progress` is called with each progress line. If `stop` is set after a router was launched,
+        `start` returns early; the processes keep running until `drain` or `close`.
         """
         self._config = config
         self._progress = progress
@@ -75,17 +75,17 @@ class LocalCluster:
         self._logs: Path | None = None
         self._own_logs: Path | None = None
         self.members: dict[CertificateRole, list[ChildProcess]] = {}
-        """Processes started so far by role: verifiers, drafters and routers."""
+        """Processes that were started so far, by role: verifiers, drafters and routers."""
 
     @property
     def address(self) -> str:
-        """Address of the router's API."""
+        """Address of the routers."""
         assert CertificateRole.ROUTER in self.members, "the cluster is not started"
         return self.members[CertificateRole.ROUTER][0].address
 
     @property
     def processes(self) -> tuple[ChildProcess, ...]:
-        """Processes started so far, routers first."""
+        """Processes that were started so far; routers come first."""
         return tuple(each for role in reversed(self.members) for each in self.members[role])
 
     def __enter__(self) -> Self:
@@ -102,12 +102,13 @@ class LocalCluster:
 
     def start(self) -> str:
         """Start all processes, wait until requests can be served, and return the router's address.
-        If `stop` is set meanwhile, return early and leave the started processes running for
+        If `stop` is set after a router was launched, return early; the processes keep running for
         `drain`.
 
         Raises UnavailableError, with the process's failure reason or the end of its log, if a
-        process does not start; FailedPreconditionError (WRONG_HOST) if the router's certificate
-        does not name its host; and the errors of `check_files` for files that cannot be served.
+        process does not start. Raises FailedPreconditionError (WRONG_HOST) if the router's
+        certificate does not name its host, and the errors of `check_files` for files that cannot be
+        served.
         """
         try:
             return self._start()
@@ -118,12 +119,12 @@ class LocalCluster:
             raise
 
     def drain(self, enough: threading.Event, look: Callable[[], None]) -> None:
-        """Stop the routers gracefully: they refuse new requests and end when the running requests
+        """Stop the routers gracefully. They refuse new requests and end when the running requests
         have finished, or after `drain_timeout_s`.
 
-        Once `enough` is set, running requests are ended at once. Verifiers and drafters keep
-        running meanwhile, because the requests need them; `look` is called repeatedly to supervise
-        them.
+        If `enough` is set meanwhile, the running requests are ended immediately. Verifiers and
+        drafters keep running, because the requests need them. `look` is called repeatedly, so that
+        they are still supervised.
         """
         routers = self.members[CertificateRole.ROUTER]
         for router in routers:
@@ -140,7 +141,7 @@ class LocalCluster:
             time.sleep(DRAIN_POLL_INTERVAL_S)
 
     def close(self) -> None:
-        """Stop all processes, even if requests are running; idempotent."""
+        """Stop all processes, even while requests run; idempotent."""
         for process in self.processes:
             process.close()
         if self._own_logs is not None:
@@ -187,10 +188,10 @@ class LocalCluster:
         return address
 
     def _ready(self, process: ChildProcess) -> str:
-        """Wait until a process serves and return its address.
+        """Wait until a process is ready, and return its address.
 
-        If there are several routers, each serves once it has found a verifier. Raises
-        UnavailableError, also if another process ends meanwhile.
+        Raises UnavailableError if the process is not ready within START_TIMEOUT_S, or if any
+        process of the cluster ends meanwhile.
         """
         end = time.monotonic() + START_TIMEOUT_S
         while True:
@@ -214,7 +215,8 @@ class LocalCluster:
     def _start_peers(
         self, verifying: Sequence[ProcessPlacement], drafting: Sequence[ProcessPlacement]
     ) -> tuple[list[str], list[str]]:
-        """Start verifiers and drafters together and return their addresses."""
+        """Start verifiers and drafters at the same time, and return the addresses of the verifiers
+        and those of the drafters."""
         config = self._config
         name = config.model_name or config.model.name
         where = "" if config.placement == SEPARATE else f", {config.placement} drafting"
@@ -242,7 +244,8 @@ class LocalCluster:
     def _launch(
         self, role: CertificateRole, args: Mapping[str, Sequence[str]], listen: str = "127.0.0.1:0"
     ) -> list[ChildProcess]:
-        """Start a process for each name, with its arguments."""
+        """Start one process of this role for each entry of `args`, which maps process names to
+        command-line arguments."""
         processes = [
             ChildProcess(name, f"outrider_{role}", each, listen=listen, log_dir=self._logs)
             for name, each in args.items()

@@ -15,23 +15,24 @@ from outrider.spec.plan import DraftMethod
 CPU, CUDA = DEVICES = ("cpu", "cuda")
 SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
 SHARED_MEMORY_FRACTION = 0.7
-"""Fraction of a GPU's memory for a verifier that shares the GPU with a drafter."""
+"""Fraction of a GPU's memory that a verifier may use if it shares the GPU with a drafter."""
 MAX_ROUTERS = 8
-"""Maximum number of routers at one address. A client that lost its connection finds its router by
-trying a bounded number of times, which fails more often the more routers there are."""
+"""Maximum number of routers at one address. A client that has lost its connection makes a limited
+number of attempts to reach the same router, and with more routers these fail more often."""
 DRAIN_S = 30.0
 HEALTH_TIMEOUT_S = 10.0
-"""Time without an answer to health checks after which a process is killed and restarted."""
+"""Time, in seconds, without an answer to health probes after which a process is killed and
+restarted."""
 HEAD_METHODS = frozenset({DraftMethod.EAGLE3, DraftMethod.EAGLE})
 
 
 def default_dtype(device: str) -> str:
-    """Return the data type of models on a device (cpu or cuda) if none is given."""
+    """Return the data type of models on `device` (cpu or cuda) for a fleet that sets none."""
     return "float32" if device == CPU else "bfloat16"
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """Split HOST:PORT into the host, without the brackets of an IPv6 address, and the port."""
+    """Split HOST:PORT into host and port. The brackets of an IPv6 address are removed."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), port
 
@@ -43,106 +44,115 @@ class LocalFleetConfig:
     model: Path
     """Directory of the target model."""
     model_name: str = ""
-    """Model name that clients send; "" takes the directory's name."""
+    """Model name that clients send; "" stands for the name of the directory."""
     max_model_len: int | None = None
-    """Largest number of prompt and output tokens together; None takes the model's limit."""
+    """Maximum number of prompt and output tokens together; None stands for the model's limit."""
     gpu_memory_utilization: float | None = None
-    """Fraction of a GPU's memory that each verifier may use; None takes its default, or less if a
-    drafter shares its GPU."""
+    """Fraction of a GPU's memory that each verifier may use. None stands for the verifier's
+    default, or for less if the verifier shares its GPU with a drafter."""
     log_level: str | None = None
-    """Log level of all processes; None takes their default."""
+    """Log level of all processes; None stands for their default."""
     methods: tuple[DraftMethod, ...] = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
-    """Draft methods; an empty tuple starts no drafter."""
+    """Draft methods that requests may use. If the tuple is empty, no drafter is started."""
     head: Path | None = None
-    """Directory of the EAGLE draft head, which the methods eagle3 and eagle need."""
+    """Directory of the EAGLE draft head; required for the methods eagle3 and eagle."""
     draft_model: Path | None = None
-    """Directory of the draft model, which the method model needs."""
+    """Directory of the draft model; required for the method "model"."""
     verifiers: int = 1
-    """Number of verifier processes, each on its own GPU if there are enough."""
+    """Number of verifier processes. Each has its own GPU if there are enough."""
     drafters: int = 1
-    """Number of drafter processes, each on its own GPU if there are enough. Every drafter drafts
-    for every verifier; none is started if no draft method needs one."""
+    """Number of drafter processes. Each has its own GPU if there are enough, and drafts for all
+    verifiers. None is started if no draft method needs a drafter."""
     routers: int = 1
-    """Number of router processes, all at the same address; a connection stays with one of them."""
+    """Number of router processes. All have the same address, and a client's connection stays with
+    one of them."""
     dtype: str = ""
-    """Data type of the models; "" takes float32 on a CPU and bfloat16 on a GPU."""
+    """Data type of the models; "" stands for float32 on a CPU and bfloat16 on a GPU."""
     device: str = "cpu"
-    """Device on which the target and draft models compute: cpu or cuda."""
+    """Type of the device on which target and draft models compute: cpu or cuda."""
     drafter_device: str = ""
-    """torch device of the drafters; "" takes separate GPUs if there are enough."""
+    """torch device of the drafters; "" stands for GPUs of their own if there are enough."""
     placement: str = SEPARATE
-    """Process in which the draft head runs: separate (the drafter), colocated or fused (the
-    verifier)."""
+    """Process in which the draft head runs: a drafter (separate) or the verifier (colocated or
+    fused)."""
     device_exchange: str = AUTO
-    """Whether a verifier and a separate drafter with an EAGLE-3 head exchange drafts and features
-    directly between their GPUs: on, off, or auto, which is on if each has its own GPU. Pairs that
-    cannot do so exchange messages."""
+    """Whether verifiers and separate drafters with an EAGLE-3 head exchange drafts and features
+    directly between their GPUs: on, off, or auto. The value auto means on if each has its own GPU.
+    Pairs that cannot do so exchange messages."""
     draft_length: int | None = None
-    """Draft tokens per round of a head in the verifier, or of a drafter with device exchange; None
-    takes the verifier's default."""
+    """Maximum number of draft tokens in a round, for a head in the verifier or a drafter with
+    device exchange; None stands for the verifier's default."""
     draft_top_k: int | None = None
-    """Branching factor of the draft tree of a head in the verifier; None takes the verifier's
-    default."""
+    """Branching factor of the draft tree, for a head in the verifier; None stands for the
+    verifier's default."""
     planner: str | None = None
-    """Whether the verifier adapts speculation to measurements (automatic) or carries out what
-    requests ask for (fixed); None takes its default, automatic."""
+    """Who decides about speculation: the verifier, from measurements (automatic), or the requests
+    (fixed). None stands for the verifier's default, which is automatic."""
     look_ahead: int | None = None
-    """Look-ahead of requests that do not set it: 0 never drafts before the verdict, 1 does so if
-    the planner expects a gain; None takes the router's default."""
+    """Look-ahead of requests that do not set it. 0 never drafts before the verdict; 1 does so if
+    the planner expects a gain; None stands for the router's default."""
     fan_out: int | None = None
-    """Outcomes drafted ahead for requests that do not set it; None takes the router's default."""
+    """Number of outcomes for which look-ahead makes drafts, for requests that do not set it; None
+    stands for the router's default."""
     cuda_graphs: bool = True
-    """Whether GPUs replay rounds from CUDA graphs."""
+    """Whether rounds on a GPU run as CUDA graphs."""
     batch_invariant: bool = False
-    """Whether verifiers compute the same bits for a token whatever runs beside it."""
+    """Whether verifiers compute bitwise the same result for a token regardless of the other tokens
+    in its batch."""
     simulated_acceptance: str = ""
-    """Benchmark only: accept drafts at random, as the verifier's key of this name describes."""
+    """Benchmark only: rates at which drafts are accepted at random, in the format of the verifier's
+    setting of this name; "" for normal acceptance."""
     listen: str = "127.0.0.1:0"
-    """HOST:PORT of the routers; port 0 takes a free one."""
+    """HOST:PORT of the routers; with port 0 a free port is chosen."""
     http: str | None = None
-    """HOST:PORT of the router's HTTP API; port 0 takes a free one, None disables it."""
+    """HOST:PORT of the router's HTTP API; with port 0 a free port is chosen. None disables the
+    API."""
     prefix_cache: bool = True
-    """Whether verifiers keep the KV cache of prompts for other requests with the same prefix."""
+    """Whether verifiers keep the KV of prompts for later requests with the same prefix."""
     kv_tokens: int | None = None
-    """KV cache size of each verifier in tokens; None takes its default, which is the free memory on
-    a GPU."""
+    """Size of each verifier's KV cache in tokens. None stands for the verifier's default, which on
+    a GPU uses the free memory."""
     max_sessions: int | None = None
-    """Largest number of sessions that each verifier runs at once; None takes the verifier's
-    default."""
+    """Maximum number of sessions that each verifier runs at the same time; None stands for the
+    verifier's default."""
     queue_limit: int | None = None
-    """Largest number of queued requests; None takes the router's default."""
+    """Maximum number of queued requests; None stands for the router's default."""
     drain_timeout_s: float = DRAIN_S
-    """Time that running requests get to finish when the fleet stops, in seconds."""
+    """Maximum time, in seconds, that running requests have to finish when the fleet stops."""
     health_timeout_s: float = HEALTH_TIMEOUT_S
-    """Time without an answer to health checks after which a process is killed and restarted, in
-    seconds; 0 disables the check."""
+    """Time, in seconds, without an answer to health probes after which a process is killed and
+    restarted; 0 disables the probes."""
     journal: Path | None = None
-    """Log file from which a restarted router restores resumable requests; None disables it."""
+    """Journal file from which a router that restarts continues resumable requests; None disables
+    the journal."""
     slow_reader_timeout_s: float | None = None
-    """Time after which the router disconnects a client that does not read, in seconds; None takes
-    the router's default."""
+    """Time, in seconds, after which the router disconnects a client that does not read; None stands
+    for the router's default."""
     threads: int | None = None
-    """Compute threads of each verifier and drafter; None takes their default."""
+    """Number of compute threads of each verifier and drafter; None stands for their default."""
     busy_polling_cores: int | None = None
-    """CPU cores that each verifier and drafter keeps busy-polling to reduce wake-up latency; for
-    GPUs only."""
+    """Number of CPU cores that each verifier and drafter keeps busy-polling to reduce wake-up
+    latency. Used only with GPUs; None stands for their default."""
     verifier_hooks: tuple[str, ...] = ()
-    """Python modules to load into each verifier, as the verifier's key `hooks` describes."""
+    """Python modules that each verifier loads, as described at the verifier's setting `hooks`."""
     drafter_hooks: tuple[str, ...] = ()
-    """Python modules to load into each drafter, as the drafter's key `hooks` describes."""
+    """Python modules that each drafter loads, as described at the drafter's setting `hooks`."""
     trace_dir: Path | None = None
-    """Directory into which verifiers and drafters write their timelines when they end; None writes
-    none."""
+    """Directory in which verifiers and drafters write their timelines when they end; None disables
+    timelines."""
     metrics_port: int | None = None
-    """Prometheus port of the router; further routers use the next ports. None disables it."""
+    """Prometheus port of the first router; further routers use the next ports. None disables the
+    metrics."""
     metrics_compat: str | None = None
-    """Server under whose metric names the router's metrics are exported too; None for none."""
+    """Name of a server, such as vLLM, under whose metric names the router's metrics are exported in
+    addition; None for none."""
     tls_dir: Path | None = None
     """Directory of certificates that `outrider certs` created; None uses plain text."""
     api_keys: Path | None = None
-    """API key file; clients must send one of its keys. None requires no keys."""
+    """API key file; clients must send one of its keys. None accepts clients without a key."""
     log_dir: Path | None = None
-    """Directory of the processes' logs; None takes a temporary one that is removed at the end."""
+    """Directory of the processes' log files. None stands for a temporary directory, which is
+    removed when the fleet stops."""
     inherit_logs: bool = False
     """Whether the processes log to this process's stderr instead of files."""
 
@@ -237,12 +247,12 @@ class LocalFleetConfig:
 
     @property
     def uses_gpus(self) -> bool:
-        """Whether a process computes on a GPU of this machine."""
+        """Whether any process of the fleet computes on a GPU."""
         return CUDA in (self.device, self.drafter_device.partition(":")[0])
 
     @property
     def drafter_methods(self) -> tuple[DraftMethod, ...]:
-        """Draft methods that drafter processes offer; empty if no drafter is started."""
+        """Draft methods for which drafter processes draft; empty if no drafter is started."""
         if self.placement == SEPARATE:
             return self.methods
         return tuple(method for method in self.methods if method not in HEAD_METHODS)

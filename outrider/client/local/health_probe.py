@@ -1,4 +1,4 @@
-"""Health probes of a child process: answers of its health service, and how long it was silent."""
+"""Health probes of a child process: its health service is asked repeatedly whether it serves."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import grpc
 from outrider.client.rpcs import client_options
 
 PROBE_INTERVAL_S: Final = 0.5
-"""Seconds between two probes of one process."""
+"""Interval between two probes of a process, in seconds."""
 PROBE_TIMEOUT_S: Final = 2.0
 """Timeout of one probe, in seconds."""
 MAX_NOT_SERVING_S: Final = 60.0
-"""Maximum time, in seconds, for which a process may answer NOT_SERVING; a drain may take that
-long."""
+"""Maximum time, in seconds, for which a process may answer NOT_SERVING. It is long, because a
+process that drains answers so."""
 MAX_LOOK_GAP_S: Final = 2.0
-"""Maximum seconds between two checks. If more time passes, the supervisor itself was delayed."""
+"""Maximum normal time between two checks, in seconds. If more time has passed, the supervisor
+itself was delayed."""
 _NO_ANSWER: Final = frozenset(
     {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 )
@@ -32,20 +33,21 @@ class ProbeResult(Enum):
 
 
 class HealthRecord:
-    """Tracks how long one process has been silent or not serving. Pure: the caller passes the
+    """Records how long a process has been silent or has not served. Pure: the caller passes the
     times."""
 
     def __init__(self, health_timeout_s: float, now: float) -> None:
-        """Create a record. `health_timeout_s` is the time without an answer after which the process
-        must be restarted, in seconds. `now` is the time of the monotonic clock."""
+        """Create a record. `health_timeout_s` is the time, in seconds, without an answer after
+        which the process must be restarted. `now` is the time of the monotonic clock in seconds."""
         self._health_timeout_s = health_timeout_s
         self._answered = self._served = self._looked = now
 
     def record_probe(self, health: ProbeResult | None, now: float) -> None:
-        """Record the latest probe result, or None if there is no new one.
+        """Record the newest probe result; None if there is no new one. `now` is the time of the
+        monotonic clock in seconds.
 
-        Time for which the supervisor itself was delayed between two calls does not count as
-        silence.
+        If the supervisor itself was delayed between two calls, that time does not count as silence
+        of the process.
         """
         gap, self._looked = now - self._looked, now
         if gap > MAX_LOOK_GAP_S:
@@ -57,7 +59,7 @@ class HealthRecord:
             self._served = now
 
     def restart_reason(self, now: float) -> str:
-        """Return why the process must be restarted; "" if it need not be."""
+        """Return why the process must be restarted; "" if it need not be restarted."""
         if now - self._answered > self._health_timeout_s:
             return f"has not answered for {self._health_timeout_s:g} s"
         if now - self._served > max(MAX_NOT_SERVING_S, self._health_timeout_s):
@@ -66,10 +68,11 @@ class HealthRecord:
 
 
 class HealthProbe:
-    """Probes the health service at one address repeatedly, without blocking."""
+    """Sends health probes to the process at one address, without blocking."""
 
     def __init__(self, address: str, service: str) -> None:
-        """`service` is the entry of the health service to check; "" stands for the whole server."""
+        """Create a probe for the process at `address`. `service` is the name in the health service
+        that is asked for; "" stands for the whole process."""
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
         self._channel = grpc.insecure_channel(address, options=client_options())
@@ -78,12 +81,12 @@ class HealthProbe:
         self._serving = health_pb2.HealthCheckResponse.SERVING
         self._call: Any = None
         self._next = 0.0
-        """Time of the next probe by the monotonic clock, in seconds."""
+        """Time at which the next probe is due, in seconds of the monotonic clock."""
 
     def poll(self, now: float) -> ProbeResult | None:
-        """Send a probe if one is due.
+        """Send a probe if one is due. `now` is the time of the monotonic clock in seconds.
 
-        Returns the result of the pending probe once it has arrived, else None.
+        Returns the result of the last probe when it has arrived or timed out, else None.
         """
         if self._call is None:
             if now >= self._next:
@@ -102,5 +105,5 @@ class HealthProbe:
         return ProbeResult.SERVING if serves else ProbeResult.NOT_SERVING
 
     def close(self) -> None:
-        """Cancel a pending probe and close the connection."""
+        """Cancel the running probe and close the connection."""
         self._channel.close()

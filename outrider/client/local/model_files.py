@@ -1,4 +1,4 @@
-"""Resolution of a model and its draft head, by directory, known name or hub id, to local files."""
+"""Finds the local files of a model and its draft head, given as directory, known name or hub id."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class ModelFiles:
     """Local files of a model and of its draft head."""
 
     name: str
-    """Model name for clients."""
+    """Model name that clients use."""
     path: Path
     """Directory of the model."""
     head: Path | None
-    """Directory of the draft head that was given or that ships for the model; None if there is
-    none."""
+    """Directory of the draft head: the given one, or the one that ships for the model; None if
+    there is none."""
 
 
 def find_model(
@@ -31,7 +31,7 @@ def find_model(
     revision: str | None = None,
     head_revision: str | None = None,
 ) -> ModelFiles:
-    """Return the local files of a model and its draft head, downloading what is missing.
+    """Return the local files of a model and its draft head. Missing files are downloaded.
 
     `name_or_path` is a directory, a known model name or a hub id. `revision` and `head_revision`
     are branches, tags or commits of hub ids. Raises NotFoundError for an unknown name or directory,
@@ -47,7 +47,8 @@ def find_model(
 
 
 def find_head(name_or_path: str | Path, revision: str | None = None) -> Path:
-    """Return the directory of a draft head, given as a directory or a hub id.
+    """Return the directory of a draft head that is given as a directory or a hub id. `revision` is
+    a branch, tag or commit of a hub id.
 
     Raises the same errors as `find_model`.
     """

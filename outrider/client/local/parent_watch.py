@@ -2,9 +2,9 @@
 
 Usage: `python -m outrider.client.local.parent_watch MODULE ...`. On Linux the kernel kills this
 process when the thread that started it ends, even if this process is stopped or hangs. On all
-systems a thread also reads stdin, a pipe whose other end the parent holds: at its end, this process
-receives SIGTERM and, after a grace time, SIGKILL. If the module fails, the reason is written to
-stdout, which the parent reads.
+systems, a thread also reads stdin, which is a pipe from the parent. When the pipe is closed, the
+thread sends SIGTERM to this process and, after a grace time, SIGKILL. If the module fails, the
+reason is written to stdout, which the parent reads.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from outrider.failure_event import add_supervisor, write_failure
 
 GRACE_S = 3.0
-"""Time between SIGTERM and SIGKILL, in seconds."""
+"""Grace time between SIGTERM and SIGKILL, in seconds."""
 _STDIN = 0
 _PR_SET_PDEATHSIG = 1
-"""Value of PR_SET_PDEATHSIG in linux/prctl.h."""
+"""Number of the prctl option PR_SET_PDEATHSIG, as in linux/prctl.h."""
 
 
 def _die_with_parent() -> None:
@@ -46,7 +46,7 @@ def _watch_parent() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the module argv[0] with the arguments that follow it."""
+    """Run the module `argv[0]` with the arguments `argv[1:]`."""
     _die_with_parent()
     threading.Thread(target=_watch_parent, name="outrider-watch-parent", daemon=True).start()
     add_supervisor(sys.stdout)

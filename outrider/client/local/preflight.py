@@ -1,8 +1,8 @@
-"""Preflight checks of all model files, before any process is started.
+"""Checks of all model files before any process is started.
 
-The processes make the same checks when they load these files (`outrider.checkpoints`). Here only
-configurations, weight headers and the tokenizer are read, which takes a second or two because no
-weights are loaded.
+The processes make the same checks when they load the files (`outrider.checkpoints`). The checks
+here read only configurations, weight headers and the tokenizer. They take a second or two, because
+no weights are loaded.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def check_files(config: LocalFleetConfig) -> tuple[str, ...]:
 
 
 def _check_length(max_model_len: int | None, target: ModelConfig) -> None:
-    """Raise InvalidRequestError for a context length beyond the model's, which the verifier would
-    otherwise shorten."""
+    """Raise InvalidRequestError if `max_model_len` exceeds the model's context length. Without this
+    check the verifier would reduce it."""
     allowed = target.max_position_embeddings
     if max_model_len is not None and max_model_len > allowed:
         raise InvalidRequestError(
@@ -51,8 +51,8 @@ def _check_length(max_model_len: int | None, target: ModelConfig) -> None:
 
 
 def _check_tokenizer(model: Path, target: ModelConfig) -> tuple[str, ...]:
-    """Load the tokenizer and compile its chat template, as the router does, and return warnings.
-    Raises FailedPreconditionError if the tokenizer does not fit the model."""
+    """Load the tokenizer and compile its chat template as the router does. Return warnings. Raises
+    FailedPreconditionError if the tokenizer does not fit the model."""
     # Imported here because the packages for tokenizers need not be installed otherwise.
     from outrider.text.tokenizer import Tokenizer
 

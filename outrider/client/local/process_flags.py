@@ -1,4 +1,4 @@
-"""Command lines of the processes on this machine, and their placement on devices.
+"""Builds the command lines of the processes on this machine, and assigns the processes to devices.
 
 The module knows only the flags of the processes and imports none of their packages.
 """
@@ -27,29 +27,31 @@ from outrider.spec.plan import DraftMethod, default_method
 from outrider.transport.tls import CertificateRole
 
 DRIVER_FILES = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")))
-"""Files that exist if a CUDA driver is installed: on servers, on Tegra and in WSL."""
+"""Files of which one exists if a CUDA driver is installed: on servers, on Tegra and in WSL."""
 HEALTH_LISTEN = "127.0.0.1:0"
-"""Address of a process's health service, which its supervisor probes: a free local port."""
+"""Address of a process's health service, which its supervisor probes. Port 0 stands for a free
+port."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlacement:
-    """One verifier or drafter, and the device that it computes on."""
+    """Name and device of one verifier or drafter."""
 
     name: str
-    """Id and process name, such as verifier-0 or drafter-1."""
+    """Id of the verifier or drafter, which is also the name of its process, such as
+    "verifier-0"."""
     device: str = CPU
     """torch device of the process."""
     memory_fraction: float | None = None
     """Fraction of the GPU's memory that the process may use; None takes the process's default."""
     shares_gpu: bool = False
-    """Whether both verifiers and drafters use the process's GPU."""
+    """Whether the process's GPU is used by a verifier and by a drafter."""
 
 
 def count_gpus() -> int:
-    """Return the number of CUDA devices that processes started here will see.
+    """Return the number of CUDA devices that processes started by this one will see.
 
-    Does not import torch. A driver that does not list its devices counts as one device.
+    torch is not imported. If the CUDA driver does not list its devices, the result is 1.
     """
     present = _count_present()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -61,7 +63,7 @@ def count_gpus() -> int:
 
 
 def _count_present() -> int:
-    """Return the number of CUDA devices of this machine; 1 if a driver does not list its
+    """Return the number of CUDA devices of this machine; 1 if the driver does not list its
     devices."""
     try:
         listed = subprocess.run(
@@ -78,12 +80,13 @@ def _count_present() -> int:
 def plan_placement(
     config: LocalFleetConfig, gpus: int
 ) -> tuple[list[ProcessPlacement], list[ProcessPlacement]]:
-    """Return the placements of the verifiers and of the drafters on a machine with `gpus` GPUs.
+    """Return the placements of the verifiers and those of the drafters on a machine with `gpus`
+    GPUs.
 
     GPUs are assigned round-robin, first to the verifiers. A verifier that shares its GPU with a
     drafter leaves memory for the drafter. Raises FailedPreconditionError (NO_GPU) if a GPU is
     needed and there is none. Raises InvalidRequestError (TOO_FEW_GPUS) if verifiers share a GPU and
-    `kv_tokens` is not set, because each would count the memory of the other verifiers as taken.
+    `kv_tokens` is not set, because each verifier would regard the memory of the others as occupied.
     """
     if config.uses_gpus and not gpus:
         flag = "--device" if config.device != CPU else "--drafter-device"
@@ -127,7 +130,7 @@ def plan_placement(
 
 
 def verifier_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]:
-    """Return the flags of a verifier."""
+    """Return the command-line arguments of the verifier at this placement."""
     uses_head = bool(HEAD_METHODS & set(config.methods))
     flags = _flags(
         model=config.model,
@@ -154,7 +157,7 @@ def verifier_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str
 
 
 def _exchange_flags(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]:
-    """Return the flags of the direct exchange between the GPUs of verifier and drafter."""
+    """Return the verifier's or drafter's flags for the exchange through GPU memory."""
     if config.placement != SEPARATE or DraftMethod.EAGLE3 not in config.methods:
         return []
     mode = config.device_exchange
@@ -165,7 +168,7 @@ def _exchange_flags(config: LocalFleetConfig, place: ProcessPlacement) -> list[s
 
 
 def drafter_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]:
-    """Return the flags of a drafter."""
+    """Return the command-line arguments of the drafter at this placement."""
     methods = config.drafter_methods
     flags = _flags(
         model=config.model,
@@ -185,7 +188,8 @@ def drafter_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]
 def router_args(
     config: LocalFleetConfig, verifiers: Sequence[str], drafters: Sequence[str], index: int = 0
 ) -> list[str]:
-    """Return the flags of router number `index`, for verifiers and drafters at these addresses."""
+    """Return the command-line arguments of router number `index`. `verifiers` and `drafters` are
+    the addresses of its peers."""
     port = config.metrics_port
     peers = [flag for address in verifiers for flag in ("--verifier", address)]
     peers += [flag for address in drafters for flag in ("--drafter", address)]
@@ -214,7 +218,7 @@ def router_args(
 def _common_flags(
     config: LocalFleetConfig, place: ProcessPlacement, role: CertificateRole
 ) -> dict[str, object]:
-    """Return the flags that verifiers and drafters share."""
+    """Return those flags that verifiers and drafters have in common, by name."""
     trace = None if config.trace_dir is None else config.trace_dir / f"{place.name}.json"
     return {
         "threads": config.threads,
@@ -238,7 +242,7 @@ def _hook_flags(hooks: Sequence[str]) -> list[str]:
 
 
 def _flags(**values: object) -> list[str]:
-    """Return `--name value` for each value that is set."""
+    """Return `--name value` for each value that is set; a flag whose value is None is left out."""
     flags: list[str] = []
     for name, value in values.items():
         if value is not None:

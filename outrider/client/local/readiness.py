@@ -1,4 +1,4 @@
-"""Readiness of a local fleet: checks of hosts and ports, and the wait for a healthy router."""
+"""Checks the hosts and ports of a local fleet, and waits until its router is healthy."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from outrider.transport.tls import CertificateRole, RoleNames, TlsConfig, check_
 from outrider.wire.inference import ServerInfo
 
 WILDCARD_HOSTS: Final = frozenset({"", "0.0.0.0", "::"})
-"""Hosts that a server can listen on and no client can dial."""
+"""Hosts that a server can listen on, but to which no client can connect."""
 PROGRESS_DELAY_S: Final = 5.0
-"""Wait for a healthy fleet after which progress is reported, in seconds."""
+"""Time of waiting for a healthy fleet after which the reason is reported, in seconds."""
 _LOOK_S: Final = 0.05
 
 
@@ -47,11 +47,11 @@ def check_hosts(directory: Path, addresses: Iterable[str]) -> None:
 
 
 def check_ports_free(*addresses: str | None) -> None:
-    """Check that one process could listen on all of these HOST:PORT at once; None is skipped.
+    """Check that the HOST:PORT `addresses` are free for one process each; None is skipped.
 
-    A port on which another process listens counts as taken, although routers can share ports:
-    routers would share them with other fleets of the same user, too. Raises FailedPreconditionError
-    (ADDRESS_IN_USE).
+    A port on which another process listens counts as occupied, even if that process is a router.
+    Routers can share a port, but a shared port would mix this fleet with another fleet of the same
+    user. Raises FailedPreconditionError (ADDRESS_IN_USE).
     """
     taken: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
@@ -78,10 +78,11 @@ def wait_healthy(
     progress: Callable[[str], None],
     stop: threading.Event,
 ) -> None:
-    """Wait until the router at `address` reports that all its peers are healthy, or until `stop` is
-    set. If the wait takes long, `progress` is called with the reason.
+    """Wait until the router at `address` reports that all its verifiers and drafters are healthy,
+    or until `stop` is set. If this takes long, `progress` is called with the reason.
 
-    Raises UnavailableError if a process ends or the wait takes longer than `timeout_s`.
+    Raises UnavailableError if one of `processes` ends or the wait takes longer than `timeout_s`
+    seconds.
     """
     tls = None if tls_dir is None else _by_role(tls_dir)
     begin, said = time.monotonic(), ""
@@ -109,7 +110,7 @@ def _by_role(directory: Path) -> TlsConfig:
 
 
 def _trouble(client: Client, address: str, tls: TlsConfig | None) -> str:
-    """Return why requests cannot be served; "" if they can."""
+    """Return why the router cannot serve requests yet; "" if it can."""
     try:
         info: ServerInfo = client.server_info()
     except UnauthenticatedError:

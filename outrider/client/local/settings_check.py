@@ -1,8 +1,8 @@
-"""Settings check of a local fleet, before any of its processes is started.
+"""Checks the settings of a local fleet before any of its processes is started.
 
 In a process, flags take precedence over environment variables, and these over the TOML file.
-`outrider serve` starts the processes with flags. Variables and file values that these flags
-override are reported as warnings, and values that a process would refuse are refused here.
+`outrider serve` starts the processes with flags. If such a flag overrides a variable or a value of
+a file, this is reported as a warning. Values that a process would refuse are refused here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.errors import NotFoundError
 from outrider.transport.tls import CertificateRole
 
 _SOMEWHERE: Final = "127.0.0.1:1"
-"""Placeholder for an address that is not known yet."""
+"""Placeholder for addresses that are known only after processes have started."""
 _RAY: Final = "ray"
 _FLAGS: Final[Mapping[str, str]] = {
     "feature_head": "--head",
@@ -40,15 +40,14 @@ _FLAGS: Final[Mapping[str, str]] = {
     "tls.cert": "--tls-dir",
     "tls.key": "--tls-dir",
 }
-"""Flags of `outrider serve` for those process settings whose flag has another name."""
+"""Flag of `outrider serve` for each process setting whose flag has another name."""
 _DECIDED: Final = frozenset(
     {
         *("drafter_id", "drafters", "health_listen", "reuse_ports", "trace_file"),
         *("verifier_id", "verifiers"),
     }
 )
-"""Process settings that `outrider serve` derives from other settings, so that no flag of its own
-sets them."""
+"""Process settings that `outrider serve` derives from others. It has no flags for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,9 @@ class ProcessSettings:
     """Result of the settings check of a local fleet."""
 
     warnings: tuple[str, ...]
-    """One line for each environment variable or file key that a flag overrides."""
+    """One line of text for each environment variable or file key that a flag overrides."""
     addresses: tuple[str, ...]
-    """All HOST:PORT addresses with a fixed port at which the processes will listen."""
+    """Addresses HOST:PORT at which the processes will listen, without those whose port is 0."""
 
 
 def check_settings(
@@ -66,10 +65,11 @@ def check_settings(
     verifiers: Sequence[ProcessPlacement],
     drafters: Sequence[ProcessPlacement],
 ) -> ProcessSettings:
-    """Load the settings of each kind of process in the same way as the process will.
+    """Load the settings of each kind of process as that process will load them, including
+    environment variables and files. Return warnings and the addresses to listen at.
 
-    Environment variables and files that the processes read are included. Raises InvalidRequestError
-    for settings that a process refuses, and NotFoundError for a process that is not installed.
+    Raises InvalidRequestError for settings that a process would refuse, and NotFoundError for a
+    process that is not installed.
     """
     warnings: list[str] = []
     addresses = [config.listen, config.http]
@@ -102,8 +102,8 @@ def check_settings(
 
 
 def ray_warnings(args: Sequence[str]) -> list[str]:
-    """Return one line for each setting of Ray's launcher that these flags override. Raises
-    InvalidRequestError for settings that the launcher refuses."""
+    """Return one line of text for each setting of the Ray launcher that its flags `args` override.
+    Raises InvalidRequestError for settings that the launcher would refuse."""
     try:
         return _warnings(_RAY, PROCESSES[_RAY].load(args))
     except NotFoundError:

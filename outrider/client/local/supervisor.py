@@ -1,4 +1,4 @@
-"""Supervisor of the local processes: restarts those that end, fall silent or stop serving."""
+"""Supervises the local processes: restarts those that end, fall silent or stop serving."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from outrider.transport.tls import CertificateRole
 MIN_BACKOFF_S = 0.5
 MAX_PAUSE_S = 30.0
 MIN_STABLE_S = 60.0
-"""Seconds after which a running process counts as stable, so that its next restart has the shortest
-pause again."""
+"""Time, in seconds, that a process must run to count as stable. If a stable process ends, the pause
+before its restart is the shortest one."""
 MAX_START_S = 600.0
 """Maximum time, in seconds, that a restarted process may take to load its model and serve."""
 _ALIVE = "grpc.health.v1.Health"
-"""Entry of the health service that is SERVING in any running process. It is used for routers,
-because a router without a verifier needs no restart."""
+"""Name in the health service whose status is SERVING in any process that runs. It is used for
+routers, because a router that has no verifier does not serve, but needs no restart."""
 
 Progress = Callable[[str], None]
 
 
 class ChildSupervisor:
-    """Restarts one process after it has ended, with growing pauses while it keeps ending, and kills
-    it if it does not answer health probes."""
+    """Supervises one process: kills it if it does not answer health probes, and restarts it after
+    it has ended. The pause before a restart grows if the process ends again soon."""
 
     def __init__(
         self,
@@ -38,8 +38,9 @@ class ChildSupervisor:
         health_timeout_s: float = HEALTH_TIMEOUT_S,
         service: str = "",
     ) -> None:
-        """`health_timeout_s` is the time without an answer after which the process is killed, in
-        seconds; 0 never kills. `service` is the entry of the health service to probe."""
+        """Create a supervisor. `health_timeout_s` is the time, in seconds, without an answer to
+        health probes after which the process is killed; 0 disables the probes. `service` is the
+        name in the health service to ask for."""
         self._process = process
         self._progress = progress
         self._health_timeout_s = health_timeout_s
@@ -51,8 +52,8 @@ class ChildSupervisor:
         self._record = HealthRecord(health_timeout_s, self._started)
 
     def check_child(self, now: float) -> None:
-        """Check whether the process has ended or is silent, and restart it once the pause is over.
-        `now` is in seconds of the monotonic clock."""
+        """Kill the process if it is unhealthy, and restart it if it has ended and the pause is
+        over. `now` is the time of the monotonic clock in seconds."""
         if self._restart_at is not None:
             if now >= self._restart_at:
                 self._restart(now)
@@ -65,7 +66,7 @@ class ChildSupervisor:
             self._plan_restart(f"{complaint} and was killed", now)
 
     def close(self) -> None:
-        """Stop supervising; the process continues."""
+        """End the supervision. The process continues to run."""
         if self._probe is not None:
             self._probe.close()
             self._probe = None
@@ -89,7 +90,7 @@ class ChildSupervisor:
         self._restart_at = None
 
     def _complaint(self, now: float) -> str:
-        """Return why the running process must be killed; "" if it need not be."""
+        """Return why the running process must be killed; "" if it need not be killed."""
         if not self._health_timeout_s:
             return ""
         if self._probe is None:
@@ -106,7 +107,8 @@ class ChildSupervisor:
 
 
 class Supervisor:
-    """Supervises the processes of a fleet; a context manager that stops supervising at its end."""
+    """Supervises all processes of a fleet. It is a context manager; its end ends the
+    supervision."""
 
     def __init__(
         self,
@@ -115,8 +117,8 @@ class Supervisor:
         *,
         health_timeout_s: float = HEALTH_TIMEOUT_S,
     ) -> None:
-        """Supervise the processes in `members`, by role. See `ChildSupervisor` for
-        `health_timeout_s`."""
+        """Supervise the processes in `members`, which are grouped by role. `health_timeout_s` is
+        that of `ChildSupervisor`."""
         self._keepers = {
             process: ChildSupervisor(
                 process,
@@ -140,11 +142,12 @@ class Supervisor:
         self.release(list(self._keepers))
 
     def look(self) -> None:
-        """Check every process once, without waiting for unhealthy ones."""
+        """Check every process once. Does not wait for processes that are unhealthy or
+        restarting."""
         for keeper in self._keepers.values():
             keeper.check_child(time.monotonic())
 
     def release(self, processes: Iterable[ChildProcess]) -> None:
-        """Stop supervising these processes; they continue."""
+        """End the supervision of these processes. They continue to run."""
         for process in processes:
             self._keepers.pop(process).close()

@@ -1,4 +1,4 @@
-"""Device checks and selection: the process's device, and the device of a launching thread."""
+"""Checks whether devices are usable, and sets the current device of a thread."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def is_device_usable(device: torch.device) -> bool:
-    """Return False if this process cannot run anything on the device any more.
+    """Return whether this process can still run work on the device.
 
     A CUDA error such as an illegal access is sticky: every later call fails with it, until the
-    process ends. Waits for all launched work, so call this function only after a failure.
+    process ends. The check waits for all launched work, so call this function only after a failure.
     """
     if device.type != "cuda":
         return True
@@ -34,7 +34,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def check_device(name: str) -> None:
-    """Raise if this installation cannot compute on the device `name`.
+    """Raise an error if this installation cannot compute on the device `name`.
 
     Raises InvalidRequestError (reason INVALID_CONFIG) if `name` is not a device name, and
     FailedPreconditionError (reasons NO_DEVICE, NO_KERNELS) if the device or its kernels are
@@ -55,7 +55,8 @@ def check_device(name: str) -> None:
 
 
 def check_kernels() -> None:
-    """Raise FailedPreconditionError (reason NO_KERNELS) if the kernels cannot be imported."""
+    """Raise FailedPreconditionError (reason NO_KERNELS) if Triton, which the kernels need, is not
+    installed."""
     if importlib.util.find_spec("triton") is None:
         raise FailedPreconditionError(
             "this needs triton, which is not installed: pip install 'outrider[engine]'",
@@ -64,10 +65,11 @@ def check_kernels() -> None:
 
 
 def set_current_device(device: torch.device | str) -> None:
-    """Make `device` the current device of this thread; nothing to do for a CPU.
+    """Make `device` the current CUDA device of this thread. Does nothing for a CPU or for a device
+    without an index.
 
-    CUDA keeps a current device for every thread, and a Triton kernel can only be launched on that
-    one.
+    CUDA keeps a current device for each thread, and a Triton kernel can only be launched on the
+    current device.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is not None:
@@ -77,9 +79,9 @@ def set_current_device(device: torch.device | str) -> None:
 def init_launching_thread(device: torch.device | str) -> None:
     """Prepare this thread to launch rounds or drafts on `device`; call it once per thread.
 
-    If the device is an accelerator, torch is limited to one CPU thread. Otherwise torch would wake
-    its thread pool to copy more than 32,768 elements of host memory, which took up to 5 ms on a
-    virtual machine.
+    If the device is not a CPU, this limits torch to one CPU thread. With more threads, torch would
+    wake its thread pool to copy more than 32,768 elements of host memory, which took up to 5 ms on
+    a virtual machine.
     """
     set_current_device(device)
     device = torch.device(device)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""CUDA-event timings of launched work, for timelines and idle time between forwards."""
+"""Times of device work by CUDA events, for timelines and for idle times between forward passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpan:
-    """One span of device work, in milliseconds since the recorder's origin."""
+    """One named span of device work. Its times are in milliseconds since the first span of the
+    `DeviceRecorder` began."""
 
     name: str
     start_ms: float
@@ -22,7 +23,8 @@ class DeviceSpan:
 
 
 class DeviceRecorder:
-    """Marks the start and end of device work with CUDA events; costs nothing when disabled."""
+    """Records the start and end of device work with CUDA events. Does nothing if it is disabled or
+    if the device is a CPU."""
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
         self.enabled = enabled and device.type == "cuda"
@@ -30,7 +32,8 @@ class DeviceRecorder:
         self._origin: torch.cuda.Event | None = None
 
     def record_span(self, name: str) -> AbstractContextManager[None]:
-        """Record the work launched inside this context on the current stream."""
+        """Return a context manager. Work that is launched inside it on the current stream is
+        recorded as one span."""
         return self._span(name) if self.enabled else _NOTHING
 
     @contextmanager
@@ -46,7 +49,7 @@ class DeviceRecorder:
         self._marks.append((name, start, end))
 
     def take_spans(self) -> list[DeviceSpan]:
-        """Return all spans recorded so far, oldest first, after waiting for the device."""
+        """Wait for the device, then return the spans recorded since the last call, oldest first."""
         if self._origin is None:
             return []
         torch.cuda.synchronize()

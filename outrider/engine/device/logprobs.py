@@ -1,10 +1,10 @@
 """Log-probabilities of emitted tokens on the device, for the sessions that request them.
 
-They are launched after the round, outside of its graph and without synchronising, so rounds and
-rows without requests pay nothing. The logits processor works in place, so the unprocessed logits of
-the requested rows are recomputed from the target's last hidden states.
+The kernels that compute them are launched after the round, outside of its graph and without
+synchronising, so rounds and rows without requests pay nothing. The logits processor works in place,
+so the unprocessed logits of the requested rows are recomputed from the target's last hidden states.
 
-Shapes: B rows of the bucket, N nodes a row, K most probable ids.
+Shapes: B decoding rows of the bucket, N nodes per row, K most probable ids.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from outrider.engine.kernels.runtime import next_power_of_2
 from outrider.engine.logprobs import MAX_ROWS, PathLogprobs, split_paths, token_logprobs
 
 TOP_BUCKETS: Final = (0, 5, 20)
-"""Possible values of K of a launch. There are few of them, because results of each size have their
-own download buffers."""
+"""Possible values of K, the number of most probable ids that a launch returns. There are few of
+them, because results of each size have their own download buffers."""
 
 
 class LogprobRequest(NamedTuple):
-    """Tokens of a launch whose log-probabilities are requested."""
+    """Rows and prefill chunks of a launch whose log-probabilities are requested."""
 
     rows: list[int]
     """Indices of the decoding rows with requests."""
@@ -40,7 +40,7 @@ class LogprobRequest(NamedTuple):
     chunks: list[int]
     """Indices of the prefill chunks with requests; a token is sampled after each."""
     top_counts: list[int]
-    """Number of most probable ids to report for each of `rows`, followed by each of `chunks`."""
+    """Number of most probable ids to report for each of `rows`, and then for each of `chunks`."""
 
 
 class PendingLogprobs(NamedTuple):
@@ -48,15 +48,16 @@ class PendingLogprobs(NamedTuple):
 
     asked: LogprobRequest
     words: PendingDownload
-    """int32 [at least the number of tokens, 1 + 2K]: bits of the float32 log-probabilities of the
-    token and the K most probable ids, followed by those ids."""
+    """int32 [at least the number of tokens, 1 + 2K]: for each token, the bits of the float32
+    log-probabilities of the token and of the K most probable ids, followed by those ids."""
     depth: int
-    """Number of tokens downloaded for each decoding row, including tokens that were not emitted."""
+    """Number of tokens downloaded for each requested decoding row, including tokens that were not
+    emitted."""
 
     def read_logprobs(self, counts: list[int]) -> list[PathLogprobs]:
-        """Return the log-probabilities of each requested row, followed by each requested prefill
-        chunk. `counts[i]`: number of tokens that requested row i emitted. Waits for the
-        download."""
+        """Wait for the download, and return the log-probabilities of the requested rows, followed
+        by those of the requested prefill chunks. `counts[i]`: number of tokens that requested row i
+        emitted."""
         words: NDArray[np.int32] = self.words.wait_array()  # type: ignore[assignment]
         ids = words.shape[1] // 2
         values, top_ids = words[:, : 1 + ids].copy().view(np.float32), words[:, 1 + ids :].copy()

@@ -1,10 +1,10 @@
-"""Launches rounds on the device: verify, accept, commit, project, draft in process.
+"""Launches rounds on the device: verification, acceptance, commit, feature projection and drafting.
 
 A round is one CUDA graph. With fused placement that graph also drafts for the next round. With
 colocated placement, and in rounds that only prefill, drafting is a second graph, so that the
 results of the round do not wait for it. Prompts run as prefill chunks in the same batch as decoding
-sessions. The state that the next round of the same sessions needs (root, lengths, in-process
-drafts) stays on the device, so that round can be launched before the host has the results of this
+sessions. The state that the sessions' next round needs (roots, lengths, in-process drafts) stays on
+the device. The next round can therefore be launched before the host has the results of the current
 one.
 """
 
@@ -50,20 +50,23 @@ class LaunchedRound(NamedTuple):
     launched_at: float = 0.0
     """Time at which the launch was complete, in seconds of `time.perf_counter`."""
     is_in_place: bool = False
-    """Whether the features are downloaded to the memory that `place` returned."""
+    """Whether the features are downloaded to the memory that the argument `place` of
+    `RoundLauncher.launch_round` returned."""
     is_undrafted: bool = False
-    """Whether in-process drafting was left to `GrammarDraftBuffer.start_drafts`."""
+    """Whether in-process drafting was postponed, so that `GrammarDraftBuffer.start_drafts` must be
+    called."""
 
     def read_outcome(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the result words [B, 2 + 2N] of the decoding rows and the first tokens [Q] after
-        the prefill chunks (see `VerifyOutput.result`). Waits for the download."""
+        """Wait for the download, and return the result words [B, 2 + 2N] of the decoding rows and
+        the token after each prefill chunk, [Q]. See `VerifyOutput.result`."""
         words: NDArray[np.int32] = self.result.wait_array()  # type: ignore[assignment]
         decoding = self.shape.rows * self.shape.result_words
         return words[:decoding].reshape(-1, self.shape.result_words), words[decoding:]
 
     def read_tokens(self, row: int) -> list[int]:
-        """Return the tokens that a decoding row emitted, without the placeholder for a row without
-        finite logits. Waits for the download."""
+        """Wait for the download, and return the tokens that a decoding row emitted. If a row of
+        logits was not finite, the placeholder that acceptance put in place of its token is left
+        out."""
         words = self.read_outcome()[0][row]
         start, count = 2 + self.shape.nodes, int(words[0])
         if words[1] & INVALID_OUTPUT:
@@ -72,13 +75,13 @@ class LaunchedRound(NamedTuple):
         return tokens
 
     def read_features(self) -> NDArray[np.generic] | None:
-        """Return the features of all rows of the bucket, followed by those of the prefill chunks,
-        or None if there are none. Waits for the download."""
+        """Wait for the download, and return the features of all decoding rows of the bucket,
+        followed by those of the prefill chunks, or None if no features were requested."""
         return None if self.features is None else self.features.wait_array()
 
     def read_first_token(self, chunk: int) -> int:
-        """Return the token after a prefill chunk that ends a prompt, or -1 if its row has no finite
-        logit. Waits for the download."""
+        """Wait for the download, and return the token sampled after a prefill chunk that ends a
+        prompt, or -1 if the chunk's last row has no finite logit."""
         return int(self.read_outcome()[1][chunk])
 
 
@@ -100,14 +103,16 @@ class RoundLauncher:
         recorder: DeviceRecorder | None = None,
         after_launch: Callable[[RoundShape], None] | None = None,
     ) -> None:
-        """`batch_invariant`: whether the target's forward gives a row the same bits whatever other
-        rows run beside it. `simulated_rates`: for simulated acceptance, the acceptance probability
-        of each draft position; None to accept by the sessions' rules. `after_launch`: called after
-        each launch of a round if CUDA graphs are enabled; None to call nothing."""
+        """`fused`: whether in-process drafting is part of the graph of a round with decoding
+        sessions. `batch_invariant`: whether the target's results for a row must be bit-identical
+        whatever other rows are in the batch. `simulated_rates`: for simulated acceptance, the
+        acceptance probability at each draft position; None to accept by the sessions' rules.
+        `after_launch`: called after each launch of a round if CUDA graphs are enabled; None to call
+        nothing."""
         self._device = target.device
         self._slots = slots
         self.drafter = in_process_drafter
-        """Drafter that runs on the device or writes its drafts there; None without one."""
+        """Drafter that runs on this device or writes its drafts to it; None if there is none."""
         self.family = family
         self._fused = fused
         self.graphs = GraphCache(target.device, enabled=graphs)
@@ -126,7 +131,7 @@ class RoundLauncher:
         self._distributions = DistributionInputs(max_rows=slots.padding, device=target.device)
         self._chunks: dict[int, PrefillChunkInputs] = {}
         self.downloads = Downloader(target.device)
-        """Copies the results of rounds to the host."""
+        """Downloader that copies the results of rounds to the host."""
         self.form_drafts: GrammarDraftBuffer | None = None
         """Drafts of sessions with a grammar; None without an in-process drafter in this process."""
         if isinstance(in_process_drafter, InProcessDrafter):
@@ -159,13 +164,14 @@ class RoundLauncher:
     ) -> LaunchedRound:
         """Launch a round of decoding rows and prefill chunks, without waiting for the device.
 
-        drafts, judge, features: source of the drafts, acceptance mode, and whether features are
-        requested. in_process_nodes: number of nodes of a row with in-process drafts; 0 to use the
-        first shape. asked: requests for log-probabilities, if any. undrafted: leave in-process
-        drafting to `GrammarDraftBuffer.start_drafts`, if the shape allows it; the caller must then
-        call that function for every row. part: index of this launch within its round. place:
-        returns pinned memory of the given number of bytes to download the features to, or None; the
-        memory must stay valid as long as the features are used.
+        drafts: source of the drafts. judge: acceptance mode. features: whether features are
+        requested. in_process_nodes: number of nodes of a row with in-process drafts, including the
+        root; 0 to use the first shape of the drafter. asked: requests for log-probabilities, if
+        any. undrafted: whether to leave in-process drafting to `GrammarDraftBuffer.start_drafts`,
+        if the shape allows it; the caller must then call that function for every row. part: index
+        of this launch within its round. place: function that is called with a size in bytes and
+        returns pinned memory to which the features are downloaded, or None to use an internal
+        buffer; the memory must stay valid as long as the features are used.
         """
         shape = self.family.fit_shape(
             rows=len(rows.slots),
@@ -215,7 +221,8 @@ class RoundLauncher:
         return launched._replace(logprobs=logprobs)
 
     def warm_up(self, shape: RoundShape) -> None:
-        """Compile and capture a shape of the family, by a round of padding rows only."""
+        """Compile the kernels and capture the graphs of a shape of the family, by rounds of padding
+        rows."""
         inputs, chunks = self._inputs_of(shape)
         if inputs is not None:
             inputs.fill_rows(RoundRows.of_rows([]), shape.draft_kind)

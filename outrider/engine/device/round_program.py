@@ -1,7 +1,7 @@
 """Computation of one round as functions of static tensors, recorded into a CUDA graph.
 
-Shapes: B rows of the bucket, N nodes a row, Q prefill chunks of P rows each, M = B * N + Q * P
-token rows, L logit rows, V vocabulary size, H feature width.
+Shapes: B decoding rows of the bucket, N nodes per row, Q prefill chunks of P rows each, M = B * N +
+Q * P token rows, L logit rows, V vocabulary size, H feature width.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class VerifyOutput(NamedTuple):
     acceptance: DeviceAcceptance | None
     """Acceptance of the decoding rows; None if there are none."""
     context: Tensor | None
-    """int32 [B]: number of KV slots written before the round; None without decoding rows."""
+    """int32 [B]: number of KV slots of each session that were written before the round; None
+    without decoding rows."""
     first: Tensor | None
     """int32 [Q]: the tokens sampled after the prefill chunks, 0 where `result` has -1; None without
     prefill chunks."""
@@ -116,8 +117,8 @@ class RoundProgram:
     def run_verify(
         self, shape: RoundShape, inputs: RoundInputs | None, chunks: PrefillChunkInputs | None
     ) -> VerifyOutput:
-        """Run a round without in-process drafting, and update the state that the next round
-        needs."""
+        """Run a round up to the commit of its tokens, without in-process drafting, and update the
+        state of the sessions for the next round."""
         placed = None if inputs is None else self._assigned_rows(shape, inputs)
         output = self._forward(shape, placed, chunks)
         features = None
@@ -164,8 +165,8 @@ class RoundProgram:
         return stored
 
     def target_logits(self, rows: Tensor) -> Tensor:
-        """Return the target's unprocessed logits, float32 [L, V], of token rows int64 [L] of the
-        last round."""
+        """Return the target's logits before the logits processor, float32 [L, V], for some token
+        rows of the last round. rows: int64 [L], indices of the token rows."""
         return self._plain.logits(rows)
 
     def _assigned_rows(self, shape: RoundShape, inputs: RoundInputs) -> _VerifyRows:
@@ -344,7 +345,8 @@ class RoundProgram:
         chunks: PrefillChunkInputs | None,
         verified: VerifyOutput,
     ) -> None:
-        """Draft in process for the next round of every session that then decodes."""
+        """Make the in-process drafts for the next round, for all decoding sessions and for sessions
+        whose prompt ended in this round."""
         assert self._in_process_drafter is not None
         rows = self._rows_to_draft(shape, inputs, chunks, verified)
         self._in_process_drafter.draft_round(rows, num_nodes=shape.nodes, sampled=shape.is_sampled)
@@ -357,7 +359,7 @@ class RoundProgram:
         chunks: PrefillChunkInputs | None,
         verified: VerifyOutput,
     ) -> None:
-        """Store the input of in-process drafts that are made later."""
+        """Store the draft rows of this round, for in-process drafts that are made later."""
         assert isinstance(self._in_process_drafter, InProcessDrafter)
         self._in_process_drafter.store_catch_up(
             self._rows_to_draft(shape, inputs, chunks, verified)

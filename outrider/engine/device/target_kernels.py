@@ -1,7 +1,7 @@
 """Kernels of the target's forward pass: the fastest ones, or batch-invariant ones.
 
-M token rows, B sessions of a row group, N rows per session, Q query and G key/value heads, d head
-dimension, H hidden size, S pool slots, X session slots, T blocks of a table.
+Shapes: M token rows, B sessions of a row group, N rows per session, Q query and G key/value heads,
+d head dimension, H hidden size, S pool slots, X session slots, T blocks of a table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from outrider.engine.linear import PlainLinear
 
 
 class HeadWrites(NamedTuple):
-    """Inputs of one layer for the rotation of new heads and the write of their KV to the cache."""
+    """Inputs of one layer with which `TargetKernels.project_heads` rotates query and key heads and
+    writes keys and values to the KV cache."""
 
     table: Tensor
     """float32 [M, 2, d/2]: cosines and sines (see `rotary.rotary_table`)."""
@@ -45,11 +46,12 @@ class HeadWrites(NamedTuple):
 
 
 class RowGroup(NamedTuple):
-    """B * N consecutive token rows of a forward."""
+    """Consecutive token rows of a forward pass: N rows for each of B sessions."""
 
     slots: Tensor
-    """int32 [B]: session slots. A session may occur several times, in order of its context, because
-    each layer writes the keys and values of all rows before any row attends to them."""
+    """int32 [B]: session slots. A session may occur several times, with increasing context. This
+    works because each layer writes the keys and values of all rows before any row attends to
+    them."""
     context: Tensor
     """int32 [B]: number of KV slots before the first of the session's N rows."""
     round_layout: RoundLayout
@@ -69,7 +71,7 @@ class AttentionLimits(NamedTuple):
 
 
 class TargetKernels(Protocol):
-    """Kernels of one forward pass."""
+    """Interface of the kernels of the target's forward pass."""
 
     @property
     def reads_paths(self) -> bool:
@@ -85,13 +87,13 @@ class TargetKernels(Protocol):
         *,
         out: Tensor | None,
     ) -> tuple[Tensor, Normed]:
-        """Return the embedding rows [M, H] of token ids int32 [M], and their RMSNorm. `out`: memory
-        that may be used for the rows."""
+        """Return the embeddings [M, H] of token ids int32 [M], and their RMSNorm by `norm_weight`.
+        `out`: memory that may be used for the embeddings."""
         ...
 
     def project_heads(self, x: Normed, linear: PlainLinear, writes: HeadWrites) -> Tensor:
-        """Return the rotated queries [M, Q, d] of rows `x`, and write their rotated keys and their
-        values to the cache. `linear`: fused projection of queries, keys and values."""
+        """Return the rotated queries [M, Q, d] of the normed rows `x`, and write their rotated keys
+        and their values to the KV cache. `linear`: fused projection of queries, keys and values."""
         ...
 
     def attend(
@@ -105,7 +107,7 @@ class TargetKernels(Protocol):
         out: Tensor | None,
     ) -> Tensor:
         """Return the attention output [B * N, Q * d] of queries [B * N, Q, d]. Each row attends to
-        its session's context and to its ancestors."""
+        its session's context, to its ancestors in the tree and to itself."""
         ...
 
     def add(
@@ -125,12 +127,14 @@ class TargetKernels(Protocol):
     def multiply(
         self, x: Normed, linear: PlainLinear, *, gated: bool, out_dtype: torch.dtype | None
     ) -> Tensor:
-        """Return linear(x). With `gated`, return silu(first half) * second half of it."""
+        """Return y = linear(x). If `gated` is set, return silu(a) * b instead, where a and b are
+        the first and the second half of the columns of y."""
         ...
 
 
 class FastKernels:
-    """Kernels that sum in the order that is fastest for the shape of a round."""
+    """The fastest kernels. The order in which they add depends on the number of rows, so rounding
+    does, too."""
 
     reads_paths = False
 
@@ -219,7 +223,8 @@ class FastKernels:
 
 
 class InvariantKernels:
-    """Batch-invariant kernels: a row has the same bits whatever other rows run beside it."""
+    """Batch-invariant kernels: the result of a row is bit-identical whatever other rows are in the
+    batch."""
 
     reads_paths = True
 

@@ -1,9 +1,9 @@
-"""Forward of the target over static buffers, recorded into a CUDA graph.
+"""Forward pass of the target over static tensors, recorded into a CUDA graph.
 
 Shapes: M token rows, L logit rows, Q query heads, G key/value heads, S pool slots, d head
 dimension, H hidden size, V vocabulary size, X session slots, T blocks of a block table. The rows of
-a forward come in groups of B sessions and N rows a session: decoding rows and prefill chunks. All
-groups share the matrix products; each has its own attention.
+a forward pass form groups: decoding rows and prefill chunks. A group has B sessions with N rows
+each. All groups share the matrix products, and each group has an attention call of its own.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from outrider.engine.target import TargetModel
 
 
 class TargetOutput(NamedTuple):
-    """Results of one forward."""
+    """Results of one forward pass."""
 
     logits: Tensor
     """float32 [L, V]: logits of the requested rows."""
     taps: Tensor | None
-    """[M, n_taps * H]: outputs of the tapped layers, see
-    `outrider.engine.target.ForwardOutput.taps`. None without tapped layers."""
+    """[M, n_taps * H]: outputs of the tapped layers, which are those whose outputs an EAGLE head
+    reads; see `outrider.engine.target.ForwardOutput.taps`. None without tapped layers."""
 
 
 class TargetProgram:
-    """Runs the target over all rows of a bucket and writes their KV to the slots after each
-    context."""
+    """Runs the target over all token rows of a bucket and writes their KV to the cache, after the
+    context of each session."""
 
     def __init__(
         self,
@@ -53,10 +53,11 @@ class TargetProgram:
         storage: Tensor | None = None,
         kernels: TargetKernels | None = None,
     ) -> None:
-        """`hidden`: memory [maximum M, H] to which the last layer's output is written, as `logits`
-        needs it; None to keep no output. `storage`: [2, L, G, S, d] (L layers), keys and values to
-        use instead of the model's pool, with the same number of slots per block; None to use the
-        pool. `kernels`: kernels of the forward; None for the fastest ones."""
+        """`tap_layers`: indices of the layers whose outputs are returned. `hidden`: memory [maximum
+        M, H] to which the last layer's output is written, from which `logits` reads it; None to
+        keep no output. `storage`: [2, L, G, S, d] (L layers), keys and values to use instead of the
+        model's pool, with the same number of slots per block; None to use the pool. `kernels`:
+        kernels of the forward; None for the fastest ones."""
         self._model = model
         self._kernels = kernels or FastKernels()
         self._hidden = hidden
@@ -77,11 +78,12 @@ class TargetProgram:
         max_len: int,
         logit_rows: Tensor | None = None,
     ) -> TargetOutput:
-        """Run token ids int32 [M] and return their logits and tapped outputs; commits nothing.
+        """Run the token ids `tokens`, int32 [M], and return their logits and the outputs of the
+        tapped layers. The lengths and roots of sessions do not change.
 
-        Negative ids stand for absent nodes. tables: int32 [X, T], see `SequenceState`. max_len:
-        upper bound of the KV slots that any row attends to. logit_rows: int64 [L], rows whose
-        logits are needed; None for all rows.
+        Negative ids mark absent nodes. tables: int32 [X, T], see `SequenceState`. max_len: upper
+        bound of the KV slots that any row attends to. logit_rows: int64 [L], rows whose logits are
+        needed; None for all rows.
         """
         weights, eps = self._model.weights, self._config.rms_norm_eps
         x, normed, outputs = self._run(tokens, groups, tables, max_len)
@@ -98,18 +100,18 @@ class TargetProgram:
     def outputs(
         self, tokens: Tensor, groups: Sequence[RowGroup], tables: Tensor, *, max_len: int
     ) -> Tensor:
-        """Run as `run_forward`, but return only the last layer's outputs [M, H]; see
-        `logits_of`."""
+        """Run as `run_forward`, but return only the last layer's outputs [M, H]. `logits_of`
+        computes logits from them."""
         return self._run(tokens, groups, tables, max_len)[0]
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return logits float32 [L, V] of token rows int64 [L] of the last forward. Needs the
-        `hidden` buffer."""
+        """Return the logits, float32 [L, V], of some token rows of the last forward pass. rows:
+        int64 [L], indices of the token rows. Needs the `hidden` buffer."""
         assert self._hidden is not None
         return self.logits_of(self._hidden.index_select(0, rows))
 
     def logits_of(self, outputs: Tensor) -> Tensor:
-        """Return logits float32 [L, V] of outputs [L, H] of the last layer."""
+        """Return the logits, float32 [L, V], that belong to outputs [L, H] of the last layer."""
         weights = self._model.weights
         return self._to_logits(rms_norm(outputs, weights.final_norm, self._config.rms_norm_eps))
 

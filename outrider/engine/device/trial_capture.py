@@ -18,10 +18,10 @@ allocation of host memory or the loading of a library."""
 
 
 class TrialCapture:
-    """Captures functions in a stream of its own and discards the graphs.
+    """Captures functions into CUDA graphs on a separate stream and discards the graphs.
 
-    The results of a function have memory and shape but no value. Memory that must outlast the
-    capture is allocated within `outside_capture`.
+    The tensors that a function returns have a shape and an address, but undefined values. Memory
+    that must outlast the capture is allocated within `outside_capture`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,10 +49,11 @@ class TrialCapture:
 
 @contextmanager
 def outside_capture(device: torch.device) -> Iterator[None]:
-    """Make tensors within this context outlast the capture in progress, if there is one.
+    """Return a context in which tensors can be made that outlast the capture in progress, if there
+    is one.
 
-    Memory that is allocated in a capture belongs to its graph, and operations that fill it are only
-    recorded. Therefore this context uses the default stream, which is not captured.
+    Memory that is allocated during a capture belongs to the graph, and operations that fill it are
+    only recorded. This context therefore uses the default stream, which is not captured.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         with torch.cuda.stream(torch.cuda.default_stream(device)):
@@ -63,8 +64,8 @@ def outside_capture(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Disable the garbage collector within this context, because freeing device memory would
-    invalidate a capture."""
+    """Return a context in which Python's garbage collector is disabled, because freeing device
+    memory would invalidate a capture."""
     collects = gc.isenabled()
     gc.disable()
     try:

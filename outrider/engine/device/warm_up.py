@@ -32,11 +32,11 @@ kernels."""
 def compile_shapes(
     rounds: RoundLauncher, device: torch.device, check: Callable[[], None] | None = None
 ) -> None:
-    """Compile most kernels of all shapes in advance, without reading weights.
+    """Compile most kernels of all shapes in advance. The weights need not be loaded yet.
 
-    Shapes that use the same kernels form a group, and one shape of each group is compiled. A few
-    kernels that only other shapes of a group use are compiled later, by `warm_up_shapes`. `check`
-    is called between shapes and raises an error to abort.
+    Shapes that use nearly the same kernels form a group, and one shape of each group is compiled.
+    The few kernels that only other shapes of the group use are compiled later, by `warm_up_shapes`.
+    `check`: function that is called before each shape and may raise an error to abort.
     """
 
     def run(wait_cached: Callable[[], bool]) -> None:
@@ -60,8 +60,8 @@ def compile_shapes(
 
 
 def representative_shapes(shapes: Iterable[RoundShape]) -> list[list[RoundShape]]:
-    """Return the largest shape of each group of shapes with nearly the same kernels, as one list
-    for each kind of round."""
+    """Return the largest shape of each group of shapes that use nearly the same kernels. There is
+    one list for each combination of draft kind, acceptance mode and `has_features`."""
     kinds: dict[Hashable, dict[Hashable, RoundShape]] = {}
     for shape in sorted(shapes, key=lambda s: s.token_rows):
         tile = bucket_for(min(shape.token_rows, SKINNY_ROWS + 1), _ROW_TILES)
@@ -71,8 +71,8 @@ def representative_shapes(shapes: Iterable[RoundShape]) -> list[list[RoundShape]
 
 
 def warm_up_shapes(rounds: RoundLauncher, device: torch.device) -> dict[RoundShape, float]:
-    """Compile and capture all shapes; return the duration of a round of each shape in seconds. Logs
-    the progress and the time and memory needed."""
+    """Compile and capture all shapes. Return a dictionary from each shape to the duration of its
+    round in seconds. Progress, total time and memory are logged."""
     began = said = time.monotonic()
     free, _ = torch.cuda.mem_get_info(device)
     shapes = list(rounds.family.all_shapes())
@@ -120,11 +120,13 @@ def _time(rounds: RoundLauncher, shape: RoundShape) -> float:
 
 
 def smooth_times(times: Mapping[RoundShape, float]) -> dict[RoundShape, float]:
-    """Return the durations, each reduced to that of any shape of the same kind that is at least as
-    large in every dimension.
+    """Return the durations `times` in seconds, corrected so that no shape takes longer than a
+    larger one.
 
-    Other users of the device, for example a drafter that captures its own graphs, can only have
-    made a shape look slower.
+    The duration of a shape is reduced to that of any shape that has the same draft kind, acceptance
+    mode and `has_features` and is at least as large in every dimension. A longer measurement must
+    have been disturbed by other users of the device, for example a drafter that captured its own
+    graphs.
     """
     cleared: dict[RoundShape, float] = {}
     for _, alike in groupby(sorted(times, key=_kind), key=_kind):

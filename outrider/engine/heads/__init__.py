@@ -1,16 +1,19 @@
-"""Draft heads (EAGLE-3, EAGLE-1/2). Rows whose prediction is not needed only compute their KV.
+"""Draft heads (EAGLE-3, EAGLE-1/2).
 
-A draft step over rows N with features g, next tokens e and draft positions:
+A row is one token position of one session. All rows need their keys and values in the KV cache;
+only the rows whose prediction is wanted run the rest of the head. One draft step over N rows with
+features g (hidden states of the target) and next tokens `token_ids`:
 
     a = head.inputs(token_ids, g)
-    k, v = head.kv(a, g, positions)            # every row: KV must be written
-    live = a[idx], head.residual(a, g)[idx]    # rows whose prediction is wanted
-    q = head.query(live_a, live_positions)
-    o = attention(q, cached k, cached v)       # the caller's
-    x = head.finish(live_residual, o)          # the feature of the next draft step
+    k, v = head.kv(a, g, positions)            # all rows
+    residual = head.residual(a, g)[idx]        # idx: rows whose prediction is wanted
+    q = head.query(a[idx], positions[idx])
+    o = attention(q, cached k, cached v)       # computed by the caller
+    x = head.finish(residual, o)               # the feature of the next draft step
     ids = head.to_target_ids(head.logits(x).argmax(-1))
 
-`FeatureProjection` is the part that runs in the verifier; both have the same `fingerprint`.
+`FeatureProjection` is the part of a head that runs in the verifier. It has the same `fingerprint`
+as the head that was loaded from the same checkpoint.
 
 eagle.py                   EAGLE-1/2 draft head.
 eagle3.py                  EAGLE-3 draft head.
@@ -50,7 +53,7 @@ __all__ = [
 
 
 class DraftHead(Protocol):
-    """One-layer draft model over target features.
+    """One-layer draft model that reads hidden states (features) of the target.
 
     Shapes: N rows, H hidden size, nq query heads, nkv key/value heads, hd head dimension, Vd draft
     vocabulary size.
@@ -60,15 +63,15 @@ class DraftHead(Protocol):
     fingerprint: str
     """Equal to `FeatureProjection.fingerprint` of the same checkpoint."""
     target_ids: Tensor
-    """Target id of every draft id, int64 [Vd]."""
+    """Target token id of each draft token id, int64 [Vd]."""
 
     def inputs(self, token_ids_N: Tensor, features_NH: Tensor) -> Tensor:
         """Return the attention input of the block: [N, 2H] for eagle3, [N, H] for eagle."""
         ...
 
     def residual(self, inputs: Tensor, features_NH: Tensor) -> Tensor:
-        """Return the start [N, H] of the residual branch for `finish`, which differs by kind of
-        head."""
+        """Return the residual input of `finish`, [N, H]: the tensor to which the attention output
+        is added. Each kind of head computes it differently."""
         ...
 
     def kv(self, inputs: Tensor, features_NH: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,8 +83,8 @@ class DraftHead(Protocol):
         ...
 
     def finish(self, residual_NH: Tensor, attn_out_NQh: Tensor) -> Tensor:
-        """Run output projection, residuals and MLP; return x [N, H], the feature of the next draft
-        step."""
+        """Return x [N, H], the feature of the next draft step, from the attention output. This runs
+        the output projection, both residual additions and the MLP."""
         ...
 
     def logits(self, x_NH: Tensor) -> Tensor:
@@ -89,5 +92,6 @@ class DraftHead(Protocol):
         ...
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Return the target ids of draft ids of any shape, int64. Apply exactly once."""
+        """Map draft token ids, a tensor of any shape, to target token ids, int64. Do not apply it
+        to its own result."""
         ...

@@ -16,11 +16,11 @@ from outrider.engine.heads.layers import Linear, rms_norm
 
 
 class EagleHead:
-    """EAGLE-1/2 head: fc([embedding; feature]) runs through one Llama block, usually without an
-    input norm.
+    """EAGLE-1/2 head: one Llama block, usually without an input norm, over fc([embedding;
+    feature]).
 
-    The feature is the target's hidden state after its final norm, so there is no norm before the
-    lm_head.
+    The feature is the target's hidden state after its final norm, so the head has no norm before
+    the lm_head.
     """
 
     def __init__(
@@ -44,24 +44,25 @@ class EagleHead:
         self._block = HeadBlock(config, block, embedding.device)
 
     def inputs(self, token_ids_N: Tensor, features_NH: Tensor) -> Tensor:
-        """Return fc([embedding; feature]), [N, H], which is also the residual."""
+        """Return fc([embedding; feature]), [N, H]."""
         embedded = F.embedding(token_ids_N, self._embedding)
         return self._fc(torch.cat((embedded, features_NH), dim=-1))
 
     def residual(self, inputs: Tensor, features_NH: Tensor) -> Tensor:
-        """Return `inputs`, which is the residual."""
+        """Return `inputs`: this head has no separate residual."""
         return inputs
 
     def kv(self, inputs: Tensor, features_NH: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and plain values, each [N, nkv, hd]."""
+        """Return keys with RoPE applied, and values without, each [N, nkv, hd]."""
         return self._block.kv(self._normed(inputs), positions_N)
 
     def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
-        """Return rotated queries [N, nq, hd]."""
+        """Return queries [N, nq, hd] with RoPE applied."""
         return self._block.query(self._normed(inputs), positions_N)
 
     def finish(self, residual_NH: Tensor, attn_out_NQh: Tensor) -> Tensor:
-        """Return x [N, H], the predicted hidden state of the next position after the final norm."""
+        """Return x [N, H], the prediction of the target's final-norm output at the next
+        position."""
         return self._block.finish(residual_NH, attn_out_NQh)
 
     def logits(self, x_NH: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ class EagleHead:
         return self._lm_head(x_NH).float()
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Return `draft_ids`, because the draft vocabulary is the target's."""
+        """Return `draft_ids` unchanged, because the head has the target's vocabulary."""
         return draft_ids
 
     def _normed(self, inputs: Tensor) -> Tensor:

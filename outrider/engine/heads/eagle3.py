@@ -36,7 +36,7 @@ class BlockWeights:
 
 
 class HeadBlock:
-    """Attention projections and MLP shared by both kinds of head."""
+    """The transformer block (attention projections and MLP) of `EagleHead` and `Eagle3Head`."""
 
     def __init__(self, config: HeadConfig, block: BlockWeights, device: torch.device) -> None:
         self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
@@ -45,14 +45,14 @@ class HeadBlock:
         self.inverse_frequencies = rope_inverse_frequencies(config, device)
 
     def kv(self, inputs: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and plain values, each [N, nkv, hd]."""
+        """Return keys with RoPE applied, and values without, each [N, nkv, hd]."""
         _, num_kv, head_dim = self._heads
         kv = self.weights.qkv[1](inputs).view(-1, 2 * num_kv, head_dim)
         cos, sin = rotary_tables(positions_N, self.inverse_frequencies, kv.dtype)
         return apply_rotary(kv[:, :num_kv], cos, sin), kv[:, num_kv:]
 
     def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
-        """Return rotated queries [N, nq, hd]."""
+        """Return queries [N, nq, hd] with RoPE applied."""
         num_heads, _, head_dim = self._heads
         q = self.weights.qkv[0](inputs).view(-1, num_heads, head_dim)
         cos, sin = rotary_tables(positions_N, self.inverse_frequencies, q.dtype)
@@ -66,8 +66,8 @@ class HeadBlock:
 
 
 class Eagle3Head:
-    """EAGLE-3 head: the block reads [RMS(embedding); RMS(feature)], and the head has its own draft
-    vocabulary."""
+    """EAGLE-3 head: one transformer block over [RMSNorm(embedding); RMSNorm(feature)], with a draft
+    vocabulary that may be smaller than the target's."""
 
     def __init__(
         self,
@@ -93,24 +93,24 @@ class Eagle3Head:
         self.block = HeadBlock(config, block, embedding.device)
 
     def inputs(self, token_ids_N: Tensor, features_NH: Tensor) -> Tensor:
-        """Return [RMS(embedding); RMS(feature)], [N, 2H]."""
+        """Return [RMSNorm(embedding); RMSNorm(feature)], [N, 2H]."""
         eps = self.config.rms_norm_eps
         embedded = rms_norm(F.embedding(token_ids_N, self.embedding), self.input_norm, eps)
         return torch.cat((embedded, rms_norm(features_NH, self.hidden_norm, eps)), dim=-1)
 
     def residual(self, inputs: Tensor, features_NH: Tensor) -> Tensor:
-        """Return the features [N, H]; with `norm_before_residual`, the normalised features in
-        `inputs`."""
+        """Return the features [N, H], or their normalised values from `inputs` if the config sets
+        `norm_before_residual`."""
         if self.config.norm_before_residual:
             return inputs[:, self.config.hidden_size :]
         return features_NH
 
     def kv(self, inputs: Tensor, features_NH: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and plain values, each [N, nkv, hd]."""
+        """Return keys with RoPE applied, and values without, each [N, nkv, hd]."""
         return self.block.kv(inputs, positions_N)
 
     def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
-        """Return rotated queries [N, nq, hd]."""
+        """Return queries [N, nq, hd] with RoPE applied."""
         return self.block.query(inputs, positions_N)
 
     def finish(self, residual_NH: Tensor, attn_out_NQh: Tensor) -> Tensor:
@@ -127,5 +127,5 @@ class Eagle3Head:
         return self.lm_head(x_NH).float()
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Return the target ids of draft ids of any shape."""
+        """Map draft token ids, a tensor of any shape, to target token ids."""
         return self.target_ids[draft_ids]

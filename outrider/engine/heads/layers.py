@@ -1,6 +1,6 @@
 """Building blocks of draft heads: RMSNorm, rotary embedding, the pluggable linear factory.
 
-N rows, H hidden size, hd head dimension.
+Shapes: N rows, H hidden size, hd head dimension.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ Linear = Callable[[Tensor], Tensor]
 
 
 class LinearFactory(Protocol):
-    """Builds a callable that computes `x @ weight.T + bias`; implementations may pack the
-    weight."""
+    """Builds a callable that computes `x @ weight.T + bias`. It may store the weight in another
+    memory layout (packed)."""
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return RMSNorm over the last dimension, computed in float32 (float64 for float64 inputs),
-    cast back and then scaled by `weight`."""
+    """Return RMSNorm of x over its last dimension. It is computed in float32, or in float64 if x is
+    float64. The result is cast to the dtype of x before it is multiplied by `weight`."""
     if x.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
 
 
 def rope_inverse_frequencies(config: HeadConfig, device: torch.device | str = "cpu") -> Tensor:
-    """Return float32 inverse frequencies [hd/2] with the config's rope scaling applied."""
+    """Return the inverse frequencies of RoPE, float32 [hd/2], with the config's `rope_scaling`
+    applied."""
     return scaled_inverse_frequencies(
         config.head_dim, config.rope_theta, config.rope_scaling, device
     )
@@ -43,7 +44,8 @@ def rope_inverse_frequencies(config: HeadConfig, device: torch.device | str = "c
 def scaled_inverse_frequencies(
     head_dim: int, theta: float, scaling: dict[str, Any] | None, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return float32 inverse frequencies [hd/2] for `default`, `linear` and `llama3` rope types."""
+    """Return the inverse frequencies of RoPE, float32 [hd/2], for the `rope_scaling` of a model
+    config: type `linear` or `llama3`, or None for no scaling."""
     steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
     inv_freq = 1.0 / (theta ** (steps / head_dim))
     if scaling is None:
@@ -61,7 +63,7 @@ def scaled_inverse_frequencies(
 def rotary_tables(
     positions_N: Tensor, inv_freq: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, each [N, 1, hd], for `apply_rotary`. Angles are computed in
+    """Return the cosines and sines for `apply_rotary`, each [N, 1, hd]. Angles are computed in
     float32."""
     angles = positions_N.to(torch.float32)[:, None] * inv_freq
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]

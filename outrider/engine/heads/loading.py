@@ -39,7 +39,7 @@ _DTYPE_NAMES: Final = {
     torch.int64: "I64",
     torch.int32: "I32",
 }
-"""Names of element types in safetensors files, for tensors of a pickle."""
+"""Name of each dtype in safetensors files, with which tensors from a pickle are described."""
 
 
 def load_head(
@@ -52,12 +52,12 @@ def load_head(
     device: torch.device | str = "cpu",
     make_linear: LinearFactory = make_linear,
 ) -> Eagle3Head | EagleHead:
-    """Build a head from `path`, a directory with config.json and weights.
+    """Build a draft head from `path`, a directory with config.json and weights.
 
-    `embedding` and `lm_head` are the target's, [V, H] each (V: vocabulary size, H: hidden size).
-    The checkpoint's own embedding replaces `embedding` only if the target has another width;
-    `lm_head` is used only if the checkpoint has none. Raises InvalidRequestError (INVALID_HEAD) for
-    a head that is damaged or not supported.
+    `embedding` and `lm_head` are weights of the target, each [V, H] (V: vocabulary size, H: hidden
+    size). The checkpoint's own embedding replaces `embedding` only if the target has another hidden
+    size. `lm_head` is used only if the checkpoint has none. Raises InvalidRequestError
+    (INVALID_HEAD) for a head that is damaged or not supported.
     """
     config, tensors = _read(Path(path), num_target_layers)
     names = _Names(tensors, dtype, torch.device(device))
@@ -102,7 +102,8 @@ def load_feature_projection(
     device: torch.device | str = "cpu",
     make_linear: LinearFactory = make_linear,
 ) -> FeatureProjection:
-    """Build only the verifier's part of a head, which is fc and its norms.
+    """Build the part of a head that runs in the verifier: the feature projection (fc) and its
+    norms.
 
     Raises InvalidRequestError (INVALID_HEAD) for a head that is damaged or not supported.
     """
@@ -122,7 +123,8 @@ def load_feature_projection(
 
 
 class _Names:
-    """Tensors by canonical name, converted to one dtype and device when they are read."""
+    """The tensors of a checkpoint, indexed by canonical name and converted to one dtype and device
+    when they are read."""
 
     def __init__(
         self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device
@@ -158,7 +160,8 @@ def _projection_tensors(config: HeadConfig, tensors: dict[str, Tensor]) -> dict[
 def _read(
     path: Path, num_target_layers: int | None, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """Check the whole head; return its configuration and the wanted tensors by canonical name."""
+    """Check the whole head. Return its configuration, and a dict from canonical names to those
+    tensors whose name `wanted` accepts."""
     config = load_head_config(path, num_target_layers=num_target_layers)
     safe, pickled = path / SAFETENSORS, path / PICKLE
     try:
@@ -244,7 +247,8 @@ def _block_weights(names: _Names, config: HeadConfig, make_linear: LinearFactory
 def _target_ids(
     path: Path, config: HeadConfig, tensors: dict[str, Tensor], device: torch.device
 ) -> Tensor:
-    """Return the target id of every draft id. The stored d2t holds offsets from the draft ids."""
+    """Return the target id of every draft id. The stored tensor `d2t` holds target id - draft
+    id."""
     ids = torch.arange(config.draft_vocab_size, dtype=torch.int64)
     if "d2t" in tensors:
         ids = ids + tensors["d2t"].to(torch.int64)

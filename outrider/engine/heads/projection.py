@@ -13,11 +13,12 @@ from outrider.engine.heads.layers import Linear, rms_norm
 
 
 class FeatureProjection:
-    """Maps tapped hidden states of the target, [N, n_taps * Ht], to features [N, H].
+    """Maps hidden states of the target, [N, num_taps * Ht], to features [N, H].
 
-    N rows, Ht hidden size of the target, H hidden size of the head; taps are concatenated from the
-    lowest layer to the highest. For kind `eagle` the projection is the identity, because its single
-    tap is the target's hidden state after the final norm.
+    Shapes: N rows, Ht hidden size of the target, H hidden size of the head. The hidden states of
+    `num_taps` layers are concatenated from the lowest layer to the highest. For kind `eagle` the
+    projection is the identity, because that head reads only the target's hidden state after the
+    final norm.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ def projection_fingerprint(config: HeadConfig, tensors: Mapping[str, Tensor]) ->
     """Return the SHA-256 hex digest of the head's kind, hidden size, tapped layers (the layers of
     the target whose hidden states it reads) and stored projection tensors.
 
-    The digest is computed before any dtype conversion, so drafter and verifier agree whatever dtype
-    each uses.
+    The digest is computed before any dtype conversion, so drafter and verifier get the same digest
+    even if they use different dtypes.
     """
     digest = hashlib.sha256()
     digest.update(f"{config.kind}:{config.hidden_size}:{config.tap_layers}".encode())

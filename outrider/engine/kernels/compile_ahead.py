@@ -1,4 +1,4 @@
-"""Parallel compilation of the Triton kernels that are launched while nothing runs."""
+"""Parallel compilation of Triton kernels before their first launch."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ time that it compiles, so more threads would wait for the lock."""
 
 
 CompileKernel = Callable[[Any, dict[str, Any]], None]
-"""Function that compiles a JIT function for a launch, as described to Triton's `jit_cache_hook`."""
+"""Function that compiles a kernel. Arguments: the JIT function, and the description of the launch
+that Triton passes to `jit_cache_hook` as `compile`."""
 
 
 class KernelCompiler:
-    """Context in which a launch of a kernel that is not compiled yet only queues its compilation.
+    """Context manager in which launching a kernel that is not compiled yet only queues its
+    compilation.
 
-    Background threads compile each queued kernel, with its launcher, into Triton's cache on disk,
-    from which the first launch after the context reads it. Launches within the context have no
-    effect, so use it only where launches are not executed, such as the capture of a graph that is
-    discarded. The context applies to the launches of all threads.
+    Background threads compile each queued kernel and its launcher into Triton's cache on disk. The
+    first launch after the context loads it from there. A launch that only queues a kernel does not
+    run it, so use the context only where nothing needs to run, such as during the capture of a CUDA
+    graph that is discarded. The context applies to launches from all threads.
     """
 
     def __init__(self, compile_kernel: CompileKernel | None = None) -> None:
-        """`compile_kernel`: function that compiles a kernel; None to compile into Triton's cache on
-        disk."""
+        """`compile_kernel`: function that compiles a kernel; by default, it is compiled into
+        Triton's cache on disk."""
         self._compile = compile_kernel or _compile_to_cache
         self._threads = ThreadPoolExecutor(
             min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="compile"
@@ -75,8 +77,8 @@ class KernelCompiler:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Wait for all compilations. A kernel whose compilation failed is compiled again by its
-        first launch, which raises the error."""
+        """Wait for all compilations. If a compilation failed, the first launch of the kernel
+        compiles it again and raises the error."""
         knobs.runtime.jit_cache_hook = self._hook_before
         self._threads.shutdown(cancel_futures=kind is not None)
         knobs.compilation.listener = self._listener_before
@@ -92,8 +94,8 @@ class KernelCompiler:
             self._compiled.append(src.name)
 
     def _queue(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        """Queue a kernel. Triton calls this as its `jit_cache_hook`; True means neither to compile
-        nor to launch."""
+        """Queue a kernel. Triton calls this as its `jit_cache_hook`. The result True tells Triton
+        neither to compile nor to launch the kernel."""
         function = fn.jit_function
         kernel = (f"{function.__module__}.{fn.name}", key)
         if kernel not in self._kernels:
@@ -104,7 +106,7 @@ class KernelCompiler:
 
 
 def _compile_to_cache(function: Any, request: dict[str, Any]) -> None:
-    """Compile the kernel of a launch, with its launcher, as the launch itself would."""
+    """Compile a kernel and its launcher for a launch, as the launch itself would."""
     options = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in json.loads(request["specialization_data"])["options"].items()

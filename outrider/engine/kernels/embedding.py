@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Embedding lookup for a few tokens, faster than torch's, with the RMSNorm of the result.
 
-M token rows, V vocabulary, H hidden size.
+Shapes: M token rows, V vocabulary size, H hidden size.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def embed(
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Normed]:
-    """Return the rows [M, H] of embedding [V, H] for tokens int32 [M], and their RMSNorm as the
-    input of a matrix product.
+    """Return the embeddings of tokens, [M, H], and their RMSNorm as the input of the next matrix
+    product.
 
-    Negative ids (absent nodes) read row 0. norm_weight: [H]. out: memory that may be used for the
-    rows.
+    tokens: int32 [M]; negative ids (absent nodes) count as 0. embedding: [V, H]. norm_weight: [H].
+    out: memory [M, H] that the function may use for the first result.
     """
     if splits_norms(tokens.shape[0], embedding):
         return embed_triton(tokens, embedding, norm_weight, eps)
@@ -42,7 +42,7 @@ def embed(
 
 
 def embed_torch(tokens: Tensor, embedding: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return the rows [M, H] by torch's lookup, without their norm."""
+    """Return the embeddings of tokens, [M, H], with a PyTorch operator and without the norm."""
     rows = tokens.clamp(min=0)
     if out is None:
         return F.embedding(rows, embedding)
@@ -52,8 +52,8 @@ def embed_torch(tokens: Tensor, embedding: Tensor, *, out: Tensor | None = None)
 def embed_triton(
     tokens: Tensor, embedding: Tensor, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, HalfNormed]:
-    """Launch the Triton kernel of `embed`, one program per part of a row. The norm is only partly
-    computed (see `linear.HalfNormed`)."""
+    """Compute `embed` with one Triton kernel, one program per part of a row. The next matrix
+    product completes the norm (see `HalfNormed`)."""
     rows, hidden = tokens.shape[0], embedding.shape[1]
     parts = cdiv(hidden, _BLOCK)
     out = torch.empty((rows, hidden), dtype=embedding.dtype, device=embedding.device)

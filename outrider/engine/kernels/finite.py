@@ -3,9 +3,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Detection of rows of logits without a finite value, before the logits are processed.
 
-Such a row is invalid (NaN weights, an overflow), so no token is chosen from it.
+Such a row is invalid (because of NaN weights or an overflow), so no token is chosen from it.
 
-Shape suffixes: R rows, V columns.
+Shape suffixes: R rows, V columns of the logits.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 1024
-"""Number of columns that are checked at once. The first tile nearly always decides."""
+"""Number of columns that are checked in one step. The first step nearly always finds a finite
+logit."""
 
 
 def find_finite_rows(logits: Tensor) -> Tensor:
-    """Return whether each row has a finite logit, int32 [R]: 1 or 0.
+    """Return for each row 1 if it has a finite logit, else 0, int32 [R].
 
     logits: float32 or bfloat16 [R, V], columns contiguous, rows of any stride.
     """
@@ -29,13 +30,13 @@ def find_finite_rows(logits: Tensor) -> Tensor:
 
 
 def find_finite_rows_torch(logits: Tensor) -> Tensor:
-    """Compute `find_finite_rows` by PyTorch operators."""
+    """Compute `find_finite_rows` with PyTorch operators."""
     return logits.isfinite().any(dim=-1).to(torch.int32)
 
 
 def find_finite_rows_triton(logits: Tensor, *, tile: int = TILE) -> Tensor:
-    """Launch the Triton kernel of `find_finite_rows`. tile: number of columns per step, a power of
-    two."""
+    """Compute `find_finite_rows` with one Triton kernel. tile: number of columns per step, a power
+    of two."""
     rows, columns = logits.shape
     found = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:

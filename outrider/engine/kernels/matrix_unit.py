@@ -1,10 +1,11 @@
 """Bit-exact model of the matrix unit of NVIDIA Hopper, for kernels that run in the interpreter.
 
-M and N: rows and columns of a product, K: summed features. Measured on an H100 and an H200 over 510
-configurations (tile sizes, warps, mma.sync and wgmma): the bits of a 16-bit product depend on the
-order of k alone. The unit takes the features in groups of 16. It aligns the 16 products and the
-accumulator to the largest exponent among them, cuts each to 25 fraction bits, adds them, and cuts
-the sum to float32. A float32 product ("ieee") is a chain of fused multiply-adds in the order of k.
+A product has M rows, N columns and sums over K features, indexed by k. The model was measured on an
+H100 and an H200 with 510 configurations (tile sizes, warps, mma.sync and wgmma): the bits of a
+product with 16-bit operands depend only on the order of k. The unit processes the features in
+groups of 16. It aligns the 16 products and the accumulator to the largest exponent among them,
+truncates each to 25 fraction bits, adds them, and truncates the sum to float32. A product with
+float32 operands ("ieee") is a chain of fused multiply-adds in the order of k.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 GROUP: Final = 16
 """Number of features that the unit adds in one step."""
 FRACTION_BITS: Final = 25
-"""Number of bits that a summand keeps below the largest exponent."""
+"""Number of bits below the largest exponent to which a summand is truncated."""
 _ZERO_EXPONENT: Final = -4000
 """Exponent assigned to zero, below all others."""
 
@@ -25,9 +26,10 @@ Float32s = NDArray[np.float32]
 
 
 def multiply_16_bit(a: Float32s, b: Float32s, acc: Float32s) -> Float32s:
-    """Return acc + a @ b as the matrix unit computes it: float32 [M, N].
+    """Return acc + a @ b, float32 [M, N], as the matrix unit computes it for 16-bit operands.
 
-    a [M, K] and b [K, N] hold bfloat16 or float16 values as float32; K is a multiple of 16.
+    a [M, K] and b [K, N] hold bfloat16 or float16 values, converted to float32. K is a multiple of
+    16.
     """
     acc = acc.astype(np.float32)
     a_exponents, b_exponents = _exponents(a), _exponents(b)
@@ -45,7 +47,8 @@ def multiply_16_bit(a: Float32s, b: Float32s, acc: Float32s) -> Float32s:
 
 
 def multiply_32_bit(a: Float32s, b: Float32s, acc: Float32s) -> Float32s:
-    """Return acc + a @ b of float32 operands, float32 [M, N], by one fused multiply-add per k."""
+    """Return acc + a @ b, float32 [M, N], for float32 operands, by one fused multiply-add for each
+    of the K features."""
     acc = acc.astype(np.float32)
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
     for k in range(a.shape[1]):

@@ -1,6 +1,6 @@
-"""RMSNorm and gated SiLU kernels for products that do not fuse them.
+"""RMSNorm and gated SiLU kernels for matrix products that do not fuse them.
 
-M rows, K features, I intermediate size.
+Shapes: M rows, K features, I intermediate size.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -22,12 +22,12 @@ _SILU_BLOCK = 1024
 
 
 def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight for every row (Zhang and Sennrich 2019), in x's
-    shape and dtype.
+    """Return RMSNorm(x) = x / sqrt(mean(x^2) + eps) * weight for every row (Zhang and Sennrich
+    2019), in x's shape and dtype.
 
-    Mean and quotient are computed in float32 (float64 for float64 inputs). The quotient is rounded
-    to x's dtype before it is scaled, as in the checkpoints' reference code. Raises
-    InvalidRequestError if x is not [M, K] or weight is not [K].
+    Mean and quotient are computed in float32, or in float64 if x is float64. The quotient is
+    rounded to x's dtype before it is multiplied by `weight`, as in the reference code of the
+    models. Raises InvalidRequestError if x is not [M, K] or weight is not [K].
     """
     _check_norm(x_MK, weight_K)
     if x_MK.is_cuda and x_MK.dtype != torch.float64:
@@ -36,14 +36,14 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_torch(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
-    """Compute `rms_norm` by torch operators."""
+    """Compute `rms_norm` with PyTorch operators."""
     wide = x_MK if x_MK.dtype == torch.float64 else x_MK.float()
     normed = F.rms_norm(wide, weight_K.shape, None, eps).to(x_MK.dtype)
     return (normed * weight_K).to(x_MK.dtype)
 
 
 def rms_norm_triton(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
-    """Compute `rms_norm` in one kernel, one program per row."""
+    """Compute `rms_norm` with one Triton kernel, one program per row."""
     num_rows, num_features = x_MK.shape
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
@@ -65,9 +65,10 @@ def rms_norm_triton(x_MK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up, [M, I] in the same dtype, of rows [M, 2I] that hold gate, then up.
+    """Return silu(gate) * up, [M, I] in the dtype of the input.
 
-    It is computed in float32 (float64 for float64 inputs) and rounded once. Raises
+    gate_up: [M, 2I], whose first I columns are `gate` and whose last I columns are `up`. The result
+    is computed in float32, or in float64 if the input is float64, and rounded once. Raises
     InvalidRequestError if the input is not [M, 2I].
     """
     if gate_up.ndim != 2 or gate_up.shape[1] % 2:
@@ -78,14 +79,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_torch(gate_up: Tensor) -> Tensor:
-    """Compute `silu_mul` by torch operators."""
+    """Compute `silu_mul` with PyTorch operators."""
     wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
     gate, up = wide.chunk(2, dim=1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
-    """Compute `silu_mul` in one kernel, one program per row and block of columns."""
+    """Compute `silu_mul` with one Triton kernel, one program per row and block of columns."""
     num_rows, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
     if gate_up.stride(1) != 1:
         gate_up = gate_up.contiguous()

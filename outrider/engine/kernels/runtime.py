@@ -20,8 +20,8 @@ if INTERPRETED:
     def dot(a: Any, b: Any, acc: Any) -> Any:
         """Return acc + a @ b with the same bits as the GPU's matrix unit (see `matrix_unit`).
 
-        The interpreter's own dot uses numpy's product, whose order of summation depends on the
-        shapes. Its bfloat16 dot is wrong (Triton 3.6 to 3.9).
+        It replaces `tl.dot`, which in the interpreter is numpy's matrix product: its order of
+        summation depends on the shapes, and it is wrong for bfloat16 (Triton 3.6 to 3.9).
         """
         multiply = multiply_32_bit if a.dtype == tl.float32 else multiply_16_bit
         left, right = (x.to(tl.float32).handle.data for x in (a, b))
@@ -32,10 +32,8 @@ else:
 
     @triton.jit
     def dot(a, b, acc):
-        """Return acc + a @ b with float32 accumulation.
-
-        float32 operands are multiplied in float32 (ieee), never in tf32.
-        """
+        """Return acc + a @ b, accumulated in float32. Products of float32 operands are computed in
+        IEEE float32, never in TF32."""
         return tl.dot(a, b, acc, input_precision="ieee")
 
 

@@ -1,13 +1,15 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Token sampling from logits on the device: argmax or Gumbel-perturbed argmax, by session.
+"""Token sampling from logits on the device, with the parameters of each session.
 
-The chosen tokens are those of `outrider.engine.noise` and
-`outrider.engine.logits_processor.plain_argmax`, bit for bit: score = logit / T rounded to float32,
-plus the float64 Gumbel noise of the session's stream.
+A token is the argmax of the logits for greedy sessions. For others, it is the argmax of score +
+noise (the Gumbel-max trick), where score = logit / temperature, rounded to float32, and the noise
+is float64 Gumbel noise from the session's seed. The result is the same as on the host
+(`outrider.engine.noise` and `outrider.engine.logits_processor.plain_argmax`).
 
-Shape suffixes: R rows, V columns, B sessions of the bucket, X session slots, P tiles of a row.
+Shape suffixes: R rows, V columns of the logits, B sessions of the batch bucket, X session slots, P
+tiles of a row.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ _STREAMS: Final[dict[str, dict[int, int]]] = {
         RULE_REJECTION: NoiseStream.DRAFT,
     },
 }
-"""Noise stream by side and rule; 0 for none, which means a plain argmax."""
+"""Noise stream for each side and acceptance rule; 0 for an argmax without noise."""
 
 _MAX_LOGIT = tl.constexpr(MAX_LOGIT)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
@@ -68,23 +70,24 @@ def choose_tokens(
     num_columns: int | None = None,
     finite: Tensor | None = None,
 ) -> Tensor:
-    """Return the column that each row of logits chooses, int32 [R].
+    """Sample one token from each row of logits, and return its column, int32 [R].
 
     logits: float32 or bfloat16 [R, V], columns contiguous, rows of any stride. Row r belongs to the
-    session in slot slots[r // rows_per_slot]; slots: int32 [B]. NaN is never chosen, a row of NaN
-    only gives column 0, +inf is allowed, and of equal columns the lowest is chosen. positions:
-    int32 [R], the absolute position of the token that is being chosen.
+    session in slot slots[r // rows_per_slot]; slots: int32 [B]. NaN counts as -inf; a row that is
+    all NaN gives column 0. +inf is allowed. Of equal values, the one in the lowest column is
+    chosen. positions: int32 [R], the absolute position of the sampled token.
 
     side: "target" draws tokens of coupled sessions with TARGET noise, and those of target-only and
     rejection sessions (their bonus tokens) with RECOVER noise. "draft" uses TARGET noise for
     coupled sessions, DRAFT noise for rejection sessions, and the argmax for target-only sessions.
-    Greedy sessions (or T = 0) use the argmax on both sides, and no noise is computed for them.
+    Sessions that are greedy or have temperature 0 use the argmax on both sides, and no noise is
+    computed for them.
 
-    ids: integer [V], the target id of each column, which keys its noise; None if columns are target
-    ids. num_columns: number of columns that can be chosen, the others being padding; None for all.
-    finite: int32 [R], `find_finite_rows` of the model's unprocessed logits; a row without a finite
-    logit gives -1. None to skip this check. Raises InvalidRequestError if R is not rows_per_slot *
-    B.
+    ids: integer [V], the target id of each column, on which its noise depends; None if columns are
+    target ids. num_columns: number of columns that can be chosen, if the last ones are padding;
+    None for all. finite: int32 [R], the result of `find_finite_rows` for the model's unprocessed
+    logits; rows for which it is 0 give -1. None to skip this check. Raises InvalidRequestError if R
+    is not rows_per_slot * B.
     """
     if logits.shape[0] != rows_per_slot * slots.shape[0]:
         raise InvalidRequestError(
@@ -117,7 +120,7 @@ def choose_tokens_torch(
     num_columns: int | None = None,
     finite: Tensor | None = None,
 ) -> Tensor:
-    """See `choose_tokens`."""
+    """Compute `choose_tokens` with PyTorch operators."""
     columns = logits.shape[1] if num_columns is None else num_columns
     logits = logits[:, :columns].to(torch.float32)
     owners = slots.long().repeat_interleave(rows_per_slot)
@@ -140,8 +143,8 @@ def choose_tokens_torch(
 
 
 def scaled_scores(logits_RV: Tensor, temperatures_R: Tensor) -> Tensor:
-    """Return logits / T in float32 as the logits processor computes them: NaN becomes -inf, and
-    logits are clamped to MAX_LOGIT."""
+    """Return the scores, logits / temperature in float32, as the logits processor computes them.
+    NaN becomes -inf, and logits are clamped to MAX_LOGIT before the division."""
     tamed = logits_RV.to(torch.float32)
     tamed = tamed.nan_to_num(nan=-math.inf, posinf=MAX_LOGIT, neginf=-math.inf)
     return tamed.clamp_(max=MAX_LOGIT) / temperatures_R.clamp(min=MIN_TEMPERATURE)[:, None]
@@ -160,8 +163,8 @@ def choose_tokens_triton(
     finite: Tensor | None = None,
     tile: int | None = None,
 ) -> Tensor:
-    """See `choose_tokens`. tile: number of columns per program, a power of two; None to choose
-    it."""
+    """Compute `choose_tokens` with Triton kernels. tile: number of columns per program, a power of
+    two; None for a default that depends on the shape."""
     rows = logits.shape[0]
     columns = logits.shape[1] if num_columns is None else num_columns
     tile = tile or tile_columns(rows, columns)
@@ -210,8 +213,8 @@ def choose_tokens_triton(
 
 
 def tile_columns(rows: int, columns: int) -> int:
-    """Return the number of columns per program: at most 4096, and small enough that a few rows fill
-    the device."""
+    """Return the number of columns per program: from 1024 to 4096, and small enough that the
+    programs fill the device even if there are few rows."""
     tile = 1024
     while tile < 4096 and rows * cdiv(columns, 2 * tile) >= 256:
         tile *= 2
@@ -219,14 +222,14 @@ def tile_columns(rows: int, columns: int) -> int:
 
 
 def num_warps_for(tile: int) -> int:
-    """Return the number of warps of a program over `tile` columns: eight columns per thread, two to
-    eight warps."""
+    """Return the number of warps of a program over `tile` columns: one for every 256 columns, at
+    least two and at most eight."""
     return min(max(tile // 256, 2), 8)
 
 
 @triton.jit
 def scaled_tile(logits_ptr, columns, valid, temperature):
-    """Compute `scaled_scores` of a tile of one row, with -inf for invalid columns."""
+    """Compute `scaled_scores` for one tile of one row, with -inf for invalid columns."""
     values = tl.load(logits_ptr + columns, mask=valid, other=float("-inf")).to(tl.float32)
     values = tl.where(values == values, values, float("-inf"))
     values = tl.where(values > _MAX_LOGIT, _MAX_LOGIT, values)
@@ -257,7 +260,8 @@ def _choose_in_tile(
     HAS_IDS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Store the best score of one tile of one row, and its column."""
+    """Store the largest score of one tile of one row, with noise if the session has any, and its
+    column."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row // rows_per_slot)
@@ -293,7 +297,8 @@ def _choose_among_tiles(
     HAS_FINITE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store the best column of all tiles of a row; -1 for a row without a finite logit."""
+    """Store the column with the largest score of all tiles of a row; -1 for a row without a finite
+    logit."""
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, BLOCK)
     valid = parts < tiles

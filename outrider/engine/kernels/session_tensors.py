@@ -1,8 +1,8 @@
 """Per-session tensors that the device keeps between rounds, one row per session slot.
 
-X session slots (the last one is the padding slot, which is used for bucket rows without a session),
-T blocks of the longest sequence, V columns of the logits, E entries of a slot. An entry is a column
-with a bias or a ban.
+Shapes: X session slots (the last one is the padding slot, for rows of a batch bucket that have no
+session), T blocks of the longest sequence, V columns of the logits, E entries of a slot. An entry
+is a column of the logits with a bias or a ban.
 """
 
 from __future__ import annotations
@@ -20,44 +20,45 @@ NUM_STREAMS = len(NoiseStream)
 
 
 class SamplingState(NamedTuple):
-    """Noise keys, temperature and acceptance rule of each session."""
+    """Keys of the random streams, temperature and acceptance rule of each session."""
 
     stream_keys: Tensor
-    """int64 [X, NUM_STREAMS]: keys of the session's noise streams as 64-bit words, stream s in
-    column s - 1; 0 for keys that this side does not know."""
+    """int64 [X, NUM_STREAMS]: keys of the session's random streams as 64-bit words. Column s - 1
+    has the key of stream s; 0 if this process does not have it."""
     temperatures: Tensor
     """float32 [X]: temperature; 0 for greedy sessions."""
     rules: Tensor
-    """int32 [X]: a RULE_* number."""
+    """int32 [X]: acceptance rule, one of the RULE_* constants."""
 
 
 class SequenceState(NamedTuple):
     """Block table, length and root token of each session."""
 
     tables: Tensor
-    """int32 [X, T]: pool blocks of each sequence, in order. Slot i of a sequence is pool slot
-    tables[x, i // block_tokens] * block_tokens + i % block_tokens."""
+    """int32 [X, T]: KV blocks of each sequence, in order. The KV of position i is in slot
+    tables[x, i // block_tokens] * block_tokens + i % block_tokens of the KV pool."""
     lengths: Tensor
-    """int32 [X]: number of committed tokens, including the root. KV is written for lengths - 1 of
-    them."""
+    """int32 [X]: number of committed tokens, including the root. All of them but the root have KV
+    in the cache."""
     roots: Tensor
-    """int32 [X]: the newest committed token, which the target has not run yet."""
+    """int32 [X]: the newest committed token, which the target model has not processed yet."""
 
 
 class LogitsProcessorState(NamedTuple):
-    """Logits-processor parameters of each session, by column of the logits."""
+    """Logits-processor parameters of each session. They refer to columns of the logits, which are
+    target ids or ids of the draft vocabulary."""
 
     flags: Tensor
     """int32 [X]: a sum of PROCESS_* flags; 0 if the session's logits are not changed."""
     penalties: Tensor
     """float32 [X, 3]: repetition, frequency and presence penalty."""
     counts: Tensor
-    """int32 [X, V]: 2 for every occurrence in the output, plus 1 if the prompt contains the id.
-    Only kept for sessions with penalties."""
+    """int32 [X, V]: 2 for every occurrence of the token in the output, plus 1 if the prompt
+    contains it. Maintained only for sessions with penalties."""
     entry_counts: Tensor
-    """int32 [X]: number of entries of a slot, at most E, sorted by column."""
+    """int32 [X]: number of entries of a slot, at most E."""
     entry_columns: Tensor
-    """int32 [X, E]: column of each entry."""
+    """int32 [X, E]: column of each entry, in increasing order."""
     entry_amounts: Tensor
     """float32 [X, E]: the logit bias of the column."""
     entry_ends: Tensor
@@ -71,15 +72,16 @@ class LogitsProcessorState(NamedTuple):
 
 
 class AllowedTokenBits(NamedTuple):
-    """Allowed-token masks as bits, for rows of sessions with PROCESS_GRAMMAR.
+    """Allowed-token masks of grammars as bits. They apply to rows of sessions with PROCESS_GRAMMAR.
 
-    C rows of bits, of W words of 32 ids each.
+    Shapes: C masks of W words for 32 ids each, R rows of logits.
     """
 
     bits: Tensor
-    """int32 [C, W]: id i is bit i % 32 of word i // 32; ids beyond the words are not allowed."""
+    """int32 [C, W]: id i is allowed if bit i % 32 of word i // 32 is 1. Ids beyond the last word
+    are not allowed."""
     row_indices: Tensor
-    """int32 [R]: index of the row of bits that belongs to each row of logits."""
+    """int32 [R]: for each row of logits, the index of its mask in `bits`."""
 
 
 PROCESS_PENALTIES = 1
@@ -91,7 +93,8 @@ RULE_GREEDY = 0
 RULE_COUPLED = 1
 RULE_TARGET_ONLY = 2
 RULE_REJECTION = 3
-"""Numbers of `outrider.spec.sampling.Rule` on the device (the effective rule: greedy at T = 0)."""
+"""Numbers of `outrider.spec.sampling.Rule` in device tensors. Sessions with temperature 0 have
+RULE_GREEDY."""
 
 RULE_NUMBERS = {
     Rule.GREEDY: RULE_GREEDY,
@@ -102,11 +105,12 @@ RULE_NUMBERS = {
 
 
 _STREAMS = tuple(NoiseStream)
-"""All noise streams, because iterating over the enumeration itself is slow."""
+"""All random streams. Iterating over a tuple is faster than over the enumeration."""
 
 
 def stream_keys(sampling: SamplingParams) -> list[int]:
-    """Return the row of `SamplingState.stream_keys` for a session: NUM_STREAMS words of 64 bits."""
+    """Return the keys of a session's random streams, NUM_STREAMS unsigned 64-bit integers, with 0
+    for streams whose key this process does not have."""
     return [
         sampling.stream_key(stream) if sampling.has_noise_stream(stream) else 0
         for stream in _STREAMS
@@ -114,5 +118,6 @@ def stream_keys(sampling: SamplingParams) -> list[int]:
 
 
 def stream_key_row(sampling: SamplingParams) -> NDArray[np.int64]:
-    """Return the stream keys of a session, int64 [NUM_STREAMS]."""
+    """Return `stream_keys` of a session as a row of `SamplingState.stream_keys`, int64
+    [NUM_STREAMS]."""
     return np.array(stream_keys(sampling), dtype=np.uint64).view(np.int64)

@@ -1,9 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Builds the verify input of a round: token ids of each session's root and drafts.
+"""Builds the verify input of a round: token ids of each session's root and draft tokens.
 
-The root is the newest committed token of a session, which the target has not run yet. A row
-consists of the root and the draft tokens of one session. A slot is a session's index in the
-per-session device tensors (`session_tensors`). B rows, N nodes per row, X session slots.
+The root is the newest committed token of a session, which the target has not processed yet. The
+root and the draft tokens of a session are its nodes. A slot is a session's index in the per-session
+device tensors (`session_tensors`).
+
+Shapes: B sessions, N nodes per session, X session slots.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ def build_verify_inputs(
 ) -> tuple[Tensor, Tensor]:
     """Return the input token ids, int32 [B * N], and the context lengths, int32 [B], of a round.
 
-    The context length of a row is the number of KV slots that are written for its session, which is
-    the number of its committed tokens without the root. slots: int32 [B]. drafts: int32 [B, >= N -
-    1] by row, or [X, >= N - 1] by slot if `by_slot`.
+    The context length of a session is the number of its tokens with KV in the cache, which are its
+    committed tokens without the root. slots: int32 [B], session slots. drafts: int32, draft tokens
+    in at least N - 1 columns; row b belongs to session b of the batch, or, if `by_slot` is set, to
+    the session in slot b.
     """
     function = build_verify_inputs_triton if slots.is_cuda else build_verify_inputs_torch
     return function(sequence, slots, drafts, num_nodes=num_nodes, by_slot=by_slot)
@@ -33,7 +36,7 @@ def build_verify_inputs(
 def build_verify_inputs_torch(
     sequence: SequenceState, slots: Tensor, drafts: Tensor, *, num_nodes: int, by_slot: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute `build_verify_inputs` by PyTorch operators."""
+    """Compute `build_verify_inputs` with PyTorch operators."""
     roots = sequence.roots.index_select(0, slots)
     if by_slot:
         drafts = drafts.index_select(0, slots)
@@ -44,7 +47,7 @@ def build_verify_inputs_torch(
 def build_verify_inputs_triton(
     sequence: SequenceState, slots: Tensor, drafts: Tensor, *, num_nodes: int, by_slot: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute `build_verify_inputs` in one kernel, one program per row."""
+    """Compute `build_verify_inputs` with one Triton kernel, one program per session."""
     rows = slots.shape[0]
     tokens = torch.empty(rows * num_nodes, dtype=torch.int32, device=slots.device)
     context = torch.empty(rows, dtype=torch.int32, device=slots.device)

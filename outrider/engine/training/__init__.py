@@ -8,7 +8,7 @@ cli.py                     Command `outrider train-head`: answers, vocabulary, t
                            parity check.
 data.py                    Training data: prompts, chat template, and packing of samples into
                            fixed-shape batches.
-drafting.py                Batched drafting over known answers with the serving code, for offline
+drafting.py                Batched drafting for known answers with the serving code, for offline
                            evaluation of a head.
 export.py                  Export of a trained head in the original EAGLE-3 checkpoint format.
 head.py                    Trainable EAGLE-3 head with fp32 master weights.
@@ -22,5 +22,6 @@ target.py                  Frozen target model for training: a minimal forward o
                            models.
 trainer.py                 Trainer of a draft head: short learning-rate trials, then one long run.
 unrolled_forward.py        Unrolled forward of a trainable EAGLE-3 head (training-time test).
-vocab.py                   Draft vocabulary builder: the target ids seen most often in answers.
+vocab.py                   Draft vocabulary builder: the target ids that are most frequent in
+                           answers.
 """

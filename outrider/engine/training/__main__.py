@@ -1,6 +1,6 @@
 """Entry point `python -m outrider.engine.training`: the same command as `outrider train-head`.
 
-It does not import the client's front end.
+It does not import the command line of `outrider.client`.
 """
 
 from __future__ import annotations

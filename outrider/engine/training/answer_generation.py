@@ -1,6 +1,7 @@
 """Generation of training answers by the target: batch decoding with continuous slot refill.
 
-B slots, L cached length, V vocabulary.
+A slot holds one answer that is being decoded. When it is complete, the slot is refilled with the
+next request. Shapes: B slots, L cached length, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LENGTH_STEP = 64
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """A prompt to be answered at one temperature (0: greedy)."""
+    """A prompt to be answered at one temperature; 0 means greedy decoding."""
 
     prompt: TokenIdArray
     temperature: float
@@ -35,21 +36,21 @@ class AnswerRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig:
-    """Bounds of a generation run."""
+    """Parameters of a generation run."""
 
     max_new_tokens: int = 256
     slots: int = 1024
     seed: int = 0
     deadline_s: float | None = None
-    """No slot is refilled after this many seconds, and the remaining requests get no answer; None
-    for no limit."""
+    """Time after which no further request is started, in seconds. Requests that have not been
+    started get no answer. None for no limit."""
     use_graphs: bool = True
-    """Replay CUDA graphs (on CUDA devices only)."""
+    """Whether to use CUDA graphs (on CUDA devices only)."""
 
 
 @dataclass(slots=True)
 class _Slots:
-    """Device state of the slots. `out` has one spare column that absorbs idle slots' writes."""
+    """Device state of the slots. `out` has one extra column, into which idle slots write."""
 
     token: Tensor
     position: Tensor
@@ -62,7 +63,7 @@ class _Slots:
 
 
 class BatchDecoder:
-    """Decodes a stream of requests over a fixed number of slots."""
+    """Decodes many requests with a fixed number of slots, one request per slot at a time."""
 
     def __init__(
         self, target: TrainingTarget, stop_ids: Sequence[int], max_len: int, config: GenerateConfig
@@ -79,8 +80,8 @@ class BatchDecoder:
         self._rows = torch.arange(config.slots, device=target.device)
 
     def run(self, requests: Sequence[AnswerRequest]) -> list[TokenIdArray | None]:
-        """Return the answer of each request, including its stop token; None for requests that the
-        deadline left unanswered."""
+        """Return the answer of each request, including its stop token; None for requests that were
+        not started before the deadline."""
         answers: list[TokenIdArray | None] = [None] * len(requests)
         queue = _order(requests, self._config.slots, self._config.seed)[::-1]
         owner = np.full(self._config.slots, -1, dtype=np.int64)
@@ -168,7 +169,7 @@ class BatchDecoder:
         lengths[free] = sizes
 
     def _prefill(self, index: Tensor, ids: Tensor) -> None:
-        """Write the prompts' KV. The last token is run again by the first decode step."""
+        """Write the prompts' KV. The first decode step processes the last prompt token again."""
         size = ids.shape[1]
         positions = torch.arange(size, device=ids.device).expand_as(ids)
         mask = torch.ones(size, size, dtype=torch.bool, device=ids.device).tril()[None, None]
@@ -181,7 +182,8 @@ class BatchDecoder:
         self._target.run_layers(F.embedding(ids, self._target.embedding), positions, attend)
 
     def _advance(self, needed: int) -> None:
-        """Run some decode steps over a cache prefix that is long enough for all of them."""
+        """Run _STEPS_PER_POLL decode steps. `needed`: cache length that they need; they attend to a
+        prefix of the cache of about this length."""
         length = min(self._max_len, -(-needed // _LENGTH_STEP) * _LENGTH_STEP)
         if not self._graphed:
             for _ in range(_STEPS_PER_POLL):
@@ -201,7 +203,7 @@ class BatchDecoder:
             self._graphs[length].replay()
 
     def _step(self, length: int) -> None:
-        """Decode one token for every active slot; updates all state in place."""
+        """Decode one token for every active slot, and update the state of all slots in place."""
         s, c = self._slots, self._target.config
         position = s.position.clamp(max=length - 1)
         columns = torch.arange(length, device=position.device)
@@ -238,8 +240,8 @@ class BatchDecoder:
 def _order(requests: Sequence[AnswerRequest], slots: int, seed: int) -> list[int]:
     """Return request indices, shuffled and then sorted by prompt length within large blocks.
 
-    Neighbours thus need similar cache lengths, and the requests that a deadline leaves out are a
-    random subset.
+    Consecutive requests thus need similar cache lengths, and the requests that are not started
+    before the deadline are nearly a random subset.
     """
     order = np.random.default_rng(seed).permutation(len(requests)).tolist()
     block = max(1, 16 * slots)
@@ -257,7 +259,8 @@ def generate_answers(
     stop_ids: Sequence[int],
     config: GenerateConfig,
 ) -> list[TokenIdArray | None]:
-    """Return an answer for each request; see `BatchDecoder.run`."""
+    """Return the target's answer to each request, including its stop token; None for requests that
+    were not started before the deadline."""
     if not requests:
         return []
     torch.manual_seed(config.seed)

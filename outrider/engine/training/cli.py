@@ -61,7 +61,7 @@ _RATE_OF_A_HEAD = 3e-4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
+    """Add the options of `outrider train-head` to a parser."""
     add = parser.add_argument
     add("--target", type=Path, required=True, help="Directory of the target model.")
     add(
@@ -231,7 +231,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the command; return 0 on success, 1 if the parity check fails, 2 on bad input."""
+    """Run `outrider train-head`. Return the exit code: 0 on success, 1 if the parity check fails, 2
+    if the input is invalid."""
     try:
         return _dispatch(args)
     except (OutriderError, ValueError, OSError) as error:
@@ -263,7 +264,7 @@ def _dispatch(args: argparse.Namespace) -> int:
 
 
 class _Run:
-    """One invocation of the training command; each step adds its figures to `report`."""
+    """One run of the training command. Each step adds its results to the report."""
 
     def __init__(
         self, args: argparse.Namespace, target: TrainingTarget, tokenizer: ChatTokenizer
@@ -276,7 +277,8 @@ class _Run:
         args.out.mkdir(parents=True, exist_ok=True)
 
     def evaluate(self) -> None:
-        """Evaluate a finished head: teacher-forced, and with drafts by the serving code."""
+        """Evaluate a finished head with the teacher-forced training forward and with the drafts of
+        the serving code, and write the report."""
         target = self._target
         head = self._load_head()
         projection = load_feature_projection(self._args.head, **self._positions())
@@ -288,7 +290,7 @@ class _Run:
         self._write_report("evaluation.json")
 
     def train(self) -> None:
-        """Generate answers, build or read the head, train it and report its metrics."""
+        """Generate answers, build or load the head, train and save it, and write its metrics."""
         args = self._args
         config = self._config()
         samples = self._training_samples()
@@ -360,8 +362,8 @@ class _Run:
         return kept
 
     def _requests(self) -> list[AnswerRequest]:
-        """Return the requests of each prompt: one is greedy, the others are sampled at the
-        temperature."""
+        """Return the answer requests of all prompts. The first request of a prompt is greedy, the
+        others have the temperature from the command line."""
         args = self._args
         prompts = read_prompts(args.prompts, args.samples_per_prompt)
         texts = [p.text for p in prompts]
@@ -378,8 +380,8 @@ class _Run:
         return requests
 
     def _self_prompts(self, known: set[str]) -> list[str]:
-        """Return user turns sampled from the target at temperature 1 that are complete and not in
-        `known`."""
+        """Let the target write user messages at temperature 1. Return those that are complete and
+        neither in `known` nor among the held-out prompts."""
         args = self._args
         if not args.self_prompts:
             return []
@@ -395,7 +397,8 @@ class _Run:
         return sorted(t for t in texts if len(t) > 10 and t not in known and t not in blocked)
 
     def _evaluation_answers(self) -> dict[str, list[TrainingSample]]:
-        """Return greedy answers to the held-out prompts, by file."""
+        """Return a dict from the name of each file with held-out prompts to the greedy answers to
+        its prompts."""
         tasks = {}
         for file in self._args.eval_prompts:
             texts = [p.text for p in read_prompts([file])][: self._args.eval_limit]
@@ -446,7 +449,8 @@ class _Run:
         return head.to(self._target.device)
 
     def _given_head(self, samples: Sequence[TrainingSample]) -> TrainableHead:
-        """Return the head to start from, with its own taps and draft vocabulary."""
+        """Return the head of --head, with its own tap layers and draft vocabulary, for
+        fine-tuning."""
         head = load_trainable(self._args.head, self._load_head())
         ids = head.target_ids.cpu().numpy()
         size = self._target.config.vocab_size

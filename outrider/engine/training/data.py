@@ -1,7 +1,10 @@
 """Training data: prompts, chat template, and packing of samples into fixed-shape batches.
 
-A sample is (prompt ids, answer ids). Rows of a batch hold several samples one after another,
-separated by a document id. B rows, S positions a row, Q selected (answer) positions a row.
+A sample consists of the token ids of a prompt and of its answer. A row of a batch holds several
+samples one after another; a document id for each position says to which sample it belongs.
+
+Shapes: B rows, S positions per row, Q selected positions per row (those that predict a token of an
+answer).
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ TokenIdArray = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class TrainingPrompt:
-    """One user turn, for which `samples` answers are generated: the first greedy, the others
-    sampled at a temperature."""
+    """One user message, for which `samples` answers are generated. The first answer is greedy, the
+    others are sampled."""
 
     text: str
     samples: int = 1
@@ -41,8 +44,11 @@ class TrainingSample:
 
 
 def read_prompts(files: Sequence[Path], default_samples: int = 1) -> list[TrainingPrompt]:
-    """Read JSONL rows with `prompt` (and optionally `samples`) or `turns`, of which only the first
-    is used. Drops duplicates."""
+    """Read training prompts from JSONL files, without duplicates.
+
+    A line has a field `prompt` and optionally `samples` (else `default_samples`), or a field
+    `turns`, a list of which only the first item is used.
+    """
     seen: dict[str, TrainingPrompt] = {}
     for file in files:
         # Not splitlines(): JSON strings may hold the other characters that it splits at.
@@ -57,7 +63,7 @@ def read_prompts(files: Sequence[Path], default_samples: int = 1) -> list[Traini
 
 
 class ChatTokenizer:
-    """The target's tokenizer and chat template, from its directory."""
+    """The tokenizer and chat template of a target model, read from its directory."""
 
     def __init__(self, directory: Path) -> None:
         import jinja2.sandbox
@@ -78,19 +84,20 @@ class ChatTokenizer:
         }
 
     def encode_text(self, text: str) -> TokenIdArray:
-        """Return the token ids of a text without a template. Special tokens in the text are
-        recognised."""
+        """Return the token ids of a text, without the chat template. The text may contain special
+        tokens."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def encode_turns(self, texts: Sequence[str]) -> list[TokenIdArray]:
-        """Return the prompt ids of one user turn each, ending with the header of the answer."""
+        """Return the token ids of one prompt for each text: the text as a user message in the chat
+        template, then the header of the assistant's answer."""
         rendered = [self._render(text, True) for text in texts]
         encoded = self.tokenizer.encode_batch(rendered, add_special_tokens=False)
         return [np.asarray(e.ids, dtype=np.int32) for e in encoded]
 
     def user_prefix(self) -> TokenIdArray:
-        """Return the token ids of the chat template up to the user's text, from which the target
-        can generate prompts."""
+        """Return the token ids of the chat template before the user's text. If the target continues
+        them, it writes a user message."""
         marker = "OUTRIDER-MARKER"
         return self.encode_text(self._render(marker, False).split(marker)[0])
 
@@ -110,8 +117,8 @@ def _token_text(token: Any) -> str:
 
 
 def repeated_share(answer: TokenIdArray, width: int = 8) -> float:
-    """Return the share of the answer's n-grams of `width` tokens that repeat an earlier one; near 1
-    for a looping answer."""
+    """Return the share of the answer's n-grams of `width` tokens that repeat an earlier one. It is
+    near 1 if the answer loops."""
     if len(answer) < 2 * width:
         return 0.0
     grams = np.lib.stride_tricks.sliding_window_view(answer, width)
@@ -121,12 +128,13 @@ def repeated_share(answer: TokenIdArray, width: int = 8) -> float:
 def drop_looping_samples(
     samples: Sequence[TrainingSample], limit: float = 0.5
 ) -> list[TrainingSample]:
-    """Return the samples whose answer has at least two tokens and does not loop."""
+    """Return the samples whose answer has at least two tokens and does not loop, which means that
+    its `repeated_share` is at most `limit`."""
     return [s for s in samples if len(s.answer) >= 2 and repeated_share(s.answer) <= limit]
 
 
 def save_samples(path: Path, samples: Sequence[TrainingSample]) -> None:
-    """Store samples as one compressed file of flat arrays."""
+    """Store samples in one compressed .npz file."""
     flat = [np.concatenate((s.prompt, s.answer)) for s in samples]
     small = all(int(f.max(initial=0)) < 1 << 16 for f in flat)
     np.savez_compressed(
@@ -138,7 +146,7 @@ def save_samples(path: Path, samples: Sequence[TrainingSample]) -> None:
 
 
 def load_samples(path: Path) -> list[TrainingSample]:
-    """Read what `save_samples` wrote."""
+    """Read the samples from a file that `save_samples` has written."""
     with np.load(path) as stored:
         ids = stored["ids"].astype(np.int32)
         prompt_lens, answer_lens = stored["prompt_lens"], stored["answer_lens"]
@@ -151,18 +159,20 @@ def load_samples(path: Path) -> list[TrainingSample]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """Packed samples, all int64 tensors.
-
-    `documents` is -1 on padding. `selected` indexes the positions whose NEXT token belongs to the
-    answer; `selected_documents` is -1 where a selection slot is unused.
-    """
+    """Packed samples, all int64 tensors."""
 
     ids_BS: Tensor
+    """Token at each position."""
     next_ids_BS: Tensor
+    """Next token of the same sample at each position."""
     positions_BS: Tensor
+    """Position within the sample."""
     documents_BS: Tensor
+    """Index of the sample at each position; -1 on padding."""
     selected_BQ: Tensor
+    """Index in the row of each position whose next token belongs to an answer."""
     selected_documents_BQ: Tensor
+    """Index of the sample at each selected position; -1 for unused entries."""
 
     def to(self, device: torch.device) -> TrainingBatch:
         """Return the same batch on a device."""
@@ -176,7 +186,8 @@ class TrainingBatch:
         )
 
     def attention_mask(self) -> Tensor:
-        """Return the causal mask within documents, bool [B, S, S]. Padding attends to itself."""
+        """Return the causal mask, bool [B, S, S]. A position attends to earlier positions of the
+        same sample and to itself; padding attends to padding."""
         size = self.ids_BS.shape[1]
         same = self.documents_BS[:, :, None] == self.documents_BS[:, None, :]
         return same & torch.ones(size, size, dtype=torch.bool, device=same.device).tril()
@@ -184,7 +195,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackShape:
-    """Shape of every batch."""
+    """Shape of every batch: number of rows, positions per row, and selected positions per row."""
 
     rows: int
     row_len: int
@@ -194,8 +205,8 @@ class PackShape:
 def choose_shape(
     samples: Sequence[TrainingSample], row_len: int, tokens_per_batch: int
 ) -> PackShape:
-    """Return a batch shape whose `selected_len` fits the share of answer tokens, with a margin of a
-    tenth."""
+    """Return a batch shape with `selected_len` 10 % larger than the mean number of answer tokens
+    per row, and at least as large as the longest answer."""
     share = sum(len(s.answer) for s in samples) / max(1, sum(len(s) for s in samples))
     selected = min(row_len, -(-int(row_len * share * 1.1 + 1) // 64) * 64)
     longest = max((len(s.answer) for s in samples), default=1)
@@ -209,7 +220,11 @@ def choose_shape(
 def pack_rows(
     samples: Sequence[TrainingSample], shape: PackShape, rng: np.random.Generator
 ) -> list[list[int]]:
-    """Assign shuffled samples to rows, first fit among the most recently opened rows."""
+    """Distribute shuffled samples over rows. Return the indices of the samples of each row.
+
+    A sample goes into the first row with enough space among the last 32 rows that were begun, or
+    begins a new one. Samples that are too long for a row are left out.
+    """
     order = rng.permutation(len(samples))
     closed: list[list[int]] = []
     open_rows: list[tuple[list[int], int, int]] = []
@@ -233,7 +248,8 @@ def pack_rows(
 def make_batch(
     samples: Sequence[TrainingSample], rows: Sequence[Sequence[int]], shape: PackShape
 ) -> TrainingBatch:
-    """Return rows of samples as a batch; missing rows are padding."""
+    """Build a batch from rows, each of which is a list of indices of samples. If there are fewer
+    rows than shape.rows, the rest is padding."""
     full, part = (shape.rows, shape.row_len), (shape.rows, shape.selected_len)
     ids, next_ids, positions = (np.zeros(full, dtype=np.int64) for _ in range(3))
     documents = np.full(full, -1, dtype=np.int64)
@@ -261,8 +277,8 @@ def make_batch(
 def epoch_batches(
     samples: Sequence[TrainingSample], shape: PackShape, seed: int
 ) -> Iterator[TrainingBatch]:
-    """Yield the batches of one pass over the samples, in a seeded order. An incomplete last batch
-    is dropped unless it is the only one."""
+    """Yield the batches of one pass over the samples, in a random order that `seed` determines. An
+    incomplete last batch is dropped unless it is the only one."""
     rows = pack_rows(samples, shape, np.random.default_rng(seed))
     count = max(1, len(rows) // shape.rows)
     for i in range(count):

@@ -1,9 +1,12 @@
-"""Batched drafting over known answers with the serving code, for offline evaluation of a head.
+"""Batched drafting for known answers with the serving code, for offline evaluation of a head.
 
-As in a drafter, rows up to a root read real features and rows below it the head's own outputs:
-first a path that was accepted but whose features have not arrived, then a tree. B answers, L real
-rows, M own rows, W rows of one level, K children a node, C candidates, N nodes, nq/nkv heads, hd
-head dim, H hidden.
+As in a drafter, the head's rows (one per token) up to a root read features of the target, and the
+rows below the root read the head's own outputs. The latter are first a path of tokens that were
+accepted but whose features have not arrived, and then a draft tree.
+
+Shapes: B answers, L rows with target features, M rows with the head's own outputs, W rows of one
+level, K children of a node, C candidates, N nodes, nq query heads, nkv key/value heads, hd head
+dimension, H hidden size.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from outrider.spec.tree import DraftTree, depths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftShape:
-    """Shape of the drafts; a chain has `top_k` 1."""
+    """Shape of the draft trees: number of draft tokens, children per node (1 for a chain), and
+    depth."""
 
     draft_tokens: int
     top_k: int
@@ -38,8 +42,8 @@ TREE = DraftShape(draft_tokens=32, top_k=8, depth=6)
 
 
 class StableRows(NamedTuple):
-    """Head tensors computed from target features, [B, L, ...] with one row a position. Shorter
-    answers are padded with zeros, which are masked."""
+    """Tensors that the head computes from target features, each [B, L, ...] with one row per
+    position. Shorter answers are padded with zeros, which are masked."""
 
     keys: Tensor
     values: Tensor
@@ -47,7 +51,7 @@ class StableRows(NamedTuple):
     residual: Tensor
 
     def select_answers(self, answers: Sequence[int]) -> StableRows:
-        """Return the rows of some of the answers."""
+        """Return the rows of the answers with these indices."""
         index = torch.tensor(answers, device=self.keys.device)
         return StableRows(*(part[index] for part in self))
 
@@ -59,7 +63,7 @@ def stable_rows(
     projection: FeatureProjection,
     samples: Sequence[TrainingSample],
 ) -> StableRows:
-    """Run the target over whole samples and return all rows that the head computes from its
+    """Run the target over whole samples, and return what the head computes from the target's
     features."""
     each = [_rows_of(target, head, projection, sample) for sample in samples]
     longest = max(len(rows[0]) for rows in each)
@@ -86,11 +90,12 @@ def _rows_of(
 
 
 class DraftedRows:
-    """Draft trees of B answers, one tree for each. Node 0 of a tree is its root."""
+    """Draft trees of B answers, one tree per answer, and the head's KV and outputs for their nodes.
+    Node 0 of a tree is its root."""
 
     @torch.no_grad()
     def __init__(self, head: DraftHead, stable: StableRows, roots: Sequence[int]) -> None:
-        """`roots` [B]: index of the stable row that reads each answer's root token."""
+        """`roots` [B]: index of the row in `stable` that reads each answer's root token."""
         self._head = head
         device = stable.keys.device
         self._roots = torch.tensor(roots, device=device)
@@ -105,14 +110,14 @@ class DraftedRows:
         attended = self._attend(query[:, None], self._sees)
         residual = stable.residual[at, self._roots]
         self.x = head.finish(residual, attended)[:, None]
-        """[B, M, H]: outputs of the rows."""
+        """[B, M, H]: output of the head for each node."""
 
     @torch.no_grad()
     def extend(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Add W nodes to each of B draft trees, and run the head for them.
+        """Add W nodes to each of the B draft trees, and run the head for them.
 
-        tokens: [B, W], of the new nodes. parents: [B, W], the indices of their parents. Returns the
-        indices of the new nodes, [B, W].
+        tokens: [B, W], the tokens of the new nodes. parents: [B, W], the indices of their parents.
+        Returns the indices of the new nodes, [B, W].
         """
         answers, width = tokens.shape
         depth = self._depths.gather(1, parents) + 1
@@ -134,19 +139,20 @@ class DraftedRows:
         return torch.arange(first, first + width, device=tokens.device).expand(answers, -1)
 
     def logprobs(self, columns: Tensor) -> Tensor:
-        """Return the head's log-probabilities [B, W, Vd] (Vd: draft vocabulary size) after the rows
-        in these columns [B, W]."""
+        """Return the log-probabilities of the token after each of the nodes `columns` [B, W], [B,
+        W, Vd], where Vd is the draft vocabulary size."""
         x = _take(self.x, columns)
         logits = self._head.logits(x.flatten(0, 1))
         return logits.log_softmax(-1).view(*columns.shape, -1)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Return the target ids of draft ids of any shape."""
+        """Map draft token ids, a tensor of any shape, to target token ids."""
         return self._head.to_target_ids(draft_ids)
 
     def _attend(self, query: Tensor, sees: Tensor) -> Tensor:
-        """Return the attention output [B * W, nq, hd] of queries [B, W, nq, hd] over the real rows
-        before the root and the draft rows for which `sees` [B, W, M] is True."""
+        """Return the attention output [B * W, nq, hd] of queries [B, W, nq, hd]. They attend to the
+        rows with target features before the root, and to the nodes for which `sees` [B, W, M] is
+        True."""
         answers, width, num_heads, size = query.shape
         num_kv = self._keys.shape[2]
         grouped = query.view(answers, width, num_kv, -1, size).permute(0, 2, 3, 1, 4)
@@ -162,18 +168,19 @@ class DraftedRows:
 
 
 def _behind(rows: Tensor, new: Tensor) -> Tensor:
-    """Return rows [B, M, ...] followed by new rows [B * W, ...]."""
+    """Append new rows [B * W, ...] to rows [B, M, ...]. The result is [B, M + W, ...]."""
     return torch.cat((rows, new.view(len(rows), -1, *rows.shape[2:])), dim=1)
 
 
 def _take(rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the rows [B, M, X] at columns [B, W]."""
+    """Select W of the M rows of each answer: rows [B, M, X], columns [B, W], result [B, W, X]."""
     return rows.gather(1, columns[:, :, None].expand(-1, -1, rows.shape[-1]))
 
 
 @torch.no_grad()
 def run_paths(rows: DraftedRows, paths: Sequence[Sequence[int]]) -> Tensor:
-    """Run one path of tokens below each root and return the last column of each path, [B, 1]."""
+    """Add one path of tokens below each root, run the head for it, and return the index of the last
+    node of each path, [B, 1]."""
     device = rows.x.device
     lens = torch.tensor([len(path) for path in paths], device=device)[:, None]
     tip = torch.zeros_like(lens)
@@ -186,7 +193,8 @@ def run_paths(rows: DraftedRows, paths: Sequence[Sequence[int]]) -> Tensor:
 
 @torch.no_grad()
 def grow_drafts(rows: DraftedRows, tips: Tensor, shape: DraftShape) -> list[DraftTree]:
-    """Return a draft below each column [B, 1]."""
+    """Grow a draft tree of the given shape below each of the nodes `tips` [B, 1], with the head's
+    best tokens. Return the B trees."""
     columns, frontier = tips, torch.full_like(tips, -1)  # candidate ids; the root's is -1
     scores = torch.zeros(tips.shape, device=tips.device)
     levels: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -207,8 +215,9 @@ def grow_drafts(rows: DraftedRows, tips: Tensor, shape: DraftShape) -> list[Draf
 
 
 def _select(scores: Tensor, tokens: Tensor, parents: Tensor, size: int) -> list[DraftTree]:
-    """Return the best `size` of the candidates [B, C] as trees. Ties go to the lower index, so
-    parents come first."""
+    """Return the `size` candidates with the highest scores as trees. All tensors are [B, C]. Of
+    equal scores, the one with the lower index is better, so no node is chosen without its
+    parent."""
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     order = order[:, :size].sort(-1).values
     node_of = torch.full((len(scores), scores.shape[1] + 1), -1, device=scores.device)
@@ -221,7 +230,8 @@ def _select(scores: Tensor, tokens: Tensor, parents: Tensor, size: int) -> list[
 
 
 class NodeCandidates(NamedTuple):
-    """Predictions of the head at each position of a tree: row 0 its root, row i + 1 its node i."""
+    """The head's most probable next tokens after each node of a tree. Row 0 is for the root, row
+    i + 1 for node i."""
 
     tokens: NDArray[np.int32]
     """[1 + N, C]: target ids, best first."""
@@ -231,8 +241,8 @@ class NodeCandidates(NamedTuple):
 
 @torch.no_grad()
 def score_trees(rows: DraftedRows, trees: Sequence[DraftTree], count: int) -> list[NodeCandidates]:
-    """Run B trees below their roots, level by level, and return the best `count` tokens after each
-    root and node."""
+    """Run the head for the nodes of B given trees, level by level, and return the `count` most
+    probable tokens after each root and node."""
     device = rows.x.device
     columns = np.zeros((len(trees), 1 + max(len(tree) for tree in trees)), dtype=np.int64)
     levels = [depths(tree.parents) for tree in trees]

@@ -17,7 +17,8 @@ from outrider.engine.training.target import TargetConfig
 def head_config_for(
     target: TargetConfig, draft_vocab_size: int, tap_layers: tuple[int, ...]
 ) -> HeadConfig:
-    """Return the configuration of a head with the shape of one layer of the target."""
+    """Return the configuration of an EAGLE-3 head whose block has the dimensions of one layer of
+    the target."""
     return HeadConfig(
         kind="eagle3",
         hidden_size=target.hidden_size,
@@ -37,8 +38,8 @@ def head_config_for(
 
 
 def save_head(directory: Path, head: TrainableHead, *, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write model.safetensors and config.json to `directory`, without the embedding, which is the
-    target's."""
+    """Write model.safetensors and config.json of a head to `directory`. The embedding is not
+    written, because it is that of the target."""
     directory.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
         tensors: dict[str, Tensor] = {

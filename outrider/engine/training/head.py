@@ -10,7 +10,7 @@ from outrider.engine.training.target import TrainingTarget
 
 
 class TrainableHead(nn.Module):
-    """EAGLE-3 head with fp32 master weights under the names of a checkpoint."""
+    """Parameters of an EAGLE-3 head for training: fp32 master weights, named as in a checkpoint."""
 
     def __init__(self, config: HeadConfig, target_ids: Tensor) -> None:
         super().__init__()
@@ -38,18 +38,19 @@ class TrainableHead(nn.Module):
         self.target_ids: Tensor
 
     def add_weight(self, name: str, value: Tensor) -> None:
-        """Register a master weight under a checkpoint name, whose dots torch does not allow in
-        names of parameters."""
+        """Register a master weight under its name in a checkpoint. Dots are replaced by double
+        underscores, because torch does not allow dots in parameter names."""
         self.register_parameter(name.replace(".", "__"), nn.Parameter(value))
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the weights by checkpoint name in the compute dtype, attached to the graph."""
+        """Return a dict from checkpoint names to the weights, cast to `dtype`. Gradients flow back
+        to the master weights."""
         return {n.replace("__", "."): p.to(dtype) for n, p in self.named_parameters()}
 
     @torch.no_grad()
     def initialise_from(self, target: TrainingTarget) -> None:
-        """Copy the lm_head rows and the final norm of the target, and make fc pass its highest tap
-        through."""
+        """Initialise the head from the target: copy the lm_head rows of the draft vocabulary and
+        the final norm, and set fc so that it returns the hidden state of the highest tap layer."""
         named = {n.replace("__", "."): p for n, p in self.named_parameters()}
         named["lm_head.weight"].copy_(target.lm_head[self.target_ids.to(target.device)].float())
         named["norm.weight"].copy_(target.norm.float())

@@ -1,9 +1,9 @@
 """Held-out metrics of a head: accuracy by draft step and simulated tokens per round of chains.
 
-The answers must be the target's greedy ones. As long as all earlier drafts are correct, the
-teacher-forced forward has the same inputs as a drafter. Therefore the accepted length of a chain
-from any root is the number of consecutive correct drafts there, and the number of rounds that a
-server would need follows from these lengths along the answer.
+The answers must be greedy answers of the target. As long as all earlier draft tokens are correct,
+the teacher-forced forward has the same inputs as a drafter. Therefore the accepted length of a
+chain from any root is the number of consecutive correct draft tokens from there. The number of
+rounds that a server would need for an answer follows from these lengths.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ DraftHits = NDArray[np.bool_]
 def hits_by_sample(
     target: TrainingTarget, head: TrainableHead, samples: Sequence[TrainingSample], steps: int
 ) -> dict[int, DraftHits]:
-    """Return bool [steps, len(answer)] for each sample: whether the draft of each step from each
-    root is correct."""
+    """Return a dict from the index of each sample to a bool array [steps, len(answer)], which says
+    for each draft step and each root in the answer whether the draft token is correct."""
     tokens = 16384 if target.device.type == "cuda" else 2048
     forward = UnrolledForward(head, target.embedding, dtype=target.embedding.dtype)
     row_len = max(len(s) for s in samples)
@@ -63,20 +63,19 @@ def hits_by_sample(
 
 
 def _all_batches(samples: Sequence[TrainingSample], shape: PackShape) -> Iterator[TrainingBatch]:
-    """Yield batches with every sample once, including those of an incomplete last batch."""
+    """Yield batches that contain every sample once. The last batch may be incomplete."""
     rows = pack_rows(samples, shape, np.random.default_rng(0))
     for start in range(0, len(rows), shape.rows):
         yield make_batch(samples, rows[start : start + shape.rows], shape)
 
 
 def tokens_per_round(hits: Sequence[DraftHits], chain: int, *, look_ahead: bool = False) -> float:
-    """Return the mean number of tokens per round of greedy chains of `chain` drafts over whole
-    answers.
+    """Return the mean number of tokens per round if whole answers are decoded with greedy chains of
+    `chain` draft tokens. hits: for each answer, the array from `hits_by_sample`.
 
-    With look-ahead, a chain is drafted before the target's features of the round before exist, so
-    the head continues from its own features: if that round emitted n tokens, the first token of the
-    chain is the head's n-th step without the target. `hits` must then have at least 2 * chain + 1
-    steps.
+    With look-ahead, a chain is drafted while the previous round runs, so the head reads its own
+    features for the tokens of that round. If the round emits n tokens, the first token of the chain
+    comes from draft step n, counted from 0. `hits` must then have at least 2 * chain + 1 steps.
     """
     rounds = emitted = 0
     for sample in hits:
@@ -90,8 +89,9 @@ def tokens_per_round(hits: Sequence[DraftHits], chain: int, *, look_ahead: bool 
 
 
 def step_accuracies(hits: Sequence[DraftHits]) -> dict[str, list[float]]:
-    """Return the teacher-forced accuracy by step, and the accuracy of a step if all earlier steps
-    were correct."""
+    """Return two lists with one value per draft step: `accuracy`, the share of correct draft
+    tokens, and `conditional`, this share among the roots for which all earlier steps are
+    correct."""
     steps = len(hits[0])
     plain, given = [], []
     for j in range(steps):
@@ -112,8 +112,9 @@ def held_out_report(
     steps: int = MAX_STEPS,
     chains: Sequence[int] = (2, 3, 4, 5, 6),
 ) -> dict[str, Any]:
-    """Return metrics by task and over all tasks, with and without looping answers. Look-ahead is
-    reported for the chains that `steps` allow."""
+    """Return a dict from the name of each task, and "all", to its metrics, with and without looping
+    answers. tasks: greedy answers of each task. Look-ahead is reported for the chain lengths for
+    which `steps` suffices (see `tokens_per_round`)."""
     per_task: dict[str, list[tuple[DraftHits, bool]]] = {}
     for task, samples in tasks.items():
         usable = [s for s in samples if len(s.answer) >= 2]

@@ -1,8 +1,8 @@
 """Parity check between the training forward and the serving forward of a head, on one prompt.
 
-Both run on the same target features. The first tensor that differs is reported. The following
-tensors are compared in order of computation, step by step: feature, key, value, inputs, query,
-attention, x, logits.
+Both run on the same hidden states of the target. The check compares these tensors of each draft
+step in the order of computation: feature, key, value, inputs, query, attention, x, logits. It
+reports the first one that differs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ HeadPair = tuple[DraftHead, FeatureProjection]
 
 @dataclass(frozen=True, slots=True)
 class ParityDifference:
-    """The first tensor in which the two forwards disagree."""
+    """The first tensor that differs between the two forwards: its draft step, its name and the
+    largest absolute difference."""
 
     step: int
     name: str
@@ -47,7 +48,7 @@ class ParityDifference:
 
 
 class _Recorder(Trace):
-    """Keeps the traced tensors of the only sample, without the batch dimension."""
+    """Stores the traced tensors of a batch of one row, without the batch dimension."""
 
     is_enabled = True
 
@@ -61,7 +62,8 @@ class _Recorder(Trace):
 def check_parity(
     target_dir: Path, head_dir: Path, prompt: str, *, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Compare both forwards and log the result; return 0 if all tensors agree, otherwise 1."""
+    """Compare the training and the serving forward of a head on one prompt, and log the result.
+    Return 0 if all tensors agree within the tolerance, otherwise 1."""
     target = load_target(target_dir, dtype=dtype, device=device)
     ids = ChatTokenizer(target_dir).encode_turns([prompt])[0]
     head = load_head(
@@ -84,8 +86,9 @@ def check_parity(
 
 
 def load_trainable(head_dir: Path, head: DraftHead) -> TrainableHead:
-    """Return the checkpoint as a TrainableHead, read without the serving loader. Raises ValueError
-    for heads other than plain EAGLE-3."""
+    """Load the weights of a checkpoint directly, without the serving loader, into a TrainableHead.
+    `head` is the loaded serving head, which has the configuration. Raises ValueError for EAGLE-1/2
+    heads and for EAGLE-3 heads with biases, additional norms or `norm_before_residual`."""
     config = head.config
     unsupported = (
         config.fc_norm,
@@ -114,8 +117,8 @@ def compare_forwards(
     projection: FeatureProjection,
     ids: TokenIdArray,
 ) -> ParityDifference | None:
-    """Run both forwards over `ids`, drafting from every position; return the first difference of
-    their traced tensors, or None."""
+    """Run the training and the serving forward over the token ids, drafting from every position.
+    Return the first difference between their tensors, or None if there is none."""
     sample = TrainingSample(ids[:1], ids[1:])
     shape = PackShape(rows=1, row_len=len(ids), selected_len=len(ids) - 1)
     batch = make_batch([sample], [[0]], shape).to(target.device)
@@ -141,9 +144,12 @@ def compare_forwards(
 def run_serving_head(
     head: DraftHead, projection: FeatureProjection, batch: TrainingBatch, taps: Tensor, steps: int
 ) -> dict[tuple[int, str], Tensor]:
-    """Return the tensors of the serving head by step and name, with a simple attention. Step j
-    drafts from the roots that still have a true token to read, so it has j rows fewer than step
-    0."""
+    """Run the serving head with a simple attention. Return a dict from (draft step, name) to each
+    intermediate tensor.
+
+    Step j reads the true token j positions after the one that step 0 reads. It leaves out the last
+    j roots, for which this token does not exist.
+    """
     tokens, raw = batch.next_ids_BS[0], taps[0]
     size = len(tokens) - 1
     features = projection(raw)
@@ -181,8 +187,8 @@ def run_serving_head(
 
 
 def _attend_row(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Return the attention output of one query [nq, hd] over KV [L, nkv, hd]. The softmax is in
-    fp32 or better."""
+    """Return the attention output of one query [nq, hd] over keys and values [L, nkv, hd]. The
+    softmax is computed at least in fp32."""
     group = query.shape[0] // keys.shape[1]
     keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
     scores = torch.einsum("hd,lhd->hl", query, keys) * query.shape[-1] ** -0.5

@@ -1,9 +1,10 @@
 """Tokens per round of a trained head, simulated with the serving code over greedy answers.
 
-In lock-step every draft is grown from real features up to its root. With look-ahead every round is
-assumed to be a hit, so a draft is grown one verdict earlier, from real features up to the previous
-root and from the head's own features over the tokens that the verdict accepts. A draft is accepted
-if it is the answer's next token.
+In lock-step, every draft is made when the target's features up to its root are known. With
+look-ahead, every round is assumed to be a hit (the drafter had guessed its outcome). A draft is
+then made one round earlier: the target's features are known only up to the previous root, and the
+head reads its own outputs for the tokens of the round between. A draft token is accepted if it is
+the answer's next token.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from outrider.engine.training.target import TrainingTarget
 from outrider.spec.tree import ROOT, DraftTree
 
 _TOGETHER = 64
-"""Number of answers that are drafted for together."""
+"""Number of answers that are simulated in one batch."""
 
 
 class SimulatedVerdict(NamedTuple):
-    """Verdict of one simulated round: the path to `node` is accepted and `token` follows."""
+    """Verdict of one simulated round: of the draft `tree`, the `accepted_len` nodes up to `node`
+    are accepted, and `token` is the next token of the answer."""
 
     tree: DraftTree
     node: int
@@ -41,22 +43,23 @@ class SimulatedVerdict(NamedTuple):
 
 
 class SimulatedRound(NamedTuple):
-    """One round of several answers, with the inputs to examine its drafts again."""
+    """One simulated round of several answers, with the inputs to compute its drafts again."""
 
     rows: StableRows
-    """Rows that the head computed from target features of these answers."""
+    """What the head computed from the target's features of these answers."""
     roots: Sequence[int]
-    """Index of the stable row that reads each answer's root token."""
+    """For each answer, the index of the row in `rows` that reads its root token."""
     verdicts: Sequence[SimulatedVerdict]
     ended: Sequence[bool]
-    """Whether each answer ended with this verdict; its token may then be an accepted node."""
+    """Whether each answer ended with this round. If it did, the last token does not count as
+    accepted, even if the draft has it (see `accept_draft`)."""
 
 
 RoundCallback = Callable[[SimulatedRound], None]
 
 
 class RoundCount(NamedTuple):
-    """Rounds of an answer and the tokens that they emitted."""
+    """Number of rounds of an answer, and number of tokens that they emitted."""
 
     rounds: int
     tokens: int
@@ -71,8 +74,12 @@ def simulate_rounds(
     look_ahead: bool = False,
     watch: RoundCallback | None = None,
 ) -> list[RoundCount]:
-    """Return the number of rounds and emitted tokens of each answer. The first token comes from the
-    prefill."""
+    """Simulate decoding of the samples' answers with drafts of the head. Return the number of
+    rounds and emitted tokens of each answer, without its first token, which prefill emits.
+
+    rows: what the head computed from the target's features of these samples. watch: called after
+    every round.
+    """
     answers = [sample.answer.tolist() for sample in samples]
     starts = [len(sample.prompt) - 1 for sample in samples]
     # Indices in the answers: the root, and the newest token whose features are real.
@@ -104,8 +111,8 @@ def simulate_rounds(
 
 
 def accept_draft(tree: DraftTree, answer: Sequence[int], root: int) -> SimulatedVerdict:
-    """Return the verdict on a draft that follows token `root` of a known answer. The last token of
-    the answer is not counted as drafted, even if the draft has it."""
+    """Return the verdict on a draft that follows the token with index `root` of a known answer. The
+    last token of the answer never counts as accepted, even if the draft has it."""
     children = {
         (parent, token): node
         for node, (parent, token) in enumerate(
@@ -129,11 +136,12 @@ def serving_report(
     shapes: Mapping[str, DraftShape],
     watch: Callable[[str, bool], RoundCallback] | None = None,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the mean tokens per round in lock-step and with look-ahead, and their ratio, by task,
-    over all tasks, and by shape.
+    """Simulate decoding of greedy answers and return the mean number of tokens per round.
 
-    Looping answers are left out. `watch` returns the callback for the rounds of a shape in
-    lock-step (False) or with look-ahead (True).
+    tasks: the answers of each task; looping answers are left out. shapes: the draft shapes, by
+    name. The result has, for each task and for "all", and for each name of a shape, `lock_step`,
+    `look_ahead` and `stale_over_fresh` (look-ahead divided by lock-step). `watch`, called with the
+    name of a shape and whether look-ahead is on, returns a callback for the rounds.
     """
     counts: dict[tuple[str, str, bool], list[RoundCount]] = defaultdict(list)
     for names, samples in _parts(tasks):
@@ -160,7 +168,8 @@ def serving_report(
 def _parts(
     tasks: Mapping[str, Sequence[TrainingSample]],
 ) -> Iterator[tuple[Sequence[str], Sequence[TrainingSample]]]:
-    """Yield groups of answers of similar length that do not loop, with the tasks of the answers."""
+    """Yield the answers that do not loop, in groups of similar length, each with the list of the
+    tasks of its answers."""
     clean = [
         (task, sample)
         for task, samples in tasks.items()

@@ -1,6 +1,7 @@
 """Frozen target model for training: a minimal forward of Llama-style models.
 
-B rows, S positions, H hidden, nq/nkv heads, hd head dim, V vocabulary, L cached length.
+Shapes: B rows, S positions, H hidden size, nq query heads, nkv key/value heads, hd head dimension,
+V vocabulary size, L cached length.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MODEL_TYPES = ("llama", "mistral", "qwen2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetConfig:
-    """Shape of the target."""
+    """Configuration of a target model, from its config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -41,7 +42,7 @@ class TargetConfig:
 
 
 class TargetLayer(NamedTuple):
-    """Weights of one layer, q/k/v and gate/up fused."""
+    """Weights of one layer. The q, k and v projections are one tensor, gate and up another."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -53,11 +54,12 @@ class TargetLayer(NamedTuple):
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [B,S,nq,hd], k [B,S,nkv,hd], v) -> attention output [B,S,nq,hd]."""
+"""Attention function: (layer index, q [B, S, nq, hd], k [B, S, nkv, hd], v like k) -> attention
+output [B, S, nq, hd]."""
 
 
 class TrainingTarget:
-    """Weights and forward of the target."""
+    """Frozen weights of a target model, and its forward pass."""
 
     def __init__(
         self,
@@ -84,8 +86,8 @@ class TrainingTarget:
         return self.embedding.device
 
     def compiled(self) -> TrainingTarget:
-        """Return the same weights with the pointwise operations of a layer compiled into fused
-        kernels, for callers that use few shapes."""
+        """Return a copy with the same weights whose operations before and after attention are
+        compiled by torch.compile for fixed shapes."""
         other = TrainingTarget(self.config, self.embedding, self.layers, self.norm, self.lm_head)
         other._before = torch.compile(_before_attention, dynamic=False)
         other._after = torch.compile(_after_attention, dynamic=False)
@@ -94,8 +96,8 @@ class TrainingTarget:
     def run_layers(
         self, x: Tensor, positions: Tensor, attend: Attend, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run all layers over x [B, S, H]; return the last output and the residual stream after
-        each tapped layer."""
+        """Run all layers over x [B, S, H]. Return the output of the last layer, and that of each
+        layer with an index in `taps`."""
         cos, sin = rotary(positions, self.inv_freq, x.dtype)
         recorded = {}
         c = self.config
@@ -110,8 +112,8 @@ class TrainingTarget:
     def forward(
         self, ids_BS: Tensor, positions_BS: Tensor, mask_BSS: Tensor, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Return the hidden states after the final norm, [B, S, H], and the concatenated taps, [B,
-        S, len(taps) * H]."""
+        """Return the hidden states after the final norm, [B, S, H], and the concatenated outputs of
+        the layers with an index in `taps`, [B, S, len(taps) * H]."""
         mask = mask_BSS[:, None]
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -140,7 +142,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def rotary(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [..., 1, hd] for positions [...]."""
+    """Return the cosines and sines for `rotate`, each [..., 1, hd], for positions [...]."""
     angles = positions.to(torch.float32)[..., None] * inv_freq
     angles = torch.cat((angles, angles), dim=-1)[..., None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -176,9 +178,9 @@ def _after_attention(x: Tensor, attn: Tensor, layer: TargetLayer, eps: float) ->
 def load_target(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> TrainingTarget:
-    """Load a Llama-skeleton model from a directory with config.json and safetensors files.
+    """Load a Llama-style model from a directory with config.json and safetensors files.
 
-    Raises ValueError for skeletons that cannot be trained for, and InvalidRequestError and
+    Raises ValueError for models that are not supported in training, and InvalidRequestError or
     NotFoundError for checkpoints that cannot be served.
     """
     directory = Path(path)
@@ -218,8 +220,8 @@ def _load_layer(get: Callable[[str], Tensor], has_bias: bool, prefix: str) -> Ta
 
 
 def load_target_config(directory: Path) -> TargetConfig:
-    """Read the target's config.json. Raises ValueError for model types other than Llama's and for
-    unsupported rope types."""
+    """Read the target's config.json. Raises ValueError for unsupported model types and rope
+    types."""
     raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if raw.get("model_type") not in _MODEL_TYPES:
         raise ValueError(f"model_type must be one of {_MODEL_TYPES}, not {raw.get('model_type')!r}")

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 UNROLL_STEPS = (7, 13)
-"""Number of draft steps in the first and in the second half of a run. Look-ahead drafts below an
-unverified draft, which needs twice the depth of a draft plus one step."""
+"""Number of draft steps in the first and in the second half of a run. Look-ahead needs twice the
+depth of a draft plus one step, because it continues a draft that is not verified yet."""
 WHOLE_STEPS = 5
 DEEP_SHARE = 0.25
 STEP_DECAY = 0.8
@@ -39,21 +39,25 @@ class TrainConfig:
     """Hyperparameters of one optimisation run."""
 
     steps: int
-    """Maximum number of updates; the run ends earlier if `seconds` pass first."""
+    """Maximum number of updates. The run ends earlier if it reaches its time limit."""
     seconds: float | None = None
+    """Time limit of the run; None for no limit."""
     learning_rate: float = 1e-3
     warmup_steps: int = 50
     clip_norm: float = 0.5
     step_decay: float = STEP_DECAY
-    """Weight of draft step j is step_decay ** j."""
+    """Factor between the loss weights of successive draft steps: step j has weight step_decay **
+    j."""
     unroll_early: int = UNROLL_STEPS[0]
+    """Number of draft steps in the first part of the run."""
     unroll_late: int = UNROLL_STEPS[1]
+    """Number of draft steps in the second part of the run."""
     unroll_switch: float = 0.5
-    """Share of the run after which `unroll_late` steps are unrolled."""
+    """Share of the run after which the second part begins."""
     whole_steps: int = WHOLE_STEPS
-    """Number of draft steps that run on the whole batch; deeper ones run on `deep_share` of its
-    rows."""
+    """Number of draft steps that run on the whole batch."""
     deep_share: float = DEEP_SHARE
+    """Share of the batch's rows on which all later draft steps run."""
     seed: int = 0
     log_every: int = 50
 
@@ -69,13 +73,14 @@ class TrainConfig:
 
     @property
     def deep(self) -> DeepSteps:
-        """Draft steps that run on only a part of a batch."""
+        """Which draft steps run on only a part of the batch, and on which share of its rows."""
         return DeepSteps(first=self.whole_steps, share=self.deep_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogEntry:
-    """State of a run at one of its steps; accuracies are against the target's argmax."""
+    """Metrics of one logged update. `loss` is that of the first draft step. `accuracy` has, for
+    each draft step, the share of draft tokens that equal the target's argmax."""
 
     step: int
     seconds: float
@@ -91,10 +96,11 @@ class RunResult:
     steps: int
     seconds: float
     tokens: int
-    """Number of packed token positions trained on, including prompts."""
+    """Number of token positions in the batches of the run, including prompts and without
+    padding."""
     epochs: float
     final_loss: float
-    """Mean loss of the first draft step over the last fifth of the logged steps."""
+    """Mean loss of the first draft step over the last fifth of the logged updates."""
     log: list[LogEntry]
 
 
@@ -102,7 +108,7 @@ Checkpoint = Callable[[int], None]
 
 
 class Trainer:
-    """Trains one head on samples of a frozen target."""
+    """Trains a draft head on answers of a frozen target model."""
 
     def __init__(
         self,
@@ -120,8 +126,8 @@ class Trainer:
     def pick_learning_rate(
         self, head: TrainableHead, rates: Sequence[float], steps: int, config: TrainConfig
     ) -> tuple[float, dict[str, float]]:
-        """Train a copy of `head` for `steps` updates at each rate; return the rate with the lowest
-        final loss, and all losses."""
+        """Train a copy of `head` for `steps` updates at each learning rate. Return the rate with
+        the lowest final loss, and a dict from each rate, as text, to its final loss."""
         losses: dict[str, float] = {}
         for rate in rates:
             trial = copy.deepcopy(head)
@@ -146,7 +152,8 @@ class Trainer:
         checkpoint: Checkpoint | None = None,
         checkpoint_s: float = 120.0,
     ) -> RunResult:
-        """Train `head` in place."""
+        """Train `head` in place until the number of updates or the time limit is reached.
+        `checkpoint` is called with the number of the update about every `checkpoint_s` seconds."""
         device = self._target.device
         forward = UnrolledForward(
             head,
@@ -196,7 +203,7 @@ class Trainer:
         config: TrainConfig,
         step: int,
     ) -> LogEntry | None:
-        """Run one optimiser step. Return a log entry if this step is to be logged, else None."""
+        """Run one optimiser update. Return a log entry if this update is logged, else None."""
         with torch.no_grad():
             final, taps = self._target.forward(
                 batch.ids_BS,
@@ -227,7 +234,7 @@ class Trainer:
         )
 
     def _stream(self, seed: int) -> Iterator[TrainingBatch]:
-        """Yield batches without end, laid out in advance by a background thread."""
+        """Yield batches without end. A background thread prepares them in advance."""
         ready: queue.Queue[TrainingBatch] = queue.Queue(maxsize=8)
         stop = threading.Event()
 
@@ -256,7 +263,7 @@ class Trainer:
 
 
 def _optimiser(head: TrainableHead, device: torch.device) -> torch.optim.Optimizer:
-    """Return AdamW over the fp32 master weights; the schedule sets the rate before every step."""
+    """Return AdamW over the fp32 master weights. Its learning rate is set before every update."""
     return torch.optim.AdamW(
         head.parameters(),
         lr=1.0,
@@ -267,13 +274,14 @@ def _optimiser(head: TrainableHead, device: torch.device) -> torch.optim.Optimiz
 
 
 def _progress(step: int, elapsed: float, config: TrainConfig) -> float:
-    """Return the share of the run that is done, by steps or by time, whichever is larger."""
+    """Return the completed share of the run: of its updates or of its time, whichever is larger."""
     by_steps = step / max(1, config.steps)
     return by_steps if config.seconds is None else max(by_steps, elapsed / config.seconds)
 
 
 def _learning_rate(step: int, progress: float, config: TrainConfig) -> float:
-    """Return the learning rate of a step: a linear warm-up, then a cosine down to a hundredth."""
+    """Return the learning rate of an update. The schedule is a cosine with linear warm-up. The
+    cosine factor does not fall below 0.01."""
     warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
     return config.learning_rate * warm * max(0.01, cosine)

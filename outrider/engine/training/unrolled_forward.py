@@ -1,17 +1,20 @@
 """Unrolled forward of a trainable EAGLE-3 head (training-time test).
 
-Shapes: B rows, S positions, Q selected (answer) positions, H hidden size, nq query heads, nkv
-key/value heads, hd head dimension, Vd draft vocabulary size, T draft rows that a later draft row
-may see. Only selected positions are drafted from; every position writes KV.
+Shapes: B rows, S positions per row, Q selected positions per row (those that predict a token of an
+answer), H hidden size, nq query heads, nkv key/value heads, hd head dimension, Vd draft vocabulary
+size, T earlier draft steps to which a draft step may attend.
 
-At step j the row of selected slot s represents position i(s). It reads the token t_{i+1+j} and its
-own output of step j-1, attends to the KV of real features up to i and to its own rows of steps
-1..j, has RoPE position i + j, and predicts t_{i+2+j}. Answer positions are contiguous, so a shift
-by j along Q is a shift by j in the text within the same document.
+All positions have keys and values from features of the target. Drafts start only at selected
+positions. At draft step j, the row of the selected position i reads the token t_{i+1+j} and, for j
+> 0, its own output of step j-1 (at step 0, the target's features). It attends to the keys and
+values up to position i and to its own ones of steps 1 to j. It has the RoPE position i + j and
+predicts t_{i+2+j}. The positions of an answer are contiguous, so a shift by j along Q is a shift by
+j tokens within the same sample.
 
-Every step costs a block, the logits and their share of memory. Deep steps, which look-ahead needs
-(a chain of K below an unverified chain of K takes 2K + 1 steps), may therefore run on the first
-rows of a batch only. Rows are in random order, so their mean loss is an unbiased estimate.
+Every draft step runs the head's block and the logits, and needs memory for both. Look-ahead needs
+many steps: a chain of K tokens below an unverified chain of K tokens takes 2K + 1. The last ones,
+the deep steps, may therefore run only on the first rows of a batch. Rows are in random order, so
+the mean loss of these rows is an unbiased estimate.
 """
 
 from __future__ import annotations
@@ -30,17 +33,18 @@ from outrider.engine.training.head import TrainableHead
 from outrider.engine.training.target import TrainingTarget, rotary, rotate
 
 MAX_STEPS = 16
-"""Maximum number of draft steps; labels are padded by as many slots."""
+"""Maximum number of draft steps. `Labels` are padded by this number of positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSteps:
-    """Draft steps that run on only a part of the batch."""
+    """Which draft steps (deep steps) run on only a part of the batch, and on which part."""
 
     first: int
-    """Index of the first deep step, at least 1; earlier steps run on the whole batch."""
+    """Index of the first deep step, at least 1. Earlier steps run on the whole batch."""
     share: float
-    """Share of the batch's rows that deep steps run on, within (0, 1]; at least one row is used."""
+    """Share of the batch's rows on which deep steps run, within (0, 1]. At least one row is
+    used."""
 
     def __post_init__(self) -> None:
         if self.first < 1:
@@ -49,48 +53,51 @@ class DeepSteps:
             raise ValueError(f"the share of deep steps must be within (0, 1], not {self.share}")
 
     def rows(self, batch_rows: int) -> int:
-        """Return the number of rows of a batch that deep steps run on."""
+        """Return on how many of the batch's rows deep steps run."""
         return max(1, round(self.share * batch_rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unrolled:
-    """Outputs of the unrolled forward, a list entry for each step; deep steps have fewer rows."""
+    """Outputs of the unrolled forward. Each list has one tensor per draft step; those of deep steps
+    have fewer rows."""
 
     losses: list[Tensor]
-    """Mean loss over the step's valid rows, scalar."""
+    """Scalars: mean loss over the valid positions whose label is in the draft vocabulary."""
     correct: list[Tensor]
-    """Bool [B, Q]: whether the draft's argmax is the label."""
+    """Bool [B, Q]: whether the argmax of the head's logits is the label."""
     valid: list[Tensor]
-    """Bool [B, Q]: whether the row has a label."""
+    """Bool [B, Q]: whether the position has a label, that is, whether the sample has a token
+    there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """Prediction targets along the selected slots."""
+    """What the head should predict at each selected position."""
 
     probs_BQV: Tensor
-    """The target's distribution restricted to the draft vocabulary, padded by MAX_STEPS slots."""
+    """[B, Q + MAX_STEPS, Vd]: the target's distribution of the next token, restricted to the draft
+    vocabulary; the last MAX_STEPS positions are padding."""
     ids_BQ: Tensor
-    """Draft id of the true label, -1 if the label is outside the draft vocabulary; padded like
-    `probs_BQV`."""
+    """Int64 [B, Q + MAX_STEPS]: draft id of the next token; -1 if it is outside the draft
+    vocabulary. Padded like `probs_BQV`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Inputs of every draft step, all cut to the first rows for deep steps."""
+    """Inputs of all draft steps. Deep steps use only their first rows."""
 
     keys: Tensor
-    """[B, S, nkv, hd]: keys of real features; `values` has the same shape."""
+    """[B, S, nkv, hd]: keys computed from features of the target; `values` has the same shape."""
     values: Tensor
     mask: Tensor
-    """Bool [B, Q, S]: whether a selected slot attends to a real row."""
+    """Bool [B, Q, S]: whether a selected position attends to each position of its row."""
     ids: Tensor
-    """Int64 [B, Q + MAX_STEPS]: the token that a slot reads at step 0, padded."""
+    """Int64 [B, Q + MAX_STEPS]: the token that a selected position reads at step 0, padded."""
     documents: Tensor
-    """Int64 [B, Q + MAX_STEPS]: document of each slot, -1 for padding."""
+    """Int64 [B, Q + MAX_STEPS]: index of the sample of each selected position, -1 for padding."""
     positions: Tensor
-    """Int64 [B, Q]: position of each slot."""
+    """Int64 [B, Q]: position of each selected position within its sample."""
     probs: Tensor
     """`Labels.probs_BQV`; `label_ids` is `Labels.ids_BQ`."""
     label_ids: Tensor
@@ -113,8 +120,8 @@ class UnrolledForward:
         max_steps: int = MAX_STEPS,
         deep: DeepSteps | None = None,
     ) -> None:
-        """`max_steps`: maximum number of steps of a call; compiled code is laid out for this
-        number."""
+        """`max_steps`: maximum number of draft steps of a call, for which compiled code allocates
+        its tensors. `deep`: which steps run on only a part of the batch; None for none."""
         if not 1 <= max_steps <= MAX_STEPS:
             raise ValueError(f"steps must be within 1..{MAX_STEPS}, not {max_steps}")
         self.head = head
@@ -140,8 +147,8 @@ class UnrolledForward:
         steps: int,
         trace: Trace | None = None,
     ) -> Unrolled:
-        """Return losses and correct drafts of `steps` draft steps, of which the first reads real
-        features."""
+        """Run `steps` draft steps and return their losses and which drafts are correct. The first
+        step reads features of the target, the others read the head's own outputs."""
         if not 1 <= steps <= self._max_steps:
             raise ValueError(f"steps must be within 1..{self._max_steps}, not {steps}")
         trace = trace or Trace()
@@ -177,8 +184,9 @@ class UnrolledForward:
         return Unrolled(losses=losses, correct=correct, valid=valid_steps)
 
     def _num_draft_rows(self, step: int) -> int:
-        """Return the number of draft rows that a step is laid out for. Compiled code has one shape
-        before and one after the batch is cut; otherwise it is the number of existing rows."""
+        """Return for how many earlier draft steps the tensors of a step have space. Compiled code
+        has one shape for steps on the whole batch and one for deep steps. Otherwise the number is
+        that of the existing earlier steps, and at least 1."""
         if not self._compiled:
             return max(1, step)
         first = min(self._deep.first, self._max_steps)
@@ -187,7 +195,8 @@ class UnrolledForward:
     def _scored(
         self, w: dict[str, Tensor], x: Tensor, rows: _Rows, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss of a step, which drafts are correct, and which rows have a label."""
+        """Return the loss of a draft step, which drafts are correct, and which positions have a
+        label."""
         width = x.shape[1]
         there = slice(step + 1, step + 1 + width)
         ids, document = rows.label_ids[:, there], rows.documents[:, there]
@@ -251,13 +260,13 @@ class UnrolledForward:
 
 
 class Trace:
-    """Collects named tensors by step; the base class drops them."""
+    """Receives the intermediate tensors of each draft step. This base class discards them."""
 
     is_enabled = False
-    """Whether to compute tensors that are only needed for the trace."""
+    """Whether to compute also those tensors that only the trace needs."""
 
     def add(self, step: int, name: str, value: Tensor) -> None:
-        """Record `value` under (step, name)."""
+        """Receive the tensor `name` of draft step `step`."""
 
 
 def _take(rows: Tensor, index_BQ: Tensor) -> Tensor:
@@ -267,9 +276,9 @@ def _take(rows: Tensor, index_BQ: Tensor) -> Tensor:
 def _in_process_rows(
     own: list[tuple[Tensor, Tensor]], like_k: Tensor, like_v: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Stack the draft rows so far, padded to `size`.
+    """Stack the keys and values of the draft steps so far, padded to `size` steps (T).
 
-    Returns keys and values [B, Q, T, nkv, hd] and a bool [T] that is True for existing rows.
+    Returns keys and values [B, Q, T, nkv, hd] and a bool [T] that is True for existing steps.
     """
     missing = size - len(own)
     present = torch.arange(size, device=like_k.device) < len(own)
@@ -309,8 +318,8 @@ def _attend(
     own_values: Tensor,
     present: Tensor,
 ) -> Tensor:
-    """Return the attention output of one softmax over the stable rows [B, S] under `mask` [B, Q, S]
-    and each row's own [T] rows."""
+    """Return the attention output of each selected position. It is one softmax over the positions
+    of the row under `mask` [B, Q, S] and over its own T earlier draft steps."""
     batch, width, num_q, head_dim = q.shape
     num_kv = keys.shape[2]
     grouped = q.view(batch, width, num_kv, num_q // num_kv, head_dim).permute(0, 2, 3, 1, 4)
@@ -339,7 +348,8 @@ def _finish(residual: Tensor, attended: Tensor, block: tuple[Tensor, ...], eps: 
 def _score(
     x: Tensor, norm: Tensor, lm_head: Tensor, probs: Tensor, counted: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean cross entropy against the soft labels, and the argmax of the draft."""
+    """Return the mean cross entropy against the target's distributions `probs`, over the positions
+    in `counted`, and the argmax of the head's logits."""
     logits = F.linear(rms_norm(x, norm, eps), lm_head).float()
     per_row = -(probs * logits.log_softmax(-1)).sum(-1)
     loss = (per_row * counted).sum() / counted.sum().clamp_min(1)
@@ -350,14 +360,16 @@ def _score(
 def make_labels(
     head: TrainableHead, target: TrainingTarget, final_BSH: Tensor, batch: TrainingBatch
 ) -> Labels:
-    """Return soft labels and the target's argmax along the selected slots."""
+    """Return the labels of all selected positions: the target's distributions and their argmax.
+    final_BSH: the target's hidden states after its final norm."""
     logits = target.logits(_take(final_BSH, batch.selected_BQ))
     return labels_from_ids(head, logits, logits.argmax(-1))
 
 
 @torch.no_grad()
 def labels_from_ids(head: TrainableHead, logits_BQV: Tensor, ids_BQ: Tensor) -> Labels:
-    """Return labels whose true ids are given, for example the tokens of a greedy answer."""
+    """Return labels with the distributions of the target's logits and with given next tokens
+    `ids_BQ` (target ids), for example those of a greedy answer."""
     target_ids = head.target_ids.to(ids_BQ.device)
     draft_ids = torch.full((logits_BQV.shape[-1],), -1, device=ids_BQ.device)
     draft_ids[target_ids] = torch.arange(len(target_ids), device=ids_BQ.device)

@@ -1,4 +1,4 @@
-"""Draft vocabulary builder: the target ids seen most often in answers."""
+"""Draft vocabulary builder: the target ids that are most frequent in answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from outrider.engine.training.data import TokenIdArray
 
 @dataclass(frozen=True, slots=True)
 class TrainingVocabulary:
-    """Sorted target ids of the draft vocabulary, and the share of answer tokens they cover."""
+    """Sorted target ids of a draft vocabulary, and its coverage: the share of answer tokens that
+    are in it."""
 
     target_ids: NDArray[np.int64]
     coverage: float
@@ -22,8 +23,8 @@ class TrainingVocabulary:
 def build_vocabulary(
     answers: Iterable[TokenIdArray], vocab_size: int, draft_size: int, always: Sequence[int] = ()
 ) -> TrainingVocabulary:
-    """Return the `draft_size` most frequent ids. Ids in `always` are included first; low ids break
-    ties."""
+    """Return a draft vocabulary of the `draft_size` most frequent ids of the answers. The ids in
+    `always` are included first. Of equally frequent ids, the lower ones are included."""
     counts = _count(answers, vocab_size)
     rank = counts.astype(np.float64)
     rank[list(always)] = np.inf
@@ -34,7 +35,8 @@ def build_vocabulary(
 def given_vocabulary(
     answers: Iterable[TokenIdArray], vocab_size: int, target_ids: NDArray[np.int64]
 ) -> TrainingVocabulary:
-    """Return the vocabulary of an existing head, with its coverage of `answers`."""
+    """Return the draft vocabulary `target_ids` of an existing head, with its coverage of the
+    answers."""
     return _vocabulary(target_ids, _count(answers, vocab_size))
 
 

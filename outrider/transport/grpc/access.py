@@ -54,8 +54,8 @@ class AccessGuard:
     def __init__(
         self, access: AccessRules, roles: Mapping[str, tuple[CertificateRole, ...]]
     ) -> None:
-        """`roles` maps full service names to the roles that may call the service. Any certificate
-        may call a service without an entry."""
+        """`roles` maps the full name of a service to the roles that may call it. Callers with any
+        certificate may call a service that is not in `roles`."""
         self._access = access
         self._roles = roles
 
@@ -68,7 +68,8 @@ class AccessGuard:
 
     def role_check(self, method: str) -> Callable[[Context], None] | None:
         """Return a function that checks the caller's certificate for a method, or None if the
-        method needs no check. The function raises PermissionDeniedError."""
+        method needs no check. The function raises PermissionDeniedError if no role of the
+        certificate may call the method."""
         roles = self._roles.get(_service_of(method), ())
         if not roles or not self._access.require_client or self._access.tls.cert is None:
             return None

@@ -21,8 +21,8 @@ def server_credentials(
     require_client: bool,
     on_handshake: Callable[[], None] = lambda: None,
 ) -> grpc.ServerCredentials:
-    """Return server credentials that use the certificate files' present content for each new
-    connection.
+    """Return server credentials that read the certificate files again when they have changed, so
+    that each new connection uses their present content.
 
     `on_handshake` is called at the beginning of each TLS handshake, on a thread of gRPC; the end of
     a handshake cannot be observed. Raises FailedPreconditionError (BAD_TLS) if files are missing or
@@ -54,13 +54,14 @@ def server_credentials(
 
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    """Return the credentials of a client's channel from the present content of the files."""
+    """Return the credentials of a client's channel, made from the present content of the files."""
     found = files.current_material()
     return grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
 
 
 def names_of(context: Context) -> tuple[str, ...]:
-    """Return the names in the certificate of an RPC's caller; empty if the caller has none."""
+    """Return the names in the certificate of an RPC's caller. The result is empty if the caller has
+    no certificate."""
     values = context.auth_context().get(_NAMES, ())
     return tuple(value.decode("utf-8", "replace") for value in values)
 

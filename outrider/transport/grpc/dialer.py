@@ -46,8 +46,8 @@ class _GrpcClient:
     def __init__(
         self, line: Callable[[], DrainingChannel], address: str, config: GrpcConfig
     ) -> None:
-        """Create a client. `line` returns the channel and is called for each call, because
-        certificates may have been replaced since the last one."""
+        """Create a client. `line` returns the channel. It is called before each RPC, because
+        certificates may have been replaced since the last RPC."""
         self._line = line
         self._address = address
         self._config = config
@@ -70,8 +70,9 @@ class GrpcVerifier(_GrpcClient, SessionIteratorMixin):
         config: GrpcConfig,
         shm_channels: Callable[[], ShmListener | None],
     ) -> None:
-        """Create a client. `shm_channels` returns the listener for verifiers on this host, or None
-        if shared-memory channels are not used. `line` is as in `_GrpcClient`."""
+        """Create a client. `shm_channels` returns the listener that a verifier on this host can
+        join, or None if shared-memory channels are not used. `line` returns the channel and is
+        called before each RPC."""
         super().__init__(line, address, config)
         self._shm_channels = shm_channels
 
@@ -80,7 +81,7 @@ class GrpcVerifier(_GrpcClient, SessionIteratorMixin):
         return decode_verifier_info(await self._call(VERIFIER_SERVICE, "GetInfo", EMPTY))
 
     async def sessions(self) -> RouterConnection:
-        """Open a stream of sessions. Raises UnavailableError."""
+        """Open a session stream to the verifier. Raises UnavailableError."""
         listener = self._shm_channels()
         if listener is None:
             frames: FrameStream = _client_frames(await self._begun(()), self._address)
@@ -93,8 +94,8 @@ class GrpcVerifier(_GrpcClient, SessionIteratorMixin):
         return await _answered(call, self._address, self._config)
 
     async def _by_shm_channel(self, listener: ShmListener) -> FrameStream:
-        """Return the frames of a session stream, which uses a shared-memory channel if the verifier
-        joins it."""
+        """Open a session stream and return its frames. They use a shared-memory channel if the
+        verifier joins it."""
         offer = listener.make_offer()
         try:
             call = await self._begun(offer_metadata(offer))
@@ -141,13 +142,13 @@ class GrpcDrafter(_GrpcClient):
 
 
 class GrpcDialer:
-    """Dials other processes; all calls to an address share one channel."""
+    """Opens connections to other processes over gRPC. All calls to an address share one channel."""
 
     def __init__(self, config: GrpcConfig | None = None, *, tls: TlsConfig | None = None) -> None:
         """Create a dialer. With `tls`, peers are identified by the names in their certificates,
         regardless of their addresses.
 
-        Raises FailedPreconditionError (BAD_TLS).
+        Raises FailedPreconditionError (BAD_TLS) if the TLS files cannot be used.
         """
         self._config = config or GrpcConfig()
         self._tls = tls if tls is not None and tls.enabled else None
@@ -242,7 +243,8 @@ class GrpcDialer:
 async def _answered(
     call: grpc.aio.StreamStreamCall[bytes, bytes], address: str, config: GrpcConfig
 ) -> grpc.aio.StreamStreamCall[bytes, bytes]:
-    """Wait until the call's handler runs and return the call. Raises UnavailableError."""
+    """Wait until the server has started the call's handler, then return the call. Raises
+    UnavailableError."""
     try:
         async with asyncio.timeout(config.connect_timeout_s):
             # Answered by the server's initial metadata: the handler is running.

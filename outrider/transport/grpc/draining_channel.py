@@ -13,8 +13,8 @@ Call = grpc.aio.UnaryUnaryCall[bytes, bytes] | grpc.aio.StreamStreamCall[bytes, 
 
 
 class DrainingChannel:
-    """A gRPC channel that counts its calls and can be closed when all have ended. Use it on one
-    event loop only."""
+    """A gRPC channel that counts its calls and can be closed when all of them have ended. It may be
+    used on one event loop only."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
@@ -39,8 +39,8 @@ class DrainingChannel:
         return call
 
     def close_after_calls(self, on_closed: Callable[[DrainingChannel], object]) -> None:
-        """Close the channel when its last call has ended, or now if there is none, and then call
-        `on_closed`. No call may begin after this."""
+        """Close the channel when its last call has ended, or now if no call is running. Then call
+        `on_closed`. No call may begin after this method was called."""
         self._on_closed = on_closed
         self._close_if_idle()
 

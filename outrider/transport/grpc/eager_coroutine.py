@@ -1,4 +1,4 @@
-"""Eagerly started coroutines: they run to their first wait at once, and continue in a task."""
+"""Coroutines that start immediately, run to their first wait, and continue in a task."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 class EagerCoroutine:
-    """A coroutine that has already run to its first wait. Awaiting it, once and in a task, runs the
-    rest.
+    """A coroutine that has already run to its first wait. Awaiting it runs the rest. It must be
+    awaited in a task, and only once.
 
     An exception of the coroutine is raised by the await, even if the first step raised it. A
     coroutine that is never awaited is closed when it is garbage-collected. The first step runs in

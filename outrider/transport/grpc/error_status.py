@@ -55,8 +55,9 @@ async def abort_call(context: Context, error: BaseException) -> NoReturn:
 
 
 def _details(error: grpc.aio.AioRpcError) -> tuple[ErrorInfo, float | None]:
-    """Return Outrider's ErrorInfo (empty if there is none) and the retry delay in seconds, or None.
-    The details come from the peer and are not trusted."""
+    """Return Outrider's ErrorInfo, which is empty if the error has none, and the retry delay in
+    seconds, which is None if the error has none. The details come from the peer and are not
+    trusted."""
     found, retry_after_s = ErrorInfo(), None
     for key, value in error.trailing_metadata() or ():
         if key != _DETAILS_KEY or not isinstance(value, bytes):
@@ -72,8 +73,8 @@ def _details(error: grpc.aio.AioRpcError) -> tuple[ErrorInfo, float | None]:
 
 
 def to_typed_error(error: grpc.aio.AioRpcError, *, peer: str = "") -> OutriderError:
-    """Return the typed error of a failed RPC. `peer` is put into the message of errors that gRPC
-    itself raised."""
+    """Return the typed error of a failed RPC. If gRPC itself raised the error, its message begins
+    with `peer`."""
     info, retry_after_s = _details(error)
     kind, reason = info.metadata.get(_KIND_KEY, ""), info.reason
     message = error.details() or error.code().name
@@ -89,11 +90,11 @@ def to_typed_error(error: grpc.aio.AioRpcError, *, peer: str = "") -> OutriderEr
 
 
 def to_lost_error(error: grpc.aio.AioRpcError, *, peer: str) -> OutriderError:
-    """Return the typed error of a failed RPC that its caller has not cancelled; errors of gRPC
-    itself that mean a lost peer become ConnectionLostError.
+    """Return the typed error of a failed RPC, or a ConnectionLostError if gRPC itself reports that
+    the peer is lost. The caller must not have cancelled the RPC.
 
-    These are UNAVAILABLE; CANCELLED, because a server that ends cancels its calls; and INTERNAL,
-    because gRPC reports a write to a dead peer in this way.
+    gRPC reports a lost peer by one of three statuses: UNAVAILABLE; CANCELLED, because a server that
+    ends cancels its calls; or INTERNAL, after a write to a dead peer.
     """
     typed = to_typed_error(error, peer=peer)
     lost = isinstance(typed, CancelledRequestError | InternalError)

@@ -1,4 +1,4 @@
-"""Health service grpc.health.v1 on grpc.aio; every watcher receives every change of its service."""
+"""Health service (grpc.health.v1) on grpc.aio, whose `Watch` streams report status changes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from outrider.errors import NotFoundError, ResourceExhaustedError
 from outrider.transport.grpc.error_status import Context
 
 SERVICE_NAME = "grpc.health.v1.Health"
-"""Name of the health service. Its own status is serving as long as the process answers."""
+"""Name of the health service. Its status under this name says whether the process is alive
+(`GrpcServer.set_live`)."""
 MAX_WATCHERS = 64
 """Maximum number of simultaneous `Watch` streams. It is limited because anybody may open them."""
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Health service: the serving status of each service by name; "" is the name of the whole
-    server."""
+    """Health service that reports the serving status of each service by name. The name "" stands
+    for the whole server."""
 
     def __init__(self) -> None:
         self._status: dict[str, int] = {}
@@ -44,7 +45,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: Any, context: Context) -> None:
-        """Yield the status of a service now and at every change, until the RPC ends."""
+        """Send the status of a service to the watcher now and when it has changed, until the RPC
+        ends. Raises RESOURCE_EXHAUSTED if MAX_WATCHERS streams are open."""
         if self._watchers >= MAX_WATCHERS:
             raise ResourceExhaustedError("too many watch already", reason="TOO_MANY_WATCHERS")
         self._watchers += 1

@@ -22,7 +22,7 @@ Check = Callable[[Context], None]
 
 
 class _Malformed:
-    """Placeholder of a request that could not be parsed, until the handler can answer with an
+    """Placeholder for a request that could not be parsed. The handler's wrapper answers it with an
     error."""
 
 
@@ -46,8 +46,8 @@ def _check(request: Any) -> Any:
 
 
 def _guard(handler: Handler, check: Check | None) -> Handler:
-    """Wrap a handler with an access check, and map the errors of both to gRPC statuses. An async
-    generator stays an async generator."""
+    """Wrap a handler with an access check, and map the errors of both to gRPC statuses. The wrapper
+    of an async generator is an async generator too."""
     if isasyncgenfunction(handler):
 
         async def stream(request: Any, context: Context) -> AsyncGenerator[Any]:
@@ -88,8 +88,8 @@ def _refusal(error: OutriderError) -> MethodHandler:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Rejects unauthorised callers and maps errors to gRPC statuses: `outrider.errors` to statuses
-    with details, all others to INTERNAL with a log entry."""
+    """Rejects unauthorised callers and maps errors to gRPC statuses. An error of `outrider.errors`
+    gets a status with details. Any other error is logged and gets the status INTERNAL."""
 
     def __init__(self, guard: AccessGuard) -> None:
         self._guard = guard

@@ -23,9 +23,11 @@ class GrpcConfig:
     """Settings shared by servers and clients."""
 
     keepalive_time_s: float = 2.0
-    """Idle time of a transport in seconds after which it is probed; in [1, 10]."""
+    """Time in seconds without traffic after which a keepalive ping is sent on a connection; in [1,
+    10]."""
     keepalive_timeout_s: float = 2.0
-    """Time in seconds without an answer to a probe after which the transport counts as dead."""
+    """Time in seconds without an answer to a keepalive ping after which the connection counts as
+    lost."""
     connect_timeout_s: float = 5.0
     """Time limit for opening an exchange, in seconds."""
     control_timeout_s: float = 5.0
@@ -36,21 +38,19 @@ class GrpcConfig:
     """Largest size in bytes of one message that a server accepts; values above max_message_bytes
     have no effect."""
     max_connections: int = 1024
-    """Largest number of connections that a server accepts at once; further ones are closed."""
+    """Largest number of open connections of a server. It closes further ones."""
     max_calls: int = 8192
-    """Largest number of calls that a server serves at once; further ones are refused with
-    RESOURCE_EXHAUSTED.
-    """
+    """Largest number of calls that a server handles concurrently. It refuses further ones with
+    RESOURCE_EXHAUSTED."""
     max_streams: int = 4096
-    """Largest number of calls of one connection that are served at once; further ones wait at the
-    client.
-    """
+    """Largest number of calls of one connection that a server handles concurrently. Further ones
+    wait at the client."""
     share_port: bool = False
     """Whether other processes may listen on the same port; the system assigns each connection to
     one of them."""
     shm_channels: bool = False
-    """Whether session streams use shared-memory channels if both ends are on one host and enable
-    them."""
+    """Whether session streams use shared-memory channels. They do if both ends are on one host and
+    have this setting."""
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     """Heartbeats of exchanges, and of a router's end of a session stream."""
     sessions_heartbeat: HeartbeatConfig = field(default_factory=router_heartbeat)
@@ -82,7 +82,7 @@ def _common(config: GrpcConfig) -> ChannelOptions:
     return [
         ("grpc.keepalive_time_ms", round(config.keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
-        # Without this one a stopped peer is noticed after the default of 60 s.
+        # Without this option a stopped peer is noticed after the default of 60 s.
         ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
@@ -107,9 +107,11 @@ def server_options(config: GrpcConfig) -> ChannelOptions:
     """
     return [
         *_common(config),
-        # Its macro in C has `recv` in its name, the option has not; unknown ones are ignored.
+        # gRPC's C macro for this option has `recv` in its name, but the option itself has not, and
+        # gRPC ignores unknown options.
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
-        # A client that was stopped for a while sends late ones in a row; a flood is cut off.
+        # A client that was stopped for a while sends its late pings in a row. A client that sends
+        # more of them is disconnected.
         ("grpc.http2.max_ping_strikes", _MAX_PING_STRIKES),
         (
             "grpc.max_receive_message_length",
@@ -119,8 +121,8 @@ def server_options(config: GrpcConfig) -> ChannelOptions:
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", config.max_streams),
         ("grpc.max_allowed_incoming_connections", config.max_connections),
-        # Otherwise somebody who connects and says nothing is waited for two minutes.
+        # Otherwise the server waits two minutes for a client that connects and sends nothing.
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-        # Two servers on one port share its connections at random, unless that is what is wanted.
+        # Off by default, because two servers on one port would share its connections at random.
         ("grpc.so_reuseport", int(config.share_port)),
     ]

@@ -23,7 +23,8 @@ _HEALTH_PORT = GrpcConfig(max_connections=16, max_calls=64, max_receive_bytes=40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcService:
-    """A service to serve: its name, its registration and the certificate roles that it accepts."""
+    """A gRPC service of a server: its name, its registration and the certificate roles that it
+    accepts."""
 
     name: str
     """Full name, including the package; also the service's name in the health service."""
@@ -31,13 +32,13 @@ class GrpcService:
     """Function that adds the handlers to a server, such as a generated `add_XServicer_to_server`
     bound to a servicer."""
     roles: tuple[CertificateRole, ...] = ()
-    """Roles of the client certificates that the port accepts, if it requires certificates; empty
-    accepts every role."""
+    """Certificate roles whose holders may call the service, if the server requires client
+    certificates. Empty accepts every role."""
 
 
 class GrpcServer:
-    """Serves gRPC services on one address, with health checks and reflection. Health reports
-    NOT_SERVING until `set_serving`."""
+    """Serves gRPC services on one address, with health checks and reflection. The health service
+    reports NOT_SERVING until `start` or `set_serving` sets it to serving."""
 
     def __init__(
         self,
@@ -49,10 +50,12 @@ class GrpcServer:
         health_address: str = "",
     ) -> None:
         """Create a server. `address` is host:port; with port 0 the system chooses a free port.
-        Without `access`, connections are plain text and anybody may call. `health_address` is the
-        host:port of a second port that serves only the health service, in plain text and with few
-        connections, so that a supervisor can always reach it, without a certificate and regardless
-        of the load; "" disables it."""
+        Without `access`, connections are plain text and anybody may call.
+
+        `health_address` is the host:port of a second port that serves only the health service; ""
+        disables it. This port uses plain text, needs no certificate and limits its connections
+        separately, so that a supervisor can reach it under any load.
+        """
         self._address = address
         self._health_address = health_address
         self._services = tuple(services)
@@ -74,8 +77,9 @@ class GrpcServer:
         return self._health_address
 
     async def start(self, *, serving: bool = True) -> str:
-        """Bind the address, start to serve, and return the address with the real port. Raises
-        FailedPreconditionError if the address cannot be bound or the certificate cannot be used."""
+        """Bind the address, start the server, and return the address with the real port. `serving`
+        is the first status that the health service reports. Raises FailedPreconditionError if the
+        address cannot be bound or the certificate cannot be used."""
         guard = AccessGuard(self._access, {each.name: each.roles for each in self._services})
         server = grpc.aio.server(
             interceptors=(ErrorInterceptor(guard),),
@@ -97,7 +101,7 @@ class GrpcServer:
         self._address = _with_port(self._address, port)
         if self._health_address:
             await self._start_health()
-        # Its own status says that the process answers, whatever it serves: for liveness probes.
+        # The health service's own status says only that the process answers, for liveness probes.
         self._health.set_serving((health.SERVICE_NAME,), serving=True)
         await server.start()
         self._server = server
@@ -105,7 +109,8 @@ class GrpcServer:
         return self._address
 
     async def _start_health(self) -> None:
-        """Serve health on its own port. Raises FailedPreconditionError if it cannot be bound."""
+        """Serve the health service on its own port. Raises FailedPreconditionError if it cannot be
+        bound."""
         server = grpc.aio.server(
             interceptors=(ErrorInterceptor(AccessGuard(AccessRules(), {})),),
             options=server_options(_HEALTH_PORT),
@@ -131,7 +136,7 @@ class GrpcServer:
         return server.add_secure_port(self._address, credentials)
 
     def set_serving(self, serving: bool) -> None:
-        """Set whether health reports all services, and the server as a whole, as serving."""
+        """Set whether the health service reports the server and all its services as serving."""
         if self._health is not None:
             names = ("", *(service.name for service in self._services))
             self._health.set_serving(names, serving=serving)

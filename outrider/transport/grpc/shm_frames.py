@@ -1,4 +1,4 @@
-"""Stream whose frames use a shared-memory channel instead of the gRPC call (same host).
+"""Stream whose frames use a shared-memory channel instead of its gRPC call (on one host).
 
 The gRPC call stays open, because its metadata set up the shared-memory channel and its end reports
 the end of the peer. Frames do not use the call, because the threads and tasks of grpc.aio cost
@@ -64,12 +64,12 @@ class ShmFrames:
         return self._inbox.size
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame, after waiting while the queue is full. Raises ConnectionLostError."""
+        """Wait until the queue has space, then queue a frame. Raises ConnectionLostError."""
         while not self.try_send(frame):
             await self._room.wait()
 
     def try_send(self, *frames: bytes) -> bool:
-        """Queue all frames and return True, or none and return False if the queue is full.
+        """Queue all frames and return True. If the queue is full, queue none and return False.
 
         Raises ConnectionLostError if the stream has ended.
         """
@@ -115,7 +115,7 @@ class ShmFrames:
         await self._call.close()
 
     def abort(self, error: OutriderError) -> None:
-        """End both directions at once, e.g. because the RPC was cancelled."""
+        """End both directions immediately, e.g. because the RPC was cancelled."""
         self._end(error)
         self._call.abort(error)
 

@@ -1,9 +1,9 @@
 """Shared-memory negotiation in call metadata: both ends of a session stream agree on a channel.
 
 The client opens a listener and offers a shared-memory channel in the call's metadata. The server
-joins the channel before it answers, and says so in its initial metadata, so the path of the frames
-is fixed before the first one. A server on another host finds no listener; the frames then go
-through the call itself.
+joins the channel before it answers, and confirms this in its initial metadata. Both ends therefore
+know, before the first frame, whether frames use the channel. A server on another host does not find
+the listener; the frames then go through the call itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def offer_metadata(offer: ShmOffer) -> Metadata:
 
 
 def answer_metadata(shm_channel: ShmChannel | None) -> Metadata:
-    """Return the initial metadata of a server that has joined `shm_channel`, or none for None."""
+    """Return the initial metadata with which a server confirms that it has joined `shm_channel`.
+    They are empty if `shm_channel` is None."""
     return () if shm_channel is None else ((_KEY, _JOINED),)
 
 
@@ -43,7 +44,7 @@ def is_joined(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
 
 async def join_offered_channel(metadata: Iterable[tuple[str, str | bytes]]) -> ShmChannel | None:
     """Join the shared-memory channel that a call offers and return it. Returns None if the call
-    offers none or the channel cannot be joined; the frames then go through the call."""
+    offers none or the channel cannot be joined. The frames then go through the call."""
     offered = next((value for key, value in metadata if key == _KEY), None)
     found = _OFFER.fullmatch(offered) if isinstance(offered, str) else None
     if found is None:

@@ -1,7 +1,8 @@
-"""gRPC exchange stream as bounded frames, with reads and writes that can be cancelled safely.
+"""gRPC call as a bounded `FrameStream`, whose sends and receives can be cancelled safely.
 
-grpc.aio cancels the whole call when a read or write of it is cancelled, and allows one write at a
-time; two pump tasks and two bounded queues hide both limits from the users of a connection.
+grpc.aio cancels the whole call when a read or write of the call is cancelled, and it allows only
+one write at a time. Two pump tasks and two bounded queues hide both limits from the users of a
+connection.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from outrider.transport.grpc.eager_coroutine import EagerCoroutine
 FLUSH_TIMEOUT_S = 0.5
 """Time that `close` waits for the peer to read queued frames, in seconds."""
 INBOX_FRAMES = 64
-"""Maximum number of received frames that wait for the receiver; with more, reading stops."""
+"""Maximum number of received frames that the receiver has not taken yet. At this number, reading
+from the call stops."""
 
 
 class StreamFrames:
-    """Frames over a pair of read and write coroutines.
+    """A stream of frames over two coroutine functions, `read` and `write`.
 
     `read` returns the next frame, or None at the end of the stream; `write` sends a frame. Both
-    raise typed errors. On the side that owns the call, `half_close` announces the end of its frames
-    and `cancel` ends the call. The other side has neither: its call ends when its handler returns.
+    raise typed errors. At the client, `half_close` tells the server that no more frames follow, and
+    `cancel` ends the call. The server has neither, because a call ends at the server when its
+    handler returns.
     """
 
     def __init__(
@@ -55,12 +58,12 @@ class StreamFrames:
         return self._peer
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame, and wait while the queue is full."""
+        """Wait until the queue has space, then queue a frame."""
         if not self.try_send(frame):
             await self._outbox.put(frame)
 
     def try_send(self, *frames: bytes) -> bool:
-        """Queue all frames and return True, or none and return False if the queue is full."""
+        """Queue all frames and return True. If the queue is full, queue none and return False."""
         if not frames or not self._resting or self._outbox.is_closed:
             return self._outbox.try_put(*frames)
         # The call has the frame before any other task or thread runs; the writer awaits the end.
@@ -72,7 +75,7 @@ class StreamFrames:
         return await self._inbox.get()
 
     def receive_ready(self) -> list[bytes]:
-        """Return the frames that have arrived."""
+        """Return the frames that have arrived, without waiting."""
         return self._inbox.take_all()
 
     async def close(self) -> None:
@@ -96,7 +99,7 @@ class StreamFrames:
         await asyncio.wait((self._reader, self._writer))
 
     def abort(self, error: OutriderError) -> None:
-        """End both directions at once, e.g. because the RPC was cancelled."""
+        """End both directions immediately, e.g. because the RPC was cancelled."""
         self._inbox.close(error)
         self._outbox.close(to_lost_error(error), discard=True)
 
@@ -132,7 +135,7 @@ def _size(frame: bytes | EagerCoroutine) -> int:
 
 
 def to_lost_error(error: OutriderError) -> ConnectionLostError:
-    """Return the error as ConnectionLostError, for the sender."""
+    """Return the ConnectionLostError that senders raise after `error` has ended the stream."""
     if isinstance(error, ConnectionLostError):
         return error
     return ConnectionLostError(error.message, reason=error.reason)

@@ -29,7 +29,8 @@ _FLUSH_TIMEOUT_S = 1.0
 
 
 class ActorFrames:
-    """Client side of an exchange: pushes the frames it sends, pulls those it receives."""
+    """Client side of a stream over Ray actor calls. It pushes the frames that it sends to the
+    actor, and pulls the frames that it receives from the actor."""
 
     def __init__(self, host: HostCalls, key: int) -> None:
         self._host, self._key = host, key
@@ -47,11 +48,11 @@ class ActorFrames:
         return self._host.address
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame, and wait while the queue is full."""
+        """Wait until the queue has space, then queue a frame."""
         await self._outbox.put(frame)
 
     def try_send(self, *frames: bytes) -> bool:
-        """Queue all frames and return True, or none and return False if the queue is full."""
+        """Queue all frames and return True. If the queue is full, queue none and return False."""
         return self._outbox.try_put(*frames)
 
     async def receive(self) -> Frame:
@@ -59,11 +60,11 @@ class ActorFrames:
         return await self._inbox.get()
 
     def receive_ready(self) -> list[Frame]:
-        """Return the frames that have arrived."""
+        """Return the frames that have arrived, without waiting."""
         return self._inbox.take_all()
 
     async def close(self) -> None:
-        """Send queued frames within a bounded time, then close the stream at the host."""
+        """Send queued frames within a time limit, then close the stream at the actor."""
         if self._closing:
             return
         self._closing = True

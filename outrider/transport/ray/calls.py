@@ -17,7 +17,7 @@ from outrider.transport.ray.options import RayConfig
 
 
 class HostCalls:
-    """Calls to an actor host by its handle."""
+    """Makes calls to the Ray actor that hosts an endpoint (`EndpointHost`)."""
 
     def __init__(self, actor: Any, address: str, config: RayConfig) -> None:
         self.actor = actor
@@ -37,8 +37,8 @@ class HostCalls:
             ) from None
 
     async def poll(self, method: str, *args: object) -> Any:
-        """Call a method that the host answers within a heartbeat interval, with or without a
-        result.
+        """Call a method that the host answers within a heartbeat interval even if it has no result
+        yet.
 
         Raises ConnectionLostError if the actor is gone or silent.
         """
@@ -46,8 +46,9 @@ class HostCalls:
         return await cancel_if_silent(task, self.address, self.config.heartbeat)
 
     async def stream(self, method: str, *args: object) -> Any:
-        """Call a method that the host answers only when its endpoint has space; the caller must
-        bound the wait. Raises ConnectionLostError if the actor is gone."""
+        """Call a method that the host answers only when its endpoint has space. There is no
+        timeout, so the caller must limit the wait. Raises ConnectionLostError if the actor is
+        gone."""
         return await self._result(method, args, ConnectionLostError)
 
     async def _result(
@@ -78,8 +79,8 @@ def actor_named(name: str, namespace: str) -> Any:
 
 
 async def find_host(address: str, config: RayConfig) -> HostCalls:
-    """Return the calls to the actor host named `address`. Raises UnavailableError if there is
-    none."""
+    """Find the Ray actor named `address` and return a `HostCalls` for it. Raises UnavailableError
+    if there is none or the look-up hangs."""
     try:
         async with asyncio.timeout(config.control_timeout_s):
             actor = await asyncio.to_thread(actor_named, address, config.namespace)

@@ -63,7 +63,7 @@ class RayVerifier(_RayClient, SessionIteratorMixin):
         return decode_verifier_info(await self._call("VerifierService/GetInfo", b""))
 
     async def sessions(self) -> RouterConnection:
-        """Open a stream of sessions. Raises UnavailableError."""
+        """Open a session stream to the verifier. Raises UnavailableError."""
         host = await self._host()
         if self._config.exchange == GRPC:
             listening: str = await self._ask(host, "stream_address")
@@ -105,7 +105,7 @@ class RayDrafter(_RayClient):
 
 
 class RayDialer:
-    """Dials actors of one Ray cluster; the caller runs `ray.init`."""
+    """Opens connections to actors of one Ray cluster. The caller must have called `ray.init`."""
 
     def __init__(self, config: RayConfig | None = None) -> None:
         self._config = config or RayConfig()
@@ -129,7 +129,7 @@ class RayDialer:
         return RayDrafter(address, self._config)
 
     async def close_channel(self, address: str) -> None:
-        """Close the channel of the actor `address`, if streams to it have one."""
+        """Close the gRPC channel to the actor named `address`, if one is open."""
         await self._streams.close_channel(address)
 
     async def close(self) -> None:

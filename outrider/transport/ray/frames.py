@@ -19,7 +19,7 @@ Frame = bytes | memoryview
 MAX_BATCH = 64
 """Maximum number of frames in one call."""
 MAX_BATCH_BYTES = 4 << 20
-"""Maximum bytes of the frames of one call, unless a single frame is larger."""
+"""Maximum total size in bytes of the frames in one call. A larger frame has a call of its own."""
 _MAX_AHEAD = 64
 """Maximum number of calls that may arrive before an earlier one. If more arrive, the earlier call
 is taken as lost."""
@@ -38,8 +38,7 @@ PackedFrame = bytes | ObjectRefFrame
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameBatch:
-    """The frames of one call, in order. `sequence` is the number of the call within its
-    direction."""
+    """The frames of one call, in order. `sequence` numbers the calls of each direction from 0."""
 
     sequence: int
     frames: tuple[PackedFrame, ...] = ()
@@ -48,7 +47,8 @@ class FrameBatch:
 
 
 def pack_frames(frames: Sequence[Frame], bulk_bytes: int) -> tuple[PackedFrame, ...]:
-    """Prepare frames for a call: those larger than `bulk_bytes` go into the object store."""
+    """Return the frames as arguments of a Ray call. Frames larger than `bulk_bytes` are put into
+    Ray's object store."""
     import ray
 
     return tuple(
@@ -83,8 +83,8 @@ class Resequencer(Generic[ItemT]):
         self._early: dict[int, ItemT] = {}
 
     def accept_item(self, sequence: int, item: ItemT) -> list[ItemT]:
-        """Add an item and return the items that are now in order. Raises ConnectionLostError if an
-        item is missing for too long."""
+        """Add an item and return the items that can now be delivered in order. Raises
+        ConnectionLostError if an item is missing although many later ones have arrived."""
         if sequence >= self._next:
             self._early[sequence] = item
         if len(self._early) > _MAX_AHEAD:
@@ -97,8 +97,8 @@ class Resequencer(Generic[ItemT]):
 
 
 class BatchReceiver:
-    """Puts the frames of batches, which arrive by concurrent calls, into a bounded queue in
-    order."""
+    """Receives batches of frames from concurrent calls, restores the order of the batches, and puts
+    the frames into a bounded queue."""
 
     def __init__(self, mailbox: BoundedQueue[Frame], timeout_s: float) -> None:
         self._mailbox = mailbox
@@ -107,8 +107,8 @@ class BatchReceiver:
         self._lock = asyncio.Lock()
 
     async def accept_batch(self, batch: FrameBatch) -> ErrorStatus | None:
-        """Deliver all batches that are now in order. Returns the error of the last batch of the
-        stream if it is among them, else None.
+        """Accept a batch, and put the frames of all batches that are now in order into the queue.
+        Returns the error of the last batch of the stream if that batch is among them, else None.
 
         Waits while the bounded queue is full. Raises the queue's error once the queue is closed.
         """

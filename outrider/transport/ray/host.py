@@ -47,7 +47,8 @@ EndpointFactory = Callable[[], AbstractAsyncContextManager[Any]]
 endpoint."""
 
 StreamEnd = Callable[[FrameStream, HeartbeatConfig], ExchangeConnection[Any, Any]]
-"""Function that makes the endpoint's end of a stream from the stream's frames."""
+"""Function that creates the endpoint's end of a connection from a stream of frames and the
+heartbeat configuration."""
 
 _MAX_WAIT_S = 10.0
 _STOP_GRACE_S = 1.0
@@ -75,8 +76,8 @@ class ActorLocation:
 
 
 class HostFrames:
-    """Actor side of an exchange. The dialing side pushes frames into it and pulls frames from
-    it."""
+    """Actor side of a stream over Ray actor calls. The dialing side pushes frames into it and pulls
+    frames from it."""
 
     def __init__(self, peer: str, config: RayConfig) -> None:
         self._peer = peer
@@ -92,11 +93,11 @@ class HostFrames:
         return self._peer
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame for the next pull."""
+        """Wait until the queue has space, then queue a frame for the next pull."""
         await self._outbox.put(frame)
 
     def try_send(self, *frames: bytes) -> bool:
-        """Queue frames if there is space for them now; return whether they were queued."""
+        """Queue all frames and return True. If the queue is full, queue none and return False."""
         return self._outbox.try_put(*frames)
 
     async def receive(self) -> Frame:
@@ -108,7 +109,8 @@ class HostFrames:
         return self._inbox.take_all()
 
     async def close(self) -> None:
-        """End the exchange. The dialing side can pull the queued frames, and then the end."""
+        """End the stream. The dialing side can still pull the queued frames; then its pulls report
+        the end."""
         self.end_with_error(
             ConnectionLostError("the verifier ended the exchange", reason="PEER_CLOSED")
         )
@@ -119,19 +121,20 @@ class HostFrames:
         self._inbox.close(closed_error(self._peer))
 
     def close_remote(self) -> None:
-        """Record that the dialing side has closed the exchange. The frames that it sent can still
-        be read."""
+        """Record that the dialing side has closed the stream. The frames that it sent can still be
+        read."""
         gone = ConnectionLostError(f"{self._peer} ended the exchange", reason="PEER_CLOSED")
         self._inbox.close(gone)
         self._outbox.close(gone, discard=True)
 
     async def push(self, batch: FrameBatch) -> None:
-        """Accept a batch of frames; waits while the endpoint does not read."""
+        """Accept a batch of frames. Waits while the queue of frames that the endpoint has not read
+        is full."""
         await self._inlet.accept_batch(batch)
 
     async def pull(self, wait_s: float) -> FrameBatch:
-        """Return queued frames, or no frames if none arrive within `wait_s` seconds. The last batch
-        has the error with which the exchange ended."""
+        """Return a batch of queued frames. The batch is empty if no frame is queued within `wait_s`
+        seconds. The last batch has the error with which the stream ended."""
         await self._outbox.wait(wait_s)
         try:
             frames: list[Frame] = self._outbox.take_some(MAX_BATCH, MAX_BATCH_BYTES)
@@ -157,7 +160,7 @@ class EndpointHost:
         self._where: ActorLocation | None = None
 
     async def start(self) -> CallResult:
-        """Create the endpoint and wait until it is ready; returns its `ActorLocation`."""
+        """Create the endpoint, wait until it is ready, and return its `ActorLocation`."""
         return await self._answer(self._start)
 
     async def location(self) -> CallResult:
@@ -186,7 +189,8 @@ class EndpointHost:
         return await self._answer(self._stack.aclose)
 
     async def call(self, method: str, request: bytes) -> CallResult:
-        """Run a unary control call, by its name `SERVICE/METHOD` in the protocol."""
+        """Run a unary control call and return the encoded response. `method` is SERVICE/METHOD,
+        such as `VerifierService/GetInfo`, and `request` is the encoded request."""
         calls: dict[str, Callable[[], Awaitable[bytes]]] = {
             "VerifierService/GetInfo": lambda: self._verifier_info(),
             "VerifierService/SetPlan": lambda: self._set_plan(request),
@@ -203,12 +207,13 @@ class EndpointHost:
         return await self._answer(handler)
 
     async def open_exchange(self, peer: str) -> CallResult:
-        """Start an exchange and return the key with which its frames are pushed and pulled."""
+        """Start an exchange and return its key, which `push_frames`, `pull_frames` and
+        `end_exchange` need."""
         return await self._open(peer, "exchange", verifier_end, self._config.heartbeat)
 
     async def open_sessions(self, peer: str) -> CallResult:
-        """Start a session stream and return its key; its frames are pushed and pulled like an
-        exchange's."""
+        """Start a session stream and return its key, which `push_frames`, `pull_frames` and
+        `end_exchange` need."""
         heartbeat = self._config.sessions_heartbeat
         return await self._open(peer, "serve_sessions", serving_end, heartbeat)
 
@@ -253,16 +258,17 @@ class EndpointHost:
         return await self._answer(open_it)
 
     async def push_frames(self, key: int, batch: FrameBatch) -> CallResult:
-        """Accept a batch of frames for an exchange."""
+        """Accept a batch of frames for the exchange or session stream with this key."""
         return await self._answer(lambda: self._exchange(key).push(batch))
 
     async def pull_frames(self, key: int, wait_s: float) -> CallResult:
-        """Return the next batch of frames of an exchange; the batch is empty if there are none in
-        time."""
+        """Return the next batch of frames of the exchange or session stream with this key. The
+        batch is empty if no frame is queued within `wait_s` seconds."""
         return await self._answer(lambda: self._exchange(key).pull(min(wait_s, _MAX_WAIT_S)))
 
     async def end_exchange(self, key: int) -> CallResult:
-        """Record that the dialing side has closed an exchange; idempotent."""
+        """Record that the dialing side has closed the exchange or session stream with this key.
+        Idempotent."""
         frames = self._exchanges.get(key)
         if frames is not None:
             frames.close_remote()

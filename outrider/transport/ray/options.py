@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from outrider.transport.heartbeat import HeartbeatConfig, router_heartbeat
 
 EXCHANGES = GRPC, REFS = ("grpc", "refs")
-"""Transport of streams: `grpc` directly between processes, or `refs` as Ray actor calls with object
-refs for large frames."""
+"""Transports of streams: `grpc` uses gRPC directly between the processes, and `refs` uses Ray actor
+calls, with object refs for large frames."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,10 +16,10 @@ class RayConfig:
     """Settings of the Ray transport, for actor hosts and dialers."""
 
     namespace: str = "outrider"
-    """Ray namespace of the actors; their names are addresses within it."""
+    """Ray namespace of the actors. The name of an actor in this namespace is its address."""
     exchange: str = GRPC
-    """Transport of exchanges and session streams: grpc (streams between the processes) or refs (Ray
-    actor calls). Control calls are always actor calls."""
+    """Transport of exchanges and session streams: `grpc` (gRPC between the processes) or `refs`
+    (Ray actor calls). Control calls are always actor calls."""
     listen_host: str = ""
     """Host on which the actors' gRPC servers listen; "" takes the address of their node in the
     cluster."""
@@ -28,7 +28,8 @@ class RayConfig:
     start_timeout_s: float = 120.0
     """Maximum time that an actor may take to start, including loading its model, in seconds."""
     bulk_bytes: int = 64 << 10
-    """Size in bytes above which the frames of actor calls go through the object store."""
+    """Largest size in bytes of a frame that is passed directly in an actor call. Larger frames go
+    through Ray's object store."""
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     """Application heartbeats of exchanges, and of a router's end of a session stream."""
     sessions_heartbeat: HeartbeatConfig = field(default_factory=router_heartbeat)

@@ -19,7 +19,7 @@ _MAX_CONCURRENCY = 10_000
 
 @dataclass(frozen=True, slots=True)
 class RayEndpoint:
-    """A running actor host."""
+    """A running Ray actor that hosts a verifier or drafter."""
 
     address: str
     """Name of the actor, by which dialers find it."""
@@ -60,6 +60,7 @@ async def serve_verifier(
 
     `factory` is picklable and is called inside the actor. It returns an async context manager that
     yields a `VerifierEndpoint`.
+
     `actor_options` are Ray's options of an actor (num_cpus, num_gpus, lifetime,
     scheduling_strategy, ...). Raises AlreadyExistsError if the name is in use, UnavailableError if
     the actor did not start, and any error of the factory.
@@ -74,7 +75,11 @@ async def serve_drafter(
     config: RayConfig | None = None,
     actor_options: Mapping[str, object] | None = None,
 ) -> RayEndpoint:
-    """Serve as `serve_verifier` does, for a factory of a `DrafterEndpoint`."""
+    """Start an actor that serves a drafter, and wait until it is ready.
+
+    The arguments and errors are those of `serve_verifier`, but `factory` returns an async context
+    manager that yields a `DrafterEndpoint`.
+    """
     return await _serve(name, factory, config or RayConfig(), actor_options or {})
 
 

@@ -1,12 +1,12 @@
-"""Shared-memory channels: exchanges between two processes on one host, used directly by the
+"""Shared-memory channels: connections between two processes on one host, used directly by the
 threads that run the rounds.
 
 The gRPC connection that a drafter opened remains for the handshake and heartbeats, and ends when
-the peer ends. Messages of the rounds go from working thread to working thread: small ones in the
-packets of a Unix socket, large ones through a ring buffer in shared memory. No event loop and no
-other thread has to wake up.
+the peer ends. Messages of the rounds go directly between the threads that run the rounds: small
+ones in the packets of a Unix socket, large ones through a ring buffer in shared memory. No event
+loop and no other thread has to wake up.
 
-channel.py                 Shared-memory channel: frames between working threads of two processes
+channel.py                 Shared-memory channel: transports frames between threads of two processes
                            on one host.
 handshake.py               Handshake of a shared-memory channel: one process listens, the other
                            joins with a token.

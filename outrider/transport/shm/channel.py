@@ -1,6 +1,6 @@
-"""Shared-memory channel: frames between working threads of two processes on one host.
+"""Shared-memory channel: transports frames between threads of two processes on one host.
 
-`ShmChannelSet` holds the channels of one working thread, by connection number.
+`ShmChannelSet` holds the channels of one thread, by connection number.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ returns, except for a segment in the channel's own memory (`ShmChannel.reserve_f
 FrameT = TypeVar("FrameT", bytes, bytes | memoryview)
 
 MAX_PART_BYTES: Final = RING_BYTES // 4
-"""Maximum bytes of a frame that is sent in one piece. Larger frames are sent in parts of this size,
-each of which needs space in the ring only for a short time."""
+"""Maximum size in bytes of a frame that is sent in one piece. Larger frames are sent in parts of
+this size, each of which needs space in the ring only for a short time."""
 MAX_INLINE_BYTES: Final = 32 << 10
-"""Maximum bytes of a frame that is sent in a socket packet instead of the ring."""
+"""Maximum size in bytes of a frame that is sent in a socket packet. Larger frames go through the
+ring."""
 _INLINE, _IN_RING, _GOES_ON, _DESCRIPTOR = b"\0", b"\1", b"\2", b"\3"
 """First byte of a packet: a frame in the packet itself; a frame, or its last part, in the ring; a
 part that is not the last; or nothing but a file descriptor."""
@@ -61,7 +62,8 @@ class ShmClosedError(ConnectionLostError):
 
 
 class ShmChannel:
-    """One end of a shared-memory channel. Used by one thread at a time; nothing blocks."""
+    """One end of a shared-memory channel. Only one thread may use it at a time. No method
+    blocks."""
 
     def __init__(
         self, connected: socket.socket, outgoing: RingBuffer, incoming: RingBuffer
@@ -83,7 +85,8 @@ class ShmChannel:
         """Whether unsent frames wait for space in the ring rather than in the socket. In that case
         a writable socket does not mean that they can be sent."""
         self.unsent_bytes = 0
-        """Total bytes of the unsent frames. The sender must bound it."""
+        """Total size in bytes of the unsent frames. The channel does not limit it; the sender
+        must."""
         self.closed = False
 
     def fileno(self) -> int:
@@ -93,13 +96,14 @@ class ShmChannel:
 
     @property
     def num_unsent(self) -> int:
-        """Number of frames that are not sent yet for lack of space; `flush` tries again."""
+        """Number of frames that are not sent yet, because there was no space. `flush` tries to send
+        them again."""
         return len(self._unsent)
 
     def send(self, *frames: Frame) -> None:
-        """Send frames in order, or keep them until there is space. Raises ConnectionLostError if
-        the peer is gone, and InvalidMessageError for a frame that is larger than
-        MAX_MESSAGE_BYTES."""
+        """Send frames in order. Frames for which there is no space are kept for `flush`. Raises
+        ConnectionLostError if the peer is gone, and InvalidMessageError for a frame that is larger
+        than MAX_MESSAGE_BYTES."""
         sizes = [_size(frame) for frame in frames]
         if (most := max(sizes, default=0)) > MAX_MESSAGE_BYTES:
             raise InvalidMessageError(
@@ -114,9 +118,9 @@ class ShmChannel:
         self.flush()
 
     def send_descriptor(self, descriptor: int) -> None:
-        """Send a file descriptor after all frames so far; the caller still owns its descriptor.
-        Raises UnavailableError if frames wait for space, and ConnectionLostError if the peer is
-        gone."""
+        """Send a file descriptor to the peer, after all frames that were sent before. The caller
+        must still close its own descriptor. Raises UnavailableError if earlier frames still wait
+        for space, and ConnectionLostError if the peer is gone."""
         if self._unsent:
             raise UnavailableError(
                 "frames wait for room in the shared-memory channel", reason="SHM_CHANNEL_BUSY"
@@ -137,19 +141,20 @@ class ShmChannel:
         return None if descriptor < 0 else descriptor
 
     def allow_reservations(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
-        """Allow `reserve_frame`, if `pin` succeeds in pinning the outgoing memory for the devices
-        that will write into it (`RingBuffer.pin_memory`)."""
+        """Pin the outgoing memory by calling `pin`, so that devices can write into it
+        (`RingBuffer.pin_memory`). `reserve_frame` returns memory only if this succeeded."""
         self._outgoing.pin_memory(pin)
 
     def pin_for_reader(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
-        """Pin the incoming memory, so that a device can read borrowed frames in place
-        (`RingBuffer.pin_memory`)."""
+        """Pin the incoming memory by calling `pin`, so that a device can read the frames of
+        `receive_views` in place (`RingBuffer.pin_memory`)."""
         self._incoming.pin_memory(pin)
 
     def reserve_frame(self, size: int) -> NDArray[np.uint8] | None:
-        """Reserve `size` bytes of the ring, into which a device writes a part of a frame that is
-        then sent without a copy (`RingBuffer.reserve_frame`). Returns None if there is no space, or
-        if the size is so small that copying is as good."""
+        """Reserve `size` bytes of the ring and return them as an array. A device can write a part
+        of a frame into the array, and the frame is then sent without a copy of that part
+        (`RingBuffer.reserve_frame`). Returns None if there is no space, or if `size` is so small
+        that a copy costs little."""
         if size <= 2 * MAX_INLINE_BYTES or self._unsent:
             return None
         return self._outgoing.reserve_frame(size)
@@ -162,21 +167,21 @@ class ShmChannel:
                 self.unsent_bytes -= len(self._unsent.popleft())
 
     def drop_oldest(self) -> None:
-        """Drop the oldest unsent frame of which no part was sent yet."""
+        """Drop the oldest unsent frame, but not one of which a part was already sent."""
         place = int(self._begun > 0)
         if place < len(self._unsent):
             self.unsent_bytes -= len(self._unsent[place])
             del self._unsent[place]
 
     def receive(self) -> list[bytes]:
-        """Return the frames that have arrived. At the end of the channel, or after a malformed
-        packet, raise ConnectionLostError once the frames before it were returned."""
+        """Return the frames that have arrived. Raises ConnectionLostError at the end of the channel
+        or after a malformed packet, once all earlier frames were returned."""
         return self._receive(self._incoming.read_frame)
 
     def receive_views(self) -> list[bytes | memoryview]:
-        """Receive as `receive` does, but return frames in the ring as views without a copy. The
-        sender could change a view at any time, and the space is not reused while the view exists
-        (`RingBuffer.view_frame`)."""
+        """Return the frames that have arrived as `receive` does, but frames in the ring as views
+        without a copy. The sender can change the content of a view at any time, and the ring cannot
+        reuse the space while the view exists (`RingBuffer.view_frame`)."""
         return self._receive(self._incoming.view_frame)
 
     def _receive(self, take: Callable[[int, int], FrameT]) -> list[bytes | FrameT]:
@@ -238,7 +243,8 @@ class ShmChannel:
         raise _lost("a file descriptor that was not asked for")
 
     def close(self) -> None:
-        """Close this end, which the peer notices; idempotent."""
+        """Close this end of the channel. The peer receives the frames sent so far, and then a
+        ConnectionLostError. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -331,15 +337,16 @@ def _lost(why: str) -> ConnectionLostError:
 
 
 class ShmChannelSet:
-    """Holds the shared-memory channels of one thread, by connection number.
+    """The shared-memory channels of one thread. Each belongs to a connection, which has a number.
 
-    When a channel is lost, `on_lost` is called to end its connection. Until then messages for the
-    connection are dropped, so that none overtakes an earlier one on another path.
+    When a channel is lost, `on_lost` is called, which must end the connection. Until then messages
+    for the connection are dropped, because they could overtake earlier ones if they took another
+    path.
     """
 
     def __init__(self, on_lost: Callable[[int], None], *, borrows: bool = False) -> None:
-        """`on_lost` is called with the connection number, on the thread that uses the channels.
-        With `borrows`, frames are received without a copy where possible
+        """`on_lost` is called with the connection number, on the thread that uses the channels. If
+        `borrows` is true, frames are received without a copy where possible
         (`ShmChannel.receive_views`)."""
         self._on_lost = on_lost
         self._borrows = borrows
@@ -369,27 +376,33 @@ class ShmChannelSet:
 
     @property
     def readers(self) -> list[int]:
-        """File descriptors to wait for until they are readable; `receive` takes those that are
-        ready."""
+        """File descriptors of all channels. When some of them are readable, pass these to
+        `receive`."""
         return [channel.fileno() for channel in self._shm_channels.values() if channel is not None]
 
     @property
     def writers(self) -> list[int]:
-        """File descriptors to wait for until they are writable, before `flush`; see also
+        """File descriptors of the channels whose unsent frames wait for space in the socket. When
+        one of them is writable, call `flush`. For frames that wait for space in a ring, see
         `poll_timeout`."""
         return [channel.fileno() for channel in self._unsent() if not channel.ring_full]
 
     def poll_timeout(self, timeout_s: float | None) -> float | None:
-        """Return how long to wait for `readers` and `writers`, in seconds (None for no limit), if
-        the caller would wait for `timeout_s`. While a ring is full the result is at most
-        RING_POLL_S, because nothing signals that a full ring has space again."""
+        """Return the timeout in seconds with which a caller should wait for `readers` and
+        `writers`; None means no limit. `timeout_s` is the timeout that the caller would use
+        otherwise.
+
+        While a ring is full, the result is at most RING_POLL_S, because nothing signals that a full
+        ring has space again.
+        """
         if not any([channel.ring_full for channel in self._unsent()]):
             return timeout_s
         return RING_POLL_S if timeout_s is None else min(timeout_s, RING_POLL_S)
 
     def send_frames(self, number: int, *frames: Frame) -> ShmChannel | None:
-        """Send frames, or keep them for `flush` if there is no space. Returns the channel, whose
-        unsent bytes the caller must bound, or None if the channel is lost."""
+        """Send frames over the channel of a connection, or keep them for `flush` if there is no
+        space. Returns the channel, or None if it is lost. The caller must limit the channel's
+        `unsent_bytes`."""
         shm_channel = self._shm_channels[number]
         if shm_channel is not None:
             try:
@@ -400,7 +413,8 @@ class ShmChannelSet:
         return shm_channel
 
     def send_descriptor(self, number: int, descriptor: int) -> None:
-        """Send a file descriptor to a connection's peer; the caller still owns its descriptor."""
+        """Send a file descriptor to a connection's peer. The caller must still close its own
+        descriptor."""
         shm_channel = self._shm_channels.get(number)
         if shm_channel is not None:
             try:
@@ -421,7 +435,7 @@ class ShmChannelSet:
         return None if shm_channel is None else shm_channel.reserve_frame(size)
 
     def flush(self) -> None:
-        """Send the unsent frames of all channels as far as there is space."""
+        """Send the unsent frames of all channels, as far as there is space."""
         for number, shm_channel in list(self._shm_channels.items()):
             if shm_channel is not None and shm_channel.num_unsent:
                 try:
@@ -430,8 +444,8 @@ class ShmChannelSet:
                     self._lose(number, error)
 
     def receive(self, ready: Iterable[int]) -> list[tuple[int, bytes | memoryview]]:
-        """Return (connection number, frame) for all frames that have arrived on the channels with
-        these file descriptors."""
+        """Return the frames that have arrived on the channels with the file descriptors `ready`, as
+        pairs of connection number and frame."""
         ready = set(ready)
         found: list[tuple[int, bytes | memoryview]] = []
         for number, shm_channel in list(self._shm_channels.items()):
@@ -450,7 +464,8 @@ class ShmChannelSet:
         return [channel for channel in shm_channels if channel is not None and channel.num_unsent]
 
     def drop_channel(self, number: int, why: str) -> None:
-        """Close a shared-memory channel and end its connection; idempotent."""
+        """Close the channel of a connection, log the reason `why`, and call `on_lost`.
+        Idempotent."""
         self._give_up(number, why, logging.WARNING)
 
     def _lose(self, number: int, error: OutriderError) -> None:

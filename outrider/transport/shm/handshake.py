@@ -2,8 +2,8 @@
 
 The listener's socket is in the abstract namespace (Linux): it has no file, belongs to the network
 namespace, and ends with its process. The joining process must run as the same user and know the
-token, which was sent over the exchange connection; the listener then sends the memory of both
-rings.
+token, which was sent over the exchange connection. The listener then sends the file descriptors of
+both rings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.transport.shm.ring_buffer import RingBuffer
 from outrider.wire.messages import ShmOffer
 
 ShmChannelJoiner = Callable[[ShmOffer], ShmChannel]
-"""Function that joins the shared-memory channel a peer offers, such as `join_channel`."""
+"""Function that joins the shared-memory channel that a peer offers, such as `join_channel`."""
 
 _TOKEN_BYTES: Final = 16
 _JOIN_S: Final = 2.0
@@ -77,8 +77,8 @@ class ShmListener:
         return ShmOffer(name=self._name, token=token)
 
     async def wait_joined(self, offer: ShmOffer) -> ShmChannel:
-        """Wait for the peer that has joined an offer and return its shared-memory channel. Raises
-        UnavailableError (SHM_NOT_JOINED) if no peer joins in time."""
+        """Wait until a peer has joined the offered channel, and return this end of the channel.
+        Raises UnavailableError (SHM_NOT_JOINED) if no peer joins in time."""
         waiting = self._expected.get(offer.token)
         if waiting is None:
             raise UnavailableError(
@@ -173,9 +173,9 @@ def _make_shm_channel(connected: socket.socket) -> ShmChannel:
 
 
 def join_channel(offer: ShmOffer) -> ShmChannel:
-    """Join the shared-memory channel that a peer offers; blocks briefly. Raises UnavailableError if
-    there is no such listener on this host, because the peer is on another one, and
-    InvalidMessageError for invalid memory."""
+    """Join the shared-memory channel that a peer offers, and return this end. Blocks for a few
+    seconds at most. Raises UnavailableError if the channel cannot be joined, for example because
+    the peer is on another host, and InvalidMessageError if the peer sends invalid memory."""
     with _joining() as connected:
         connected.settimeout(_JOIN_S)
         _ask(connected, offer)
@@ -183,8 +183,8 @@ def join_channel(offer: ShmOffer) -> ShmChannel:
 
 
 async def join_channel_async(offer: ShmOffer) -> ShmChannel:
-    """Join as `join_channel` does, but without blocking the event loop, even if the listener is
-    slow or never answers."""
+    """Join the shared-memory channel that a peer offers, as `join_channel` does, but without
+    blocking the event loop, even if the peer is slow or never answers."""
     with _joining() as connected:
         connected.setblocking(False)
         _ask(connected, offer)

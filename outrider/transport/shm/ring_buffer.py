@@ -1,8 +1,8 @@
 """Ring buffer in memory shared by two processes: one writes frames, the other reads them.
 
 `ShmChannel` sends the positions of frames in packets; the ring itself only tracks which part may be
-overwritten. Its first word belongs to the reader and is the number of frames that the reader has
-finished with.
+overwritten. The first word of the memory is written by the reader. It is the number of frames that
+the reader has finished with.
 
 A device can write a part of a frame in place: `RingBuffer.reserve_frame` reserves the memory
 beforehand, and the frame is then sent without a copy.
@@ -26,12 +26,13 @@ from numpy.typing import NDArray
 from outrider.errors import InvalidMessageError
 
 RING_BYTES: Final = 16 << 20
-"""Bytes of a ring, which holds several rounds of the largest batch, including features."""
+"""Size of a ring in bytes. A ring holds several rounds of the largest batch, including features."""
 FRAME_HEADER_BYTES: Final = 32 << 10
-"""Bytes before a reserved place, for the part of the frame that precedes the place's content."""
+"""Number of bytes that are kept free before memory of `reserve_frame`, for the beginning of the
+frame."""
 MAX_RESERVED_BYTES: Final = RING_BYTES // 4 - FRAME_HEADER_BYTES
-"""Maximum bytes of a reserved place, so that two rounds fit into the ring while a third one is
-read."""
+"""Maximum size in bytes of one reservation. With it, two rounds fit into the ring while a third one
+is read."""
 _HEADER: Final = 4096
 _ALIGNMENT: Final = 64
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -134,8 +135,8 @@ class RingBuffer:
     def write_frame(self, pieces: Sequence[bytes | memoryview], size: int) -> int | None:
         """Write a frame of `size` bytes and return its offset, or None if there is no space.
 
-        If the second of two pieces is a reserved place, only the first piece is copied, to the
-        bytes before the place.
+        `pieces` are the consecutive parts of the frame. If there are two and the second is memory
+        of `reserve_frame`, only the first is copied, to the bytes before that memory.
         """
         frame = self._in_place(pieces)
         if frame is not None:
@@ -160,7 +161,7 @@ class RingBuffer:
             memory[begin:end] = piece
 
     def undo_write(self) -> None:
-        """Undo the last write, of which the reader was not told."""
+        """Undo the last write. The reader must not have been told of it yet."""
         frame, self._last = self._last, None
         assert frame is not None
         self._written -= 1
@@ -169,15 +170,16 @@ class RingBuffer:
             self._head = self._unread.pop().start
 
     def pin_memory(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
-        """Pin the memory by `pin`, so that a device can copy to and from it asynchronously until
-        the ring is closed. If `pin` returns False, `reserve_frame` returns None, and device copies
-        of lent frames take longer."""
+        """Pin the memory by calling `pin`, so that a device can copy to and from it asynchronously
+        until the ring is closed. `pin` returns whether it succeeded. If it did not, `reserve_frame`
+        returns None, and copies from views of frames to a device take longer."""
         memory = np.frombuffer(self._memory, np.uint8)
         self._memory_array = memory if pin(memory) else None
 
     def reserve_frame(self, size: int) -> NDArray[np.uint8] | None:
-        """Reserve `size` bytes into which a device writes. Returns them as an array, or None if
-        there is no space or the memory is not pinned.
+        """Reserve `size` bytes into which a device can write, and return them as an array. Returns
+        None if there is no space, if the memory is not pinned, or if `size` exceeds
+        MAX_RESERVED_BYTES.
 
         To send the array without a copy, pass a view that begins at its first byte to `write_frame`
         as the second of two pieces. The space is reused once the array is garbage-collected and the
@@ -208,9 +210,9 @@ class RingBuffer:
         return None if frame is None or frame.number else frame
 
     def read_frame(self, offset: int, size: int) -> bytes:
-        """Return a copy of the next frame, whose space the writer may reuse afterwards. The writer
-        could change the frame until this returns. Raises InvalidMessageError for a position outside
-        the ring."""
+        """Return a copy of the next frame. The writer can change the frame until this method
+        returns, and may reuse its space afterwards. Raises InvalidMessageError for a position
+        outside the ring."""
         frame = bytes(self._frame(offset, size))
         with self._lending:
             self._written += 1
@@ -218,12 +220,12 @@ class RingBuffer:
         return frame
 
     def view_frame(self, offset: int, size: int) -> bytes | memoryview:
-        """Return a view of the next frame. The writer could change it at any time, so data must be
-        copied before it is checked.
+        """Return a view of the next frame. The writer can change the frame at any time, so data
+        must be copied before it is checked.
 
-        The space is reused once nothing refers to the view. While such views hold half of the
-        ring or more, a copy is returned instead. Raises InvalidMessageError for a position outside
-        the ring.
+        The space is reused once nothing refers to the view. While such views hold half of the ring
+        or more, a copy is returned instead. Raises InvalidMessageError for a position outside the
+        ring.
         """
         place = self._frame(offset, size)
         if self._lent_bytes + size > self._size // 2:
@@ -261,7 +263,8 @@ class RingBuffer:
         self._telling = False
 
     def close(self) -> None:
-        """Unmap the memory, or leave this to the last view of a lent frame; idempotent."""
+        """Unmap the memory. If views of frames still exist, it is unmapped when the last one is
+        gone. Idempotent."""
         with self._lending:
             self._closed = True
             self._done.release()

@@ -79,7 +79,7 @@ class AccessControl:
         self._keys: Mapping[str, ApiKey] = {}
         self._buckets: dict[str, tuple[ApiKey, TokenBucket]] = {}
         self._held: dict[str, int] = {}
-        """Number of waiting and running requests by API key name."""
+        """Number of waiting and running requests of each API key, by the key's name."""
         self._look_at = clock() + RELOAD_INTERVAL_S
         if self._path is not None:
             self._keys, self._stamp = read_keys(self._path), _stamp_of(self._path)
@@ -102,14 +102,14 @@ class AccessControl:
         return Caller(tenant=TenantId(key.tenant or name), key_name=name)
 
     def authorize_call(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
-        """Return the caller whose API key is in a call's metadata, whose keys must be in lower
-        case. Raises UnauthenticatedError as `authorize` does.
+        """Return the caller whose API key is in the metadata of a call. The names of metadata
+        fields must be in lower case. Raises UnauthenticatedError as `authorize` does.
         """
         return self.authorize(authorization_of(metadata))
 
     def authorize_operator(self, header: str | None) -> None:
-        """Check that the API key in an `authorization` header has the operator permission. Passes
-        without a key file.
+        """Check that the API key in an `authorization` header has the operator permission. If no
+        key file is configured, every caller is accepted.
 
         Raises UnauthenticatedError if the key is missing or unknown, and PermissionDeniedError if
         it does not have the permission.
@@ -123,18 +123,19 @@ class AccessControl:
                 raise
 
     def identify_caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
-        """Return the caller of a call by its metadata, whose keys must be in lower case: by API key
-        if a key file is configured, otherwise by `overload.tenant_from`.
+        """Return the caller of a call, from the call's metadata. The caller is identified by its
+        API key if a key file is configured, otherwise by the source that `overload.tenant_from`
+        names.
 
-        Raises UnauthenticatedError for a wrong key and InvalidRequestError for an invalid tenant
-        name.
+        The names of metadata fields must be in lower case. Raises UnauthenticatedError for a wrong
+        key and InvalidRequestError for an invalid tenant name.
         """
         if self.requires_keys:
             return self.authorize_call(metadata)
         return Caller(tenant=tenant_of(self._config.overload.tenant_from, metadata))
 
     def count_refusal(self, reason: str) -> None:
-        """Count a refused call under the reason of its error."""
+        """Count a refused call in the router's metrics. `reason` is the reason of its error."""
         self._metrics.access_refusals.labels(reason).inc()
 
     def enter_requests(
@@ -156,8 +157,8 @@ class AccessControl:
 
     @contextmanager
     def limit_call(self, caller: Caller) -> Generator[None]:
-        """Admit, for the duration of a `with` block, a call that generates nothing but costs work,
-        such as tokenization. The call counts as one request of its API key.
+        """Count a call as one request of its API key, for the duration of a `with` block. This is
+        for calls that generate no tokens but cost work, such as tokenization.
 
         Raises ResourceExhaustedError as `enter_requests` does.
         """

@@ -57,8 +57,9 @@ class OutputLengthEstimator:
         """Return the expected final length, in tokens, of an output that is limited to `bound`
         tokens and has `emitted` tokens now.
 
-        Outputs that ended at a limit smaller than `bound` are ignored. If too few recorded outputs
-        were longer than `emitted`, the output is expected to double.
+        Recorded outputs that ended at a limit smaller than `bound` are ignored. If fewer than
+        `MIN_REQUESTS` of the others were longer than `emitted`, the expected length is twice
+        `emitted` or the assumed length, whichever is larger, but at most `bound`.
         """
         longer = len(self._whole) - bisect_right(self._whole, emitted)
         at_bound = len(self._cut) - bisect_right(self._cut, bound - 1)
@@ -148,7 +149,9 @@ class CapacityLedger:
         return len(budget.reservations) if budget is not None else 0
 
     def expected_tokens(self, admission_request: AdmissionRequest) -> int:
-        """Return the number of KV-cache tokens that a session is expected to hold at its end."""
+        """Return the number of KV-cache tokens that the session of a request is expected to hold at
+        its end.
+        """
         emitted = self._emitted(admission_request.request_id)
         unused = admission_request.max_new_tokens - self._lengths.expected_len(
             admission_request.max_new_tokens, emitted
@@ -197,7 +200,7 @@ class CapacityLedger:
     def reserve_capacity(
         self, admission_request: AdmissionRequest, verifier_id: VerifierId
     ) -> CapacityReservation:
-        """Reserve capacity for a session on a verifier."""
+        """Reserve capacity on a verifier for the session of a request."""
         budget = self._budgets[verifier_id]
         budget.load = budget.load.with_session(admission_request)
         reservation = CapacityReservation(
@@ -212,10 +215,11 @@ class CapacityLedger:
     def release_capacity(
         self, reservation: CapacityReservation, now: float, *, refused: bool
     ) -> None:
-        """End a reservation; has no effect if it is void.
+        """End a reservation. Has no effect if the verifier was lost after the reservation was made.
 
-        With `refused`, the verifier refused the session because it was full. The router then
-        assigns it no further session for `FULL_BACKOFF_S` after the clock time `now`.
+        `refused` means that the verifier refused the session because it was full. The router then
+        assigns no further session to this verifier for `FULL_BACKOFF_S` seconds after the clock
+        time `now`.
         """
         budget = self._budgets[reservation.verifier_id]
         if budget.verifier_generation != reservation.verifier_generation:
@@ -232,11 +236,11 @@ class CapacityLedger:
         return any(load.could_ever_fit(kv_tokens) for load in self.loads)
 
     def check_group(self, size: int, queue_limit: int) -> None:
-        """Check that the fleet and the queue can hold `size` requests of one group when they hold
-        no other requests.
+        """Check that `size` requests of one group would fit into the fleet and the queue if there
+        were no other requests.
 
-        Raises InvalidRequestError (TOO_MANY_ANSWERS) if they cannot. Without healthy verifiers the
-        check passes.
+        Raises InvalidRequestError (TOO_MANY_ANSWERS) if they would not. Without healthy verifiers
+        the check passes.
         """
         most = sum(load.max_sessions for load in self.loads if not load.is_draining)
         if most and size > most + queue_limit:

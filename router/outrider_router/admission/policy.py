@@ -40,7 +40,7 @@ class AdmissionRequest:
     max_new_tokens: int = 0
     """Largest number of tokens that the session may emit."""
     sequence: int
-    """Arrival number of the request; kept when the request is queued again."""
+    """Arrival number of the request. A request that is queued again keeps its number."""
     priority: int = 0
     """Priority of the request. Requests of higher priority are served first, and may displace
     waiting requests and preempt sessions of lower priority.
@@ -54,7 +54,9 @@ class AdmissionRequest:
     arrived_at: float = 0.0
     """Clock time of the arrival, in seconds."""
     virtual_start: float = 0.0
-    """Virtual start time that orders the requests of one priority fairly."""
+    """Virtual start time of fair queueing, see `TenantRegistry`. Among requests of one priority,
+    the one with the smallest time is served first.
+    """
     expected_tokens: int = 0
     """Number of KV-cache tokens that the session is expected to hold at its end; 0 means
     `kv_tokens`.
@@ -117,9 +119,11 @@ def request_to_displace(
     """Return the waiting request that leaves a full queue for `newcomer`, or None if the newcomer
     is refused.
 
-    The request is the last one of the lowest priority, of the tenant with the most waiting requests
-    relative to its weight. If that priority is the newcomer's own, the newcomer's tenant must still
-    have fewer waiting requests, relative to its weight, than that tenant.
+    Only requests that were never assigned to a verifier can leave, and of these only those of the
+    lowest priority. The last request of the tenant with the most such requests, relative to its
+    weight, leaves. The newcomer is refused if its own priority is lower. With equal priority it is
+    also refused unless its tenant, including the newcomer, has fewer such requests relative to its
+    weight. `weights` has the weight of each tenant; the default is 1.
     """
     able = [ticket for ticket in queue if not ticket.was_assigned]
     lowest = min((ticket.priority for ticket in able), default=math.inf)
@@ -141,8 +145,9 @@ NO_VERIFIER = "NO_VERIFIER"
 """Reason of the error that is raised while no verifier is healthy."""
 MIN_PRIORITY = -MAX_PRIORITY
 MAX_EXCESS_SESSIONS = 32
-"""Largest number of sessions that a verifier is given beyond its `max_sessions`, because it can
-preempt others. By default a verifier lets 64 sessions wait."""
+"""Largest number of sessions that a verifier gets in addition to `max_sessions` if it can preempt
+sessions of lower priority for them. The preempted sessions then wait in the verifier, which by
+default lets 64 sessions wait."""
 FULL_BACKOFF_S = 0.1
 """Time in seconds for which a verifier gets no sessions after it refused one that was expected to
 fit.
@@ -151,7 +156,9 @@ fit.
 
 @dataclass(frozen=True, slots=True)
 class AssignedLoad:
-    """The sessions of one priority on a verifier."""
+    """Number of sessions on a verifier, of one priority or of several, and the KV-cache tokens that
+    are reserved for them.
+    """
 
     sessions: int = 0
     tokens: int = 0
@@ -170,7 +177,7 @@ class VerifierLoad:
     overcommit: float = 1.0
     """Factor by which reservations may exceed the KV cache."""
     assigned_by_priority: Mapping[int, AssignedLoad] = field(default_factory=dict)
-    """Sessions that this router assigned to the verifier, by priority."""
+    """Sessions that this router assigned to the verifier. The keys are priorities."""
     max_sessions: int
     others_tokens: int = 0
     """Number of KV-cache tokens that sessions of other routers held at the last poll."""
@@ -205,7 +212,9 @@ class VerifierLoad:
         return fits and not self.is_draining
 
     def fits_now(self, admission_request: AdmissionRequest, now: float) -> bool:
-        """Return whether a session fits in addition to the assigned sessions."""
+        """Return whether the verifier can take the session of a request now without preempting
+        another session. `now` is the clock time in seconds.
+        """
         if (
             self.sessions
             and self.waiting
@@ -217,7 +226,8 @@ class VerifierLoad:
         return self._takes(admission_request, now, self.sessions, self.tokens)
 
     def fits_by_preempting(self, admission_request: AdmissionRequest, now: float) -> bool:
-        """Return whether a session fits if sessions of lower priority are preempted.
+        """Return whether the verifier can take the session of a request now by preempting sessions
+        of lower priority. `now` is the clock time in seconds.
 
         At most `MAX_EXCESS_SESSIONS` sessions are assigned beyond `max_sessions`, because a
         verifier lets only a limited number of sessions wait.
@@ -236,7 +246,7 @@ class VerifierLoad:
         )
 
     def with_session(self, admission_request: AdmissionRequest) -> VerifierLoad:
-        """Return the load after a session is assigned."""
+        """Return the verifier's load after the session of a request was assigned to it."""
         load = self.with_change(
             admission_request.priority, 1, self.round_to_blocks(admission_request.counted_tokens)
         )
@@ -244,7 +254,9 @@ class VerifierLoad:
         return replace(load, free_tokens=max(0, self.free_tokens - used))
 
     def with_change(self, priority: int, sessions: int, tokens: int) -> VerifierLoad:
-        """Return the load after the sessions and tokens of one priority change by these numbers."""
+        """Return the load with `sessions` more sessions and `tokens` more reserved tokens of this
+        priority. Both numbers may be negative.
+        """
         before = self.assigned_by_priority.get(priority, AssignedLoad())
         after = AssignedLoad(before.sessions + sessions, before.tokens + tokens)
         placed = {**self.assigned_by_priority, priority: after}
@@ -275,7 +287,9 @@ class AdmissionState:
     verifiers: tuple[VerifierLoad, ...]
     """Loads of the healthy verifiers."""
     tenant_room: Mapping[TenantId, int] = field(default_factory=dict)
-    """Number of further running requests that each tenant with a limit may have."""
+    """Number of further requests that may run for each tenant. Tenants without a limit are not
+    included.
+    """
     aging_s: float = 0.0
     """Waiting time in seconds that raises a request by one priority level; 0 disables aging."""
 
@@ -338,8 +352,8 @@ def plan_admission(state: AdmissionState, now: float) -> list[AdmissionAction]:
 def choose_verifier(
     loads: Collection[VerifierLoad], admission_request: AdmissionRequest, now: float
 ) -> tuple[AdmitRequest, VerifierLoad] | None:
-    """Choose the verifier of a session. Return the decision and the verifier's new load, or None if
-    the session fits on no verifier.
+    """Choose the verifier for the session of a request. Return the decision and the load that the
+    verifier then has, or None if the session fits on no verifier.
 
     The chosen verifier has the smallest fraction of its KV cache reserved; ties are broken by
     fewest sessions, then by id. If the session fits only by preemption, sessions of lower priority
@@ -363,8 +377,9 @@ def choose_verifier(
 
 
 def next_change_at(state: AdmissionState, now: float) -> float | None:
-    """Return the next clock time in seconds at which the plan may change without an event, or None
-    if there is none.
+    """Return the clock time in seconds at which `plan_admission` must run again even if nothing
+    else happens, or None if there is no such time. It is the next deadline, the next end of a
+    waiting time, or the next time at which a verifier gets sessions again.
     """
     ends = [end for ticket in state.queue for end in (ticket.deadline, ticket.waits_until)]
     times = [end for end in ends if end is not None]

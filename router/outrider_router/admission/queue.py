@@ -56,8 +56,8 @@ class ArrivalQueue:
         return len(self._waiting)
 
     async def wait_turn(self) -> None:
-        """Wait until the request may enter. Returns at once if no other request is waiting to
-        enter.
+        """Wait until it is this request's turn. Returns at once if no other request has entered in
+        this iteration of the event loop.
         """
         loop = asyncio.get_running_loop()
         if self._is_free:
@@ -81,7 +81,9 @@ class ArrivalQueue:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class QueueEntry:
-    """A request from its arrival until `AdmissionQueue.remove_request`."""
+    """State of a request in the admission queue, from its arrival until
+    `AdmissionQueue.remove_request`.
+    """
 
     admission_request: AdmissionRequest
     tenant: Tenant
@@ -98,7 +100,7 @@ class QueueEntry:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the request waits and no decision about it was made."""
+        """Whether the request waits: it was not yet admitted, refused or cancelled."""
         return self.reservation_future is not None and not self.reservation_future.done()
 
     @property
@@ -151,7 +153,7 @@ class AdmissionQueue:
 
     @property
     def num_entries(self) -> int:
-        """Number of requests that arrived and were not removed."""
+        """Number of requests that have arrived and were not removed by `remove_request`."""
         return len(self._guests)
 
     @property
@@ -182,14 +184,14 @@ class AdmissionQueue:
     async def reserve_capacity(
         self, admission_request: AdmissionRequest, group: RequestGroup | None = None
     ) -> CapacityReservation:
-        """Wait for a verifier and return the reservation on it. `group` is the request group of the
-        request, if it belongs to one.
+        """Wait until a verifier has capacity for a request, and return the reservation on it.
+        `group` is the request group of the request, if it belongs to one.
 
-        The first call for a request charges its tenant. More calls may follow until
-        `remove_request`; a full queue refuses none of them. Raises ResourceExhaustedError if the
-        tenant's rate is exceeded or the queue is full, UnavailableError if no healthy verifier can
-        serve the request, and DeadlineExceededError. Cancelling the wait removes the request from
-        the queue.
+        The first call for a request charges its tenant. Further calls for the same request, for
+        instance after a failover, are never refused for a full queue. Raises ResourceExhaustedError
+        if the tenant's rate is exceeded or the queue is full, UnavailableError if no healthy
+        verifier can serve the request, and DeadlineExceededError. Cancelling the wait removes the
+        request from the queue.
         """
         queue_entry = self._guests.get(admission_request.request_id)
         if queue_entry is not None:
@@ -235,7 +237,8 @@ class AdmissionQueue:
     def remove_request(self, request_id: RequestId) -> None:
         """Remove a request that has ended and holds no reservation. Idempotent.
 
-        The tenant's charge is corrected from the expected to the used number of tokens.
+        The tenant was charged for the expected number of tokens. The charge is corrected to the
+        number of tokens that the request used.
         """
         queue_entry = self._guests.pop(request_id, None)
         if queue_entry is None:

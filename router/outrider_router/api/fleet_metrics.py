@@ -51,8 +51,8 @@ def kv_usage(verifiers: list[VerifierSummary]) -> float:
 
 
 class FleetMetrics(Collector):
-    """Collector of queue and session totals, and of `outrider_fleet_*` per verifier or drafter
-    link.
+    """Prometheus collector of queue and session totals, and of the metrics `outrider_fleet_*`,
+    which have one series for each verifier or for each connection between a verifier and a drafter.
     """
 
     def __init__(self, info: Callable[[], ServerInfo]) -> None:

@@ -19,7 +19,7 @@ from outrider_router.requests.service import RouterService
 
 POOL_SERVICE = "outrider.wire.v1.PoolService"
 DRAIN_S = 10.0
-"""Time in seconds within which the sessions of a removed drafter may move to others."""
+"""Time in seconds that the sessions of a removed drafter get to move to other drafters."""
 
 
 def pool_service(service: RouterService) -> GrpcService:

@@ -99,8 +99,8 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
 
 
 def find_key(keys: Mapping[str, ApiKey], header: str | None) -> str:
-    """Return the name of the key in an `authorization` header, which is `Bearer KEY`, or `Basic`
-    with the key as password for browsers.
+    """Return the name of the API key in an `authorization` header. The header is `Bearer KEY` or,
+    for browsers, `Basic` with the key as the password.
 
     Raises UnauthenticatedError (NO_KEY, WRONG_KEY). The duration depends neither on how similar a
     wrong key is to a valid one nor on which key matches.

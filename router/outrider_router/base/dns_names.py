@@ -13,8 +13,8 @@ SCHEME = "dns:///"
 def split_addresses(
     addresses: Iterable[str],
 ) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
-    """Split addresses into plain ones and (host, port) pairs of `dns:///HOST:PORT` names. Raises
-    InvalidRequestError for a malformed name.
+    """Return the plain addresses, and the (host, port) pair of each address that is a DNS name,
+    `dns:///HOST:PORT`. Raises InvalidRequestError for a malformed name.
     """
     plain, names = [], []
     for address in addresses:

@@ -38,8 +38,8 @@ from outrider_router.base.reasons import FailoverCause, MoveReason, QuarantineRe
 from outrider_router.base.slow_readers import SLOW_READER
 
 MAX_SINGLE_VALUES: Final = 8
-"""Largest number of values that are counted one by one, which is faster than with an array for so
-few.
+"""Largest number of values that `observe_values` counts one by one. For so few values this is
+faster than with an array.
 """
 
 
@@ -344,9 +344,9 @@ class RouterMetrics:
     ) -> None:
         """Count a request that ended.
 
-        `outcome` is its finish reason or error code, `first` and `last` are the clock times of its
-        first and last token in seconds, `tokens` is the number of its tokens and `duration_s` the
-        time since its arrival.
+        `outcome` is its finish reason or error code. `first` and `last` are the clock times in
+        seconds of its first and last output token; `first` is None if there is none. `tokens` is
+        the number of its output tokens, and `duration_s` the time since its arrival.
         """
         self.requests.labels(outcome).inc()
         self.request_duration.observe_values(duration_s)
@@ -355,7 +355,7 @@ class RouterMetrics:
             self.time_per_output_token.observe_values((last - first) / (tokens - 1))
 
     def record_events(self, events: SessionEvents) -> None:
-        """Count the verification rounds of a message of session events."""
+        """Add the rounds that a message of session events reports to the speculation counters."""
         rounds = (events.round_ids > 0) & (events.counts > 0)
         self.rounds.inc(int(rounds.sum()))
         self.round_tokens.inc(int(events.counts[rounds].sum()))

@@ -15,8 +15,8 @@ MIN_RETRY_S = 0.05
 MAX_RETRY_S = 30.0
 HOLD_S = 2.0
 """Minimum time in seconds for which a queue position is held for a refused client. If half of the
-client's wait is longer, the position is held for that time. Clients add random time to retry hints,
-so that they do not return together.
+time that the client was told to wait is longer, the position is held for that half. Clients add
+random time to retry hints, so that they do not return together.
 """
 MAX_KNOWN_FACTOR = 4
 """Largest number of refused clients that are remembered, as a multiple of the queue limit."""
@@ -24,7 +24,7 @@ REFUSALS: Final = {
     "QUEUE_FULL": "the queue is full: it holds at most {limit} requests; try again later",
     "DISPLACED": "the queue is full and a request of higher precedence took the position",
 }
-"""Error messages of requests that the queue refuses, by reason."""
+"""Maps the reason for which the queue refuses a request to the error message."""
 
 
 class RetryTimes:
@@ -35,11 +35,12 @@ class RetryTimes:
         """Clock time that was promised last, in seconds."""
 
     def next_retry_s(self, now: float, *, first_s: float, each_s: float) -> float:
-        """Return the seconds until a retry time that no other client was given, between
-        `MIN_RETRY_S` and `MAX_RETRY_S`.
+        """Return the seconds that a client is told to wait, between `MIN_RETRY_S` and
+        `MAX_RETRY_S`. Each client is given a later time than the clients before it, up to the
+        maximum.
 
-        `first_s` is the time until the first possible retry, `each_s` the time between the retries
-        of two clients.
+        `first_s` is the wait of a client that is refused before all others, and `each_s` the time
+        between the retries of two clients.
         """
         at = max(now + first_s, self._last + each_s)
         # Hints longer than the maximum are inexact anyway, so later clients need not wait behind
@@ -61,15 +62,18 @@ class HeldQueuePositions:
         self._max_known = MAX_KNOWN_FACTOR * queue_limit
         self._promises = RetryTimes()
         self._due: dict[RequestId, tuple[float, float]] = {}
-        """Clock times in seconds from which and until which a position is held, by request."""
+        """Start and end of the time for which a position is held for a request, as clock times in
+        seconds.
+        """
 
     def next_retry_s(self, request_id: RequestId | None, now: float, each_s: float) -> float:
-        """Return the seconds until a position is free for a request that is refused now.
+        """Return the seconds until a position is free for a request that is refused now, and hold
+        the position from then on.
 
-        `each_s` is the time between two positions that become free. With `request_id` None the
+        `each_s` is the time between two positions that become free. If `request_id` is None, the
         request cannot be recognized later, so no position is held for it. A client that returns too
-        early is given the same time again. A client that returns in time but finds no position is
-        given the next time.
+        early is given the same time again. A client that returns in time but is refused again is
+        told to wait for `each_s`.
         """
         known = self._due.get(request_id) if request_id is not None else None
         if known is None:

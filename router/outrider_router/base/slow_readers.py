@@ -61,10 +61,11 @@ class _TimedWriter(Generic[EventT]):
 async def with_write_timeout(
     write: Callable[[EventT], Awaitable[None]], *, slow_reader_timeout_s: float
 ) -> AsyncGenerator[Callable[[EventT], Awaitable[None]], None]:
-    """Return, for the duration of a stream, a `write` with a timeout; any task may call it.
+    """Yield a function that calls `write` with a timeout, for the duration of an `async with`
+    block. Any task may call the function.
 
-    The `with` block ends with ResourceExhaustedError (SLOW_READER) once a write has waited for
-    `slow_reader_timeout_s`.
+    The block ends with ResourceExhaustedError (SLOW_READER) once a write has waited for
+    `slow_reader_timeout_s` seconds.
     """
     limit = asyncio.timeout(None)
     try:

@@ -109,8 +109,8 @@ class TokenBucket:
         self._level = min(self._burst, self._level - cost)
 
     def hint_s(self, cost: float, now: float) -> float:
-        """Return the seconds until `cost` is available for a caller that is refused now, behind all
-        callers that were refused before.
+        """Return the seconds that a caller that is refused now should wait until `cost` is
+        available. Callers that were refused before come first.
         """
         first_s = self.shortage(cost, now) / self._rate
         return self._promises.next_retry_s(now, first_s=first_s, each_s=cost / self._rate)

@@ -1,8 +1,8 @@
 """Assignment of drafters to verifiers and to sessions. Pure.
 
-A session takes one slot of a drafter. Its speedup depends on how soon the drafter's proposals reach
-the verifier. Verifiers measure this time, which includes the network, the drafting and the
-drafter's other sessions.
+A session takes one slot of a drafter. The session's speedup depends on how soon the drafter's
+proposals reach the verifier. Verifiers measure this time, which includes the network, the drafting
+and the drafter's other sessions.
 """
 
 from __future__ import annotations
@@ -19,22 +19,28 @@ from outrider_router.base.reasons import MoveReason
 from outrider_router.fleet.compatibility import can_serve
 
 MIN_GAP = 2.0
-"""Smallest imbalance between two drafters that is corrected, in weighted sessions."""
+"""Smallest difference between the costs of two drafters (`DrafterLoads.cost`) at which sessions are
+moved from one to the other.
+"""
 GAP_SHARE = 0.25
-"""Smallest imbalance that is corrected, as a fraction of the busier drafter's weighted sessions."""
+"""Smallest difference between the costs of two drafters at which sessions are moved, as a fraction
+of the larger cost. The difference must also be at least `MIN_GAP`.
+"""
 MIN_WEIGHT_DIFFERENCE = 0.25
-"""Step to which weights are rounded, because smaller differences are noise."""
+"""Weights of drafters are rounded to multiples of this number, because smaller differences are
+noise.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterCandidate:
-    """A drafter that is attached to a verifier."""
+    """A drafter that is attached to a verifier and may draft for its sessions."""
 
     drafter_id: DrafterId
     methods: tuple[DraftMethod, ...]
     weight: float = 1.0
-    """Duration of a round with this drafter's proposals, divided by that with the fastest
-    drafter's.
+    """Duration of a round with this drafter's proposals, divided by the duration of a round with
+    those of the fastest drafter.
     """
     same_host: bool = False
     accepts_sessions: bool = True
@@ -58,11 +64,11 @@ class SessionPlacement:
     tokens: int = 0
     """Number of tokens in the session's prefix, which a new drafter must receive."""
     is_movable: bool = True
-    """Whether the session may be moved for balance or as a probe: it has begun and was not moved
-    recently.
+    """Whether the session may be moved to balance loads or to probe a quarantined drafter. It may
+    if it has emitted tokens and was not moved recently.
     """
     is_fixed: bool = False
-    """Whether the session cannot be moved at all."""
+    """Whether the session is never moved, because its verifier has refused too many moves."""
 
 
 class SessionDrafter(NamedTuple):
@@ -86,15 +92,15 @@ Candidates = Mapping[VerifierId, Sequence[DrafterCandidate]]
 
 
 class DrafterLoads:
-    """Numbers of sessions by drafter, and by pair of verifier and drafter."""
+    """Number of sessions of each drafter, and of each pair of verifier and drafter."""
 
     def __init__(
         self,
         seats: Iterable[SessionPlacement | SessionDrafter],
         others: Mapping[DrafterId, int] | None = None,
     ) -> None:
-        """Count the sessions `seats` of this router. `others` are the numbers of other routers'
-        sessions by drafter.
+        """Count the running sessions `seats` of this router. `others` has the number of other
+        routers' sessions of each drafter.
         """
         self._all: Counter[DrafterId] = Counter(others or {})
         self._pairs: Counter[tuple[VerifierId, DrafterId]] = Counter()
@@ -104,8 +110,8 @@ class DrafterLoads:
     def count_session(
         self, seat: SessionPlacement | SessionDrafter, drafter_id: DrafterId | None, count: int
     ) -> None:
-        """Count a session of `seat`'s verifier at a drafter; `count` is 1 to add it and -1 to
-        remove it.
+        """Change the number of sessions that a drafter has of `seat`'s verifier. `count` is 1 to
+        add a session and -1 to remove one. Has no effect if `drafter_id` is None.
         """
         if drafter_id is not None:
             self._all[drafter_id] += count
@@ -178,11 +184,11 @@ def drafter_candidates(
     draining: Collection[DrafterId] = (),
     rooms: Mapping[DrafterId, int] | None = None,
 ) -> tuple[DrafterCandidate, ...]:
-    """Return the drafters that a verifier's sessions can have now.
+    """Return the drafters that are attached to a verifier, as candidates for its sessions.
 
-    `detached` are drafters that a session reported lost since the last poll of the verifier, and
-    `draining` are drafters that are being removed. `rooms` is the largest number of the verifier's
-    sessions for each quarantined drafter.
+    `detached` are drafters that a session reported lost since the last poll of the verifier; they
+    are not returned. `draining` are drafters that are being removed. `rooms` has, for each
+    quarantined drafter, the largest number of the verifier's sessions that it may have.
     """
     bounds = rooms or {}
     attached = {link.drafter_id: link for link in verifier.drafters}
@@ -218,7 +224,8 @@ def plan_moves(
     max_homeless: int,
     max_balanced: int,
 ) -> list[MoveSession]:
-    """Decide which sessions move to another drafter.
+    """Decide which sessions move to another drafter. `others` has the number of other routers'
+    sessions of each drafter.
 
     Sessions of lost drafters come first, then those of quarantined drafters, then those of drafters
     that are being removed or about to stop; at most `max_homeless` of all these move. If there are

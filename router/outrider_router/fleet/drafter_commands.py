@@ -1,6 +1,6 @@
 """Control calls from the router to drafters: attach, detach, drain.
 
-Failed calls are logged and not raised, because a drafter that does not obey only costs speculation.
+Failed calls are logged and not raised, because without their effect requests lose only speculation.
 """
 
 from __future__ import annotations

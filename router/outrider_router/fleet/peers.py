@@ -51,7 +51,7 @@ class PeerStatus:
     """
 
     def pass_time(self, seconds: float) -> None:
-        """Add time without a sign of life."""
+        """Add `seconds` to the time without a sign of life."""
         self.silent_s += seconds
 
 
@@ -64,8 +64,8 @@ class VerifierPeer(PeerStatus):
     detached: set[DrafterId] = field(default_factory=set)
     """Drafters that sessions reported lost since the last poll of the verifier."""
     losses: int = 0
-    """Number of times that the verifier was lost. A poll whose answer arrives after a loss is
-    recognized by it.
+    """Number of times that the verifier was lost. If it changes during a poll, the poll's answer is
+    from before the loss.
     """
     open_sessions: int = 0
     """Number of open sessions of this router on the verifier."""
@@ -79,8 +79,8 @@ class VerifierPeer(PeerStatus):
     """
 
     def pass_time(self, seconds: float) -> None:
-        """Add time without a sign of life, and without progress if the verifier has open
-        sessions.
+        """Add `seconds` to the time without a sign of life. If the verifier has open sessions, add
+        them to the time without progress too.
         """
         # super() without arguments fails here: dataclass(slots=True) creates a new class.
         PeerStatus.pass_time(self, seconds)

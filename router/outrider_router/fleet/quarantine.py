@@ -31,7 +31,7 @@ JITTER_SHARE: Final = 0.2
 drafters.
 """
 BREAKER_RESET_S: Final = 60.0
-"""Time without a fault in seconds after which the next quarantine has the first duration again."""
+"""Time in seconds without a fault after which the back-off time is again `MIN_BACKOFF_S`."""
 MAX_PROBE_S: Final = 10.0
 """Time in seconds after which a probe without a fault succeeds even with few proposals, because its
 session may need no drafts.
@@ -39,18 +39,20 @@ session may need no drafts.
 MIN_PROBE_ANSWERS: Final = 4
 """Number of usable proposals after which a probe succeeds."""
 MAX_SILENCE_S: Final = 0.75
-"""Time in seconds without a proposal that was needed after which a drafter is silent."""
+"""Time in seconds after which a drafter counts as silent, if a session has needed its proposals and
+none has arrived.
+"""
 MAX_INVALID_MESSAGES: Final = 8
-"""Number of invalid messages between two polls that opens the breaker; half of it opens the breaker
-if no valid message arrived.
+"""The breaker opens if this number of invalid messages arrived between two polls. If no usable
+proposal arrived, half of this number is enough.
 """
 MIN_TIMEOUTS: Final = 4
-"""Number of timeouts between two polls from which a drafter can be slow; the timeouts must also
-exceed its proposals.
+"""A poll finds a drafter slow if at least this number of proposals timed out since the previous
+poll, and more proposals timed out than arrived.
 """
 SLOW_FACTOR, SLOW_FLOOR_MS = 8.0, 50.0
-"""A drafter is slow if its proposals take `SLOW_FACTOR` times as long as those of the fastest other
-drafter and at least `SLOW_FLOOR_MS` milliseconds longer.
+"""A poll also finds a drafter slow if its proposals take `SLOW_FACTOR` times as long as those of
+the fastest other drafter, and at least `SLOW_FLOOR_MS` milliseconds longer.
 """
 MIN_SLOW_POLLS: Final = 3
 """Number of polls in a row that must find a drafter slow, because a busy machine may be slow for a
@@ -81,8 +83,8 @@ class DrafterEvidence:
     invalid: int = 0
     silent_s: float = 0.0
     answer_ms: float = 0.0
-    """Time from the end of a round to the proposals for the next one in milliseconds; 0 if
-    unknown.
+    """Time in milliseconds from the end of a round to the arrival of the proposals for the next
+    one; 0 if unknown.
     """
     soonest_ms: float = 0.0
     """`answer_ms` of the fastest other drafter; 0 if there is none."""
@@ -115,9 +117,10 @@ class CircuitBreaker:
         ]
 
     def update(self, seen: DrafterEvidence, now: float, chance: float) -> QuarantineReason | None:
-        """Process the statistics of a poll. Return the reason if the breaker opened, else None.
+        """Process the statistics `seen` of a poll at the clock time `now`. Return the reason if the
+        breaker opened, else None.
 
-        `chance` is a random number in [0, 1).
+        `chance` is a random number in [0, 1), by which the duration of a quarantine is varied.
         """
         new = self._since_last(seen)
         if self.state is BreakerState.OPEN:
@@ -204,12 +207,12 @@ class Quarantine:
     def update(
         self, info: VerifierInfo, known: Collection[DrafterId], now: float
     ) -> list[tuple[DrafterId, QuarantineReason | None]]:
-        """Process a verifier's statistics of its drafters. Return the drafters whose breakers
-        changed.
+        """Process a verifier's statistics of its drafters. Return a pair of drafter id and reason
+        for each drafter whose breaker changed its state.
 
-        Each is returned with the reason if its breaker opened, and with None if it may have more
-        sessions than before. Drafters that are not in `known` are ignored. The breaker of a
-        detached drafter is kept, because a new connection does not repair the drafter.
+        The reason is None if the breaker did not open, so that the drafter may have more sessions
+        than before. Drafters that are not in `known` are ignored. The breaker of a detached drafter
+        is kept, because a new connection does not repair the drafter.
         """
         changed: list[tuple[DrafterId, QuarantineReason | None]] = []
         for link in info.drafters:
@@ -296,8 +299,8 @@ class QuarantineManager:
         self._quarantine.forget_drafter(drafter_id)
 
     def session_limits(self, info: VerifierInfo) -> dict[DrafterId, int]:
-        """Return the largest number of the verifier's sessions for each of its quarantined
-        drafters.
+        """Return the largest number of the verifier's sessions that each of its quarantined
+        drafters may have: 0 in quarantine, 1 while it is probed.
         """
         names = [drafter.drafter_id for drafter in info.drafters]
         breakers = {name: self._quarantine.get_breaker(info.verifier_id, name) for name in names}

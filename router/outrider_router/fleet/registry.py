@@ -66,8 +66,9 @@ class PeerRegistry:
         on_verifier_lost: Callable[[VerifierId], None],
         on_drafters_changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create the records of all plain addresses in `config`. `placed` returns this router's
-        sessions by drafter, and `on_drafters_changed` is called when sessions should be moved.
+        """Create a registry of the addresses in `config` that are not DNS names. `placed` returns
+        the number of this router's sessions of each drafter, and `on_drafters_changed` is called
+        when sessions should be moved.
         """
         self._dialer = dialer
         self._tokenizer = tokenizer
@@ -220,12 +221,12 @@ class PeerRegistry:
         )
 
     def candidates(self) -> dict[VerifierId, tuple[DrafterCandidate, ...]]:
-        """Return the drafters that sessions can have now, by healthy verifier."""
+        """Return, for each healthy verifier, the drafters that its sessions can have now."""
         return {info.verifier_id: self.candidates_for(peer) for peer, info in self._healthy()}
 
     @property
     def other_router_sessions(self) -> dict[DrafterId, int]:
-        """Numbers of other routers' sessions by drafter."""
+        """Number of other routers' sessions of each drafter."""
         peers = self.drafters.values()
         return {
             peer.info.drafter_id: peer.other_router_sessions

@@ -26,15 +26,15 @@ from outrider_router.requests.running_requests import RequestEntry, RequestSessi
 logger = logging.getLogger(__name__)
 
 MAX_REATTACHED = 32
-"""Largest number of sessions that get a new drafter in one check, because the new drafter must
-receive each session's whole prefix.
+"""Largest number of sessions of lost, quarantined or leaving drafters that get a new drafter in one
+check. It is limited because the new drafter must receive each session's whole prefix.
 """
 MAX_BALANCE_MOVES = 4
 """Largest number of sessions that are moved for balance in one check."""
 MIN_MOVE_INTERVAL_S = 5.0
 """Shortest time between two moves of a session for balance, in seconds."""
 MAX_REFUSED_MOVES = 3
-"""Number of moves refused by the verifier after which a session stays where it is."""
+"""Number of refused moves after which a session is not moved to another drafter any more."""
 MIN_CHECK_INTERVAL_S = 0.05
 """Shortest time between two checks, in seconds."""
 
@@ -81,9 +81,8 @@ class DrafterRebalancer:
         self._wakeup.set()
 
     def choose_drafter(self, peer: VerifierPeer, method: DraftMethod) -> DrafterId | None:
-        """Return the drafter of a session that is about to be opened on this verifier, or None if
-        no drafter is available. Without a drafter the session decodes without speculation until it
-        gets one.
+        """Choose the drafter of a session that is about to be opened on this verifier. Returns None
+        if no drafter is available. The session then decodes without speculation until it gets one.
         """
         assert peer.info is not None
         here = self._registry.candidates_for(peer)

@@ -44,7 +44,7 @@ class RequestHistory:
     is_alone: bool = False
     """Whether the request's verifier has no other session of this router."""
     is_in_time: bool = True
-    """Whether the time limit of a failover has not passed."""
+    """Whether the time limit of a failover has not yet passed."""
 
 
 def failover_cause(error: OutriderError) -> FailoverCause | None:
@@ -77,8 +77,8 @@ def should_retry(cause: FailoverCause | None, past: RequestHistory, *, max_failo
 
 
 def pause_s(losses: int) -> float:
-    """Return the pause in seconds before a request is queued again after a loss; 0 after the first
-    loss.
+    """Return the pause in seconds before a request that has lost `losses` sessions is queued again.
+    After the first loss it is 0.
     """
     if losses <= 1:
         return 0.0
@@ -88,8 +88,8 @@ def pause_s(losses: int) -> float:
 def implied_finish(
     emitted: list[int], *, stop_ids: tuple[int, ...], max_new_tokens: int
 ) -> FinishReason | None:
-    """Return the finish reason that follows from the emitted tokens without a message of the
-    verifier, or None if the output continues.
+    """Return the finish reason that the emitted tokens show even if the verifier has not reported
+    it: a stop token or the length limit was reached. Return None if the output continues.
 
     A stop token is emitted only at the end, so the last token decides.
     """
@@ -99,7 +99,9 @@ def implied_finish(
 
 
 def incomplete_error(cause: FailoverCause, past: RequestHistory) -> UnavailableError:
-    """Return the error of a request that no verifier continued in time."""
+    """Return the error of a request whose output is incomplete, because no verifier continued it in
+    time.
+    """
     why = {
         FailoverCause.VERIFIER_LOST: "its verifier was lost",
         FailoverCause.DRAINING: "its verifier stopped",

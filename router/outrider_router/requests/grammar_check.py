@@ -45,7 +45,8 @@ class GrammarChecker:
             self._compiler.close()
 
     async def check_grammar(self, structured: StructuredOutput, *, tenant: str) -> None:
-        """Check that verifiers can serve a structured output. Tenants get turns in rotation.
+        """Check that the grammar of a structured output can be compiled. If several tenants wait,
+        their grammars are compiled in rotation.
 
         Raises InvalidRequestError with the reason for a schema, expression or grammar that cannot
         be compiled, ResourceExhaustedError while too many are being compiled,

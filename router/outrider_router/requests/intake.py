@@ -58,11 +58,13 @@ class RequestIntake:
         self._on_failing = on_failing
 
     def prepare(self) -> None:
-        """Do slow preparation before requests are served."""
+        """Load the tokenizer for checking grammars. This is slow, so it is done before requests are
+        served.
+        """
         self._forms.prepare()
 
     def close(self) -> None:
-        """Release what `prepare` acquired. Idempotent."""
+        """Stop the processes that check grammars. Idempotent."""
         self._forms.close()
 
     def open_entry(

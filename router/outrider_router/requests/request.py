@@ -46,7 +46,8 @@ _Ids = tuple[int, ...]
 def make_token_limits(
     options: SamplingOptions, tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[_Ids, TokenLimits | None]:
-    """Return the banned token ids, and the other token limits or None if there are none.
+    """Return the banned token ids, and the other token limits: allowed ids and bad words of several
+    tokens. The other limits are None if there are none.
 
     A bad word of one token becomes a banned id, because banned ids are cheaper to enforce. Raises
     InvalidRequestError.
@@ -90,8 +91,8 @@ def _token_id_variants(word: str, tokenizer: Tokenizer) -> Iterator[_Ids]:
 
 
 def make_plan(options: SpeculationOptions, defaults: SpeculationDefaults) -> SpeculationPlan:
-    """Return the speculation plan of a session. Draft lengths beyond the router's maximum are
-    reduced to it.
+    """Return the speculation plan of a session. If more draft tokens are requested than the router
+    allows, the plan has the largest allowed number.
 
     Raises InvalidRequestError for invalid values.
     """

@@ -25,7 +25,9 @@ from outrider.wire.spec_stats_accumulator import describe_decision
 
 
 class SpecCounters:
-    """Mutable counters behind `SpecStats`; adding a round allocates no object."""
+    """Speculation counters of one request, which `to_stats` converts to `SpecStats`. Adding a round
+    allocates no object.
+    """
 
     __slots__ = (
         "_by_accepted",
@@ -56,10 +58,12 @@ class SpecCounters:
         self.planned = 0
         """Planner decision of the newest round, as bits of `SessionEvents.flags`."""
         self._by_accepted: list[int] = []
-        """Number of rounds by the number of draft nodes that they accepted."""
+        """Element n is the number of drafted rounds that accepted n draft nodes."""
 
     def add_round(self, *, emitted: int, flags: int, proposed: int, accepted: int) -> None:
-        """Count one round. `flags` are bits as in `SessionEvents`."""
+        """Count one round. It emitted `emitted` tokens, and accepted `accepted` of `proposed` draft
+        nodes. `flags` are bits as in `SessionEvents`.
+        """
         self.rounds += 1
         self.emitted += emitted
         if flags & FALLBACK:
@@ -113,7 +117,9 @@ class SpecCounters:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestOutput:
-    """Tokens of one request over all of its sessions, from which a failover resumes."""
+    """Output of one request over all of its sessions. After a failover, the next session continues
+    from these tokens.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     """Token ids that the verifier committed, in order. New ids are appended as they arrive."""
@@ -154,23 +160,23 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputLimits:
-    """Limits that every row of a session's output must observe."""
+    """Limits of the output of a session. They are checked whenever output arrives."""
 
     max_new_tokens: int
     """Maximum number of tokens that the request may emit in all of its sessions."""
     vocab_size: int
     """Vocabulary size of the verifier; all token ids must be smaller."""
     top_logprobs: int | None
-    """Number of most probable ids that must come with each token; None if no log-probabilities must
-    come.
+    """Number of most probable ids that the verifier must send with each token. If it is None, the
+    verifier must not send log-probabilities.
     """
 
     def accepts(
         self, num_emitted: int, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> bool:
-        """Return whether these token ids and log-probabilities are valid after `num_emitted`
-        tokens: within the length limit and the vocabulary, and with the requested
-        log-probabilities.
+        """Return whether these token ids and log-probabilities may follow `num_emitted` tokens.
+        They may if they are within the length limit and the vocabulary, and if the
+        log-probabilities are those that were requested.
         """
         count, top, vocab_size = len(ids), self.top_logprobs, self.vocab_size
         if count:
@@ -187,7 +193,7 @@ class OutputLimits:
 
 
 class OutputAssembler:
-    """Detokenizes one request and ends its text at the first stop string.
+    """Detokenizes the output of one request and ends its text at the first stop string.
 
     The text does not depend on how many ids are pushed at once. Ids after the one that completes a
     stop string must not be pushed; `StopChecker` finds that id.
@@ -220,8 +226,8 @@ class OutputAssembler:
     def push_tokens(self, token_ids: Sequence[int], *, last_is_stop: bool = False) -> str:
         """Add token ids and return the text that can be sent now.
 
-        With `last_is_stop`, the last id is a stop token; its text is omitted unless stop texts are
-        included.
+        With `last_is_stop`, the last id is a stop token. Its text is omitted unless the assembler
+        was created with `include_stop`.
         """
         silent = last_is_stop and not self._include_stop
         spoken = token_ids[:-1] if silent else token_ids
@@ -236,7 +242,10 @@ class OutputAssembler:
         return text + self._stops.push_text(self._detokenizer.push_tokens(spoken))
 
     def flush(self) -> str:
-        """Return the text that was held back, at the end of an output that no stop string ended."""
+        """Return the text that was held back because it could have been the beginning of a stop
+        string or of a character of several tokens. Called at the end of the output. Returns "" if a
+        stop string ended the output.
+        """
         if self._stops.matched is not None:
             return ""
         text = self._stops.push_text(self._detokenizer.flush())

@@ -108,9 +108,11 @@ class FailoverRecord:
             self.epoch += 1
 
     def record_error(self, cause: FailoverCause | None, num_emitted: int, since: float) -> None:
-        """Record that a session ended with an error after `num_emitted` tokens. `since`, a clock
-        time in seconds, is when the client last got something; it starts the time limit of the
-        failover if the session emitted tokens or is the first that was lost.
+        """Record that a session ended with an error after `num_emitted` tokens.
+
+        `since` is the clock time in seconds at which the client last got something. If the session
+        emitted tokens, or if it is the first that was lost, the time limit of the failover starts
+        at this time.
         """
         self.refusals += cause is FailoverCause.REFUSED
         self.losses += cause in (FailoverCause.VERIFIER_LOST, FailoverCause.FAILED)

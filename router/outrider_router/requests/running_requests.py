@@ -181,7 +181,9 @@ class DrafterAttachment:
 
     @property
     def next_drafter_id(self) -> DrafterId | None:
-        """Drafter of the session after a requested move; None if there is none."""
+        """Drafter that the session has after the requested move, or its present drafter if no move
+        is pending; None if it has none.
+        """
         return self.moving_to or self.drafter_id
 
     def record_requested_move(self, drafter_id: DrafterId | None, now: float) -> None:
@@ -276,7 +278,9 @@ class RequestEntry:
 
     @property
     def log_ids(self) -> dict[str, str]:
-        """Ids that identify the request in the log lines of all processes."""
+        """Ids that identify the request in the log lines of all processes: the request id, the
+        session id if a session was opened, and the trace id if the request is traced.
+        """
         ids = {"request_id": str(self.request_id)}
         if self.session is not None:
             ids["session_id"] = self.session.session_id
@@ -349,7 +353,9 @@ class RunningRequests:
         entry.end_request()
 
     def sessions_by_drafter(self) -> dict[DrafterId, int]:
-        """Return the number of running sessions by drafter. A requested move counts as done."""
+        """Return the number of running sessions of each drafter. A session with a requested move is
+        counted at its new drafter.
+        """
         counts: dict[DrafterId, int] = {}
         for entry in self._entries.values():
             drafter_id = None if entry.drafter is None else entry.drafter.next_drafter_id

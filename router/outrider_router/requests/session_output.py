@@ -41,11 +41,13 @@ from outrider_router.requests.running_requests import DrafterAttachment, Request
 logger = logging.getLogger(__name__)
 
 MAX_SLOW_SHARE = 8
-"""Inverse of the share of readers that may be slow without delaying the next round."""
+"""One reader in this number may be slow without delaying the next round."""
 MAX_DELAY_S = 0.02
 """Longest time in seconds that a round waits for the messages of the previous round."""
 MIN_DELAY_S = 0.0005
-"""Shortest pause in seconds that is waited for, because timers have a coarse resolution."""
+"""Pauses that are not longer than this time in seconds are left out, because timers have a coarse
+resolution.
+"""
 PAUSE_SHARE = 0.25
 """Pause after a round of messages, as a fraction of the time that sending the round took. Messages
 of verifiers are read in the pause.
@@ -53,7 +55,7 @@ of verifiers are read in the pause.
 
 
 class WakeableReader(Protocol):
-    """A reader that waits for output."""
+    """Interface of a reader that waits for output until `WakeupPacer` wakes it."""
 
     def wake_reader(self) -> bool:
         """Let the reader check for output again. Return whether it was waiting."""
@@ -152,8 +154,8 @@ class SessionFeed:
 
         `pacer` is told when the reader waits again. `on_finish` is called when the session ends by
         itself or its text reaches a stop string, even if the reader is slow. `end` returns the
-        finish reason that follows from the emitted tokens. `limits` are checked for each row of the
-        verifier. `drafter` is the drafter attachment of the session. `stop_checker` is the stop
+        finish reason that follows from the emitted tokens. `limits` are checked for all output of
+        the verifier. `drafter` is the drafter attachment of the session. `stop_checker` is the stop
         string checker of the request; None if the request has no stop strings.
         """
         self.entry = entry
@@ -182,8 +184,9 @@ class SessionFeed:
         return True
 
     def count_tokens(self, token_ids: list[int], reason: FinishReason | None) -> int:
-        """Return how many token ids of a row belong to the output: all of them, or those up to the
-        one that completes a stop string. `reason` is the finish reason of the row.
+        """Return how many of the token ids of one round belong to the output: all of them, or those
+        up to the one that completes a stop string. `reason` is the finish reason that the verifier
+        sent with them, or None.
         """
         if self.stop_checker is None:
             return len(token_ids)
@@ -295,8 +298,9 @@ class EventDispatcher:
         self._on_emitted = on_emitted
 
     def deliver_events(self, events: SessionEvents, feeds: Mapping[int, SessionFeed]) -> None:
-        """Append each row to its session's feed and wake its reader: at once for a first token or
-        an end, otherwise when the pacer allows it.
+        """Append each row of a verifier's message, which has the new tokens of one session, to the
+        session's feed. Wake the feed's reader: at once for a first token or an end, otherwise when
+        the pacer allows it. `feeds` maps session handles to feeds.
 
         A row is treated as malformed if it has more ids than its request may have, ids beyond the
         vocabulary, or not the requested log-probabilities. Tokens after a stop string, and tokens

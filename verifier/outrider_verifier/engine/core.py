@@ -1,7 +1,7 @@
-"""EngineCore holds the state of all sessions and changes it by commands; engine thread only.
+"""EngineCore holds the state of all sessions and applies commands to it.
 
-It has no threads, sockets or clocks: callers pass the time as an argument, and effects are posted
-to an `Outbox`. So tests can run it step by step.
+It is used on the engine thread only. It has no threads, sockets or clocks: callers pass the time as
+an argument, and effects are posted to an `Outbox`. So tests can run it step by step.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class EngineCore:
         self.policy = policy
         self.block_manager = block_manager
         self.outbox = outbox
-        """Effects that were posted and not yet handed over."""
+        """Effects that were posted and not yet passed on."""
         self.remote_draft_length = remote_draft_length
         """Returns the draft length, in tokens, that a session would get by device exchange now; 0
         means that it gets no such drafts."""
@@ -121,7 +121,8 @@ class EngineCore:
         """Counter that grows whenever sessions may have changed for a reason other than a round's
         outcome."""
         self.counters = counters
-        """Monotonic counts for metrics; written on the engine thread, read on any thread."""
+        """Monotonic counts for metrics. Only the engine thread writes them; any thread may read
+        them."""
         self.drafters = SessionAnnouncer(
             verdict_builder,
             post=outbox.post_effect,
@@ -169,7 +170,7 @@ class EngineCore:
         )
 
     def describe_drafter(self, link: ExchangeLink, now: float) -> AttachedDrafter:
-        """Return the description of a drafter that is sent to routers; any thread may call this."""
+        """Return the description of a drafter for routers. Any thread may call this."""
         drafter_health = self.drafters.health_of_drafter(link.drafter_id) or DrafterHealth()
         return AttachedDrafter(
             drafter_id=link.drafter_id,
@@ -187,8 +188,8 @@ class EngineCore:
     # ---- commands ------------------------------------------------------------------------------
 
     def handle_command(self, command: Command, now: float) -> None:
-        """Apply one command. The errors of a command that has an answer are reported in that
-        answer."""
+        """Apply one command. Errors of OpenSession, SetPlan and CloseSession are not raised but
+        reported in the command's answer, if the sender awaits one."""
         self.touched += not isinstance(command, ProposalsReceived | MalformedMessage)
         match command:
             case ProposalsReceived():
@@ -285,7 +286,7 @@ class EngineCore:
 
     def _check_capacity(self, old: Session | None) -> None:
         """Raise ResourceExhaustedError if `max_sessions` sessions, not counting `old`, are being
-        served. `old` is the session that the new one replaces, if any; it goes on if this
+        served. `old` is the session that the new one replaces, if any; it continues if this
         raises."""
         if len(self.sessions) - int(old is not None) >= self._handles.count:
             raise ResourceExhaustedError(
@@ -342,7 +343,7 @@ class EngineCore:
 
     def forget_remote_drafts(self) -> None:
         """Record that the drafter with device exchange is gone. Its sessions decode plainly until
-        another one is attached. They cannot be drafted for by messages, because their features
+        another such drafter is attached. They cannot use drafts by messages, because their features
         exist on the GPU only."""
         self.touched += 1
         self.draft_recovery.clear()
@@ -422,9 +423,9 @@ class EngineCore:
         proposed: int = 0,
         accepted: int = 0,
     ) -> None:
-        """Add an event to the batch of the session's round. `flags`, `proposed` and `accepted`
-        describe the round (see `SessionEvents`). `logprobs` may cover more positions than
-        `tokens`."""
+        """Add an event of the session to the batch of events that is sent next. `flags`, `proposed`
+        and `accepted` describe the round (see `SessionEvents`). `logprobs` may cover more positions
+        than `tokens`."""
         reason = 0 if finish_reason is None else REASON_CODES[finish_reason]
         # In the order of a `SessionEventRow`.
         fields = (
@@ -462,13 +463,13 @@ class EngineCore:
         self.free_session(session, failed=True)
 
     def fail_all_sessions(self, error: OutriderError) -> None:
-        """Fail every session."""
+        """End the streams of all sessions with an error and free their resources."""
         for session in list(self.sessions.values()):
             self.fail_session(session, error)
 
     def drop_all_sessions(self) -> None:
-        """Forget all sessions without freeing their resources, after it has proved impossible to
-        fail them."""
+        """Forget all sessions without freeing their resources. Call this if `fail_all_sessions`
+        raised an exception."""
         for session in self.sessions.values():
             if session.phase is not ENDED:
                 session.mark_ended()

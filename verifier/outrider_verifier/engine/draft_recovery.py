@@ -1,8 +1,8 @@
 """DraftRecovery starts or restores drafts by device exchange for running sessions.
 
 A session lacks these drafts if its drafter was lost, if it began before its drafter could exchange,
-if its KV was swapped (draft KV is not copied), or if the drafter refused its rows. Engine thread
-only.
+if its KV was swapped (draft KV is not copied), or if the drafter refused to draft for it. Used on
+the engine thread only.
 """
 
 from __future__ import annotations
@@ -35,25 +35,27 @@ class DraftRecovery:
         begin_drafts: Callable[[Session], None],
         counters: Counter[str],
     ) -> None:
-        """Create an object without queued sessions. `has_remote_drafts` returns whether a drafter
-        can draft for the session by device exchange now. `begin_drafts` makes the drafter draft for
-        a session, unless the planner decides against it."""
+        """Create a recovery with no queued sessions. `has_remote_drafts` returns whether a drafter
+        can draft for the given session by device exchange now. `begin_drafts` switches the given
+        session to drafts by device exchange, unless the planner turns its speculation off."""
         self._runner, self._block_manager = runner, block_manager
         self._has_remote_drafts, self._begin_drafts = has_remote_drafts, begin_drafts
         self._counters = counters
         self.undrafted: dict[SessionId, Session] = {}
-        """Sessions to check before the next round. If empty, `recover_drafts` does nothing."""
+        """Queued sessions by id: those to check before the next round. If it is empty,
+        `recover_drafts` does nothing."""
         self._refused: set[SessionId] = set()
         """Sessions without drafts although their drafter should have their draft KV."""
 
     def add_session(self, session: Session) -> None:
-        """Queue a session for the check before the next round, even if it may not need recovery."""
+        """Queue a session. Before the next round, `recover_drafts` checks whether it lacks
+        drafts."""
         self.undrafted[session.session_id] = session
 
     def record_undrafted_round(self, session: Session) -> None:
-        """Record that a round of the session had no draft. A late drafter catches up, but a drafter
-        that refused a row stops drafting for the session. So after `MAX_UNDRAFTED_ROUNDS` such
-        rounds the session is queued for recovery."""
+        """Record that a round of the session had no draft. A drafter that is only late catches up,
+        but a drafter that has refused the session sends no more drafts for it. So after
+        `MAX_UNDRAFTED_ROUNDS` such rounds in a row the session is queued for recovery."""
         rounds = session.drafter_record.record_undrafted_round(session.round_id)
         if session.spec.drafter_id is not None and rounds >= MAX_UNDRAFTED_ROUNDS:
             session.drafter_record.reset_undrafted_rounds()
@@ -61,7 +63,8 @@ class DraftRecovery:
             self.add_session(session)
 
     def clear(self) -> None:
-        """Forget all queued sessions, because no drafter exchanges between devices any more."""
+        """Forget all queued sessions. Call this when no drafter with device exchange is attached
+        any more."""
         self.undrafted.clear()
         self._refused.clear()
 

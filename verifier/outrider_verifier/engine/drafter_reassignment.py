@@ -18,8 +18,7 @@ def move_session(
     Return whether the assignment is in force.
 
     The drafter must be attached. If the session's features were dropped, the session keeps its old
-    drafter. A waiting proposal stays usable unless `drafter_id` is None, since no drafter would
-    then follow the proposal's prefix.
+    drafter. A proposal that has already arrived stays usable, unless `drafter_id` is None.
     """
     if session.in_process_draft_length:
         return False

@@ -1,4 +1,4 @@
-"""Ends sessions after a failed round or a lost device; engine thread only."""
+"""Ends sessions after a failed round or a lost device. Used on the engine thread only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def engine_stalled_error() -> UnavailableError:
 
 
 class FailureHandler:
-    """Ends the sessions of a failed round and checks whether the device is the reason."""
+    """Ends the sessions of a failed round and checks whether the device has failed."""
 
     def __init__(self, core: EngineCore, engine: ModelRunner) -> None:
         self._core, self._engine = core, engine
@@ -50,7 +50,8 @@ class FailureHandler:
             self.fail_round([session], bug)
 
     def fail_round(self, sessions: Sequence[Session], bug: Exception) -> None:
-        """Record a failed round and fail all `sessions` that were to be in the round."""
+        """Record a failed round and end the streams of its `sessions` with an error. `bug` is the
+        exception that the round raised."""
         self._core.counters["failed_rounds"] += 1
         record_step()
         self.check_device(bug)

@@ -1,5 +1,5 @@
-"""InFlightRound: a round that was submitted and is not finished; and functions that build rows. No
-effects."""
+"""InFlightRound is a round that was submitted and is not finished. Other functions build the rows
+and the verdicts of rounds. Nothing here posts effects to the engine's outbox."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ class InFlightRound:
     expected_end: float = math.inf
     """Expected end on the clock of `time.perf_counter`; inf if unknown."""
     hit_idle_s: float | None = None
-    """See `RoundReport`."""
+    """Idle time of the device between the end of the previous round and the submission of this one,
+    in seconds; None unless all rows of this one are hits."""
     _verdict_inputs: VerdictInputs | None = None
     _touched: int = -1
 
     def set_expected_end(self, verify_s: Callable[[int, int], float | None]) -> None:
-        """Set `expected_end` from `verify_s`, which returns the seconds of a round by its rows and
-        nodes per row."""
+        """Set `expected_end` if it is not yet known. `verify_s` takes the number of decoding
+        sessions of a round and the number of verified tokens per session, and returns the round's
+        estimated time in seconds, or None."""
         if math.isinf(self.expected_end):
             lasts_s = verify_s(len(self.verify), 1 + self.max_nodes)
             if lasts_s is not None:
@@ -49,8 +51,8 @@ class InFlightRound:
 
     @property
     def has_verdict_inputs(self) -> bool:
-        """Whether the inputs of the round's verdicts exist, so that drafts for its outcome can be
-        used."""
+        """Whether the inputs of the round's verdicts were built. Without them, drafts for the
+        round's outcome cannot be used."""
         return self._verdict_inputs is not None
 
     def verdict_inputs(self, touched: int) -> VerdictInputs | None:
@@ -73,18 +75,19 @@ class InFlightRound:
 
     @property
     def is_all_hits(self) -> bool:
-        """Whether the round has no prompts and all its proposals arrived before their prefix was
-        committed."""
+        """Whether the round has no prefill rows and each of its decode rows has a proposal that
+        arrived before its prefix was committed."""
         return not self.prefill and all(row.held and row.held.is_hit for row in self.verify)
 
     @property
     def sessions(self) -> list[Session]:
-        """All sessions of the round."""
+        """All sessions of the round, prefilling sessions first."""
         return [row.session for row in self.prefill] + [row.session for row in self.verify]
 
 
 def make_verify_row(session: Session, held: HeldProposal) -> VerifyRow:
-    """Build the verify row of a session; drafts beyond the session's limits are cut."""
+    """Build the verify row of a session from its proposal. A draft that is deeper than the
+    session's limits is cut."""
     if held.is_hit:
         # A hit shows that the drafter is healthy, even if earlier proposals were late.
         session.has_stalled_drafter = False
@@ -110,7 +113,7 @@ def prompt_verdicts(prompts: Sequence[RowResult]) -> VerdictBatch:
 
 
 def must_await_drafts(in_flight: InFlightRound) -> bool:
-    """Return whether every live session of the round has a drafter, so that none can continue
+    """Return whether every live session of the round has a drafter, so that no session can continue
     before drafts arrive."""
     sessions = [session for session in in_flight.sessions if session.phase is not ENDED]
     return bool(sessions) and all(session.has_drafter for session in sessions)

@@ -1,8 +1,8 @@
 """The engine thread: takes commands, runs rounds, hands effects to the asyncio thread.
 
-Commands are taken whenever a round was submitted or finished, also while one is in flight. The
-thread ends when it is stopped, or when the device is lost: then every session fails with
-DEVICE_LOST, and commands that arrive meanwhile are left for `remaining_commands`.
+Commands are taken whenever a round was submitted or finished, even if another round is in flight.
+The thread ends when it is stopped or when the device is lost. If the device is lost, every session
+fails with DEVICE_LOST, and `remaining_commands` returns the commands that arrive afterwards.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class EngineLoop:
         exchange: DeviceExchange | None = None,
     ) -> None:
         """Create a loop whose thread is not started. `exchange` is the device exchange, if it is
-        enabled. `on_lost` is called on the engine thread, at most once, when the device is lost and
-        all effects were handed over. The thread takes no more commands then."""
+        enabled. `on_lost` is called on the engine thread, at most once, after the device was lost
+        and all effects were passed on. After this call the thread takes no more commands."""
         self._core = core
         self._rounds = rounds
         self._outbox = core.outbox
@@ -87,12 +87,12 @@ class EngineLoop:
         self._worker.start()
 
     def post_command(self, command: Command) -> None:
-        """Queue a command; any thread."""
+        """Queue a command. Any thread may call this."""
         self._commands.put_item(command)
 
     @property
     def backlog(self) -> int:
-        """Number of commands that the thread has not taken yet; any thread."""
+        """Number of commands that the engine thread has not taken yet. Any thread may read this."""
         return len(self._commands)
 
     def stop(self, timeout_s: float) -> None:
@@ -102,17 +102,20 @@ class EngineLoop:
         self._worker.join(timeout_s)
 
     def remaining_commands(self) -> list[Command]:
-        """Return the commands that the thread did not take. Call this once the thread has ended."""
+        """Return the commands that the thread did not take. Call this after the thread has
+        ended."""
         return self._commands.take_all()
 
     @property
     def has_work(self) -> bool:
-        """Whether sessions or commands wait for the thread; any thread."""
+        """Whether the engine thread has sessions to serve or commands to take. Any thread may read
+        this."""
         return self._core.num_sessions > 0 or self.backlog > 0
 
     @property
     def session_steps(self) -> int:
-        """Number of steps of `progress` other than waits without a session; any thread."""
+        """Number of steps of `progress`, except waits while no session was open. Any thread may
+        read this."""
         return self.progress.steps - self._idle_steps
 
     def _run(self) -> None:

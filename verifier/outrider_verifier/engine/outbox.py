@@ -1,5 +1,5 @@
-"""Outbox: the effects that the engine thread has posted and not yet handed over; engine thread
-only."""
+"""Outbox collects the effects that the engine thread posts, until they are passed on. Used on the
+engine thread only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider_verifier.state.effects import Effect, EventBatch, SendMessage, mes
 
 
 class Outbox:
-    """Collects effects and hands them over together.
+    """Collects effects and passes them on together.
 
     Messages to drafters with a shared-memory channel are written to it; all other effects go to the
     asyncio thread.
@@ -28,17 +28,16 @@ class Outbox:
         self._events: EventBatch | None = None
         """The batch to which the next event is added; None if no batch is open."""
         self.is_held = False
-        """Whether the effects are held back until the next round was submitted."""
+        """Whether the effects are held back until the next round is submitted."""
         self.is_closed = False
         """Whether the asyncio thread no longer accepts effects."""
 
     def post_effect(self, effect: Effect) -> None:
-        """Add an effect."""
+        """Add an effect, to be passed on by the next `flush`."""
         self.effects.append(effect)
 
     def pending_events(self) -> EventBatch:
-        """Return the batch of events to send next. Events may be added until the effects are handed
-        over."""
+        """Return the batch of events to send next. Events may be added until the next `flush`."""
         if self._events is None:
             self._events = EventBatch()
             self.post_effect(self._events)
@@ -50,7 +49,7 @@ class Outbox:
         return effects
 
     def flush(self) -> bool:
-        """Hand over all effects. Return True if some of them went to the asyncio thread."""
+        """Pass on all effects. Return True if some of them were for the asyncio thread."""
         self.is_held = False
         if not self.effects:
             return False
@@ -67,7 +66,7 @@ class Outbox:
         return True
 
     def flush_unless_held(self) -> None:
-        """Hand over all effects, unless they are held back until the next round."""
+        """Pass on all effects, unless they are held back until the next round is submitted."""
         if not self.is_held:
             self.flush()
 

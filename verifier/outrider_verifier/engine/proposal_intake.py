@@ -1,6 +1,6 @@
-"""Takes drafters' messages into the proposal inbox and their health statistics.
+"""Stores the proposals of drafters in the inbox and records the health of drafters.
 
-Engine thread only.
+Used on the engine thread only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COUNTER_OF = {offer: f"proposals_{offer.value}" for offer in OfferResult}
 
 
 class ProposalIntake:
-    """Takes in the messages that drafters send about sessions announced to them."""
+    """Processes the messages that drafters send about the sessions announced to them."""
 
     def __init__(
         self,
@@ -40,8 +40,7 @@ class ProposalIntake:
         counters: Counter[str],
         post: Post,
     ) -> None:
-        """Create the intake. `of_handle` returns the session that is being served under a
-        handle."""
+        """Create the intake. `of_handle` returns the session that has the given handle."""
         self._inbox = inbox
         self._verdict_builder = verdict_builder
         self._drafters = drafters
@@ -97,7 +96,8 @@ class ProposalIntake:
             self.arrivals.append((session, length, now))
 
     def record_malformed(self, command: MalformedMessage, now: float) -> None:
-        """Count a message that could not be decoded in the drafter's health."""
+        """Record in a drafter's health that it sent a message that could not be decoded. Disconnect
+        a drafter that sends too many of them."""
         drafter_health = self._drafters.health_of_link(command.link_id)
         if drafter_health is None or drafter_health.is_flooding:
             return
@@ -106,8 +106,8 @@ class ProposalIntake:
             self._post(DisconnectDrafter(command.link_id))
 
     def reannounce_sessions(self, command: SessionsLostByDrafter, now: float) -> None:
-        """Announce to a drafter again the sessions that it lost, each at most a limited number of
-        times."""
+        """Announce to a drafter once more the sessions that it has lost. This is done only a
+        limited number of times per session."""
         drafter_health = self._drafters.health_of_link(command.link_id)
         if drafter_health is None or drafter_health.is_flooding:
             return
@@ -121,9 +121,9 @@ class ProposalIntake:
             self._drafters.reannounce(self._of_handle(handle))
 
     def record_timeout(self, session: Session) -> None:
-        """Record that a proposal timeout ran out. If the drafter has sent nothing to any session
-        since the wait began, no session waits for the drafter until its next message. So a stopped
-        drafter costs one proposal timeout in all, not one per session."""
+        """Record that a session's proposal timeout has expired. If the drafter has sent no proposal
+        for any session since the wait began, no session waits for it until its next message. So a
+        stopped drafter costs one proposal timeout in all, not one per session."""
         self._policy.record_timeout(session)
         self._inbox.record_miss(session.handle)
         self._counters["proposal_timeouts"] += 1
@@ -134,7 +134,7 @@ class ProposalIntake:
             self._drafters.set_silent(session.link_id, silent=True)
 
     def record_arrivals(self) -> None:
-        """Report the usable proposals that have arrived to the policy. This is called after the
+        """Pass the new entries of `arrivals` to the speculation policy. This is called after the
         round that uses them was submitted, so that it delays no session."""
         arrivals, self.arrivals = self.arrivals, []
         for session, prefix_len, at in arrivals:

@@ -1,4 +1,4 @@
-"""Plans, submits and finishes rounds over the core's sessions; engine thread only.
+"""Plans, submits and finishes rounds of the core's sessions. Used on the engine thread only.
 
 If the runner can run ahead, a round is in flight nearly all the time: the next one is submitted
 before the one in flight is finished, so that the device never waits for the host. Results of a
@@ -66,7 +66,8 @@ _Attempt = tuple[InFlightRound | None, _Failure | None]
 
 
 class RoundExecutor:
-    """Runs rounds on behalf of the loop; at most two are submitted and not finished."""
+    """Plans, submits and finishes rounds for the engine loop. At most two rounds are in flight at
+    any time."""
 
     def __init__(
         self,
@@ -99,7 +100,8 @@ class RoundExecutor:
         return self._in_flight is not None
 
     def enter_thread(self) -> None:
-        """Prepare the calling thread for running rounds; call this once, on that thread."""
+        """Prepare the calling thread for running rounds. The engine thread calls this once, before
+        its first round."""
         self._engine.enter_thread()
 
     def plan_round(self, now: float) -> RoundPlan:
@@ -107,7 +109,7 @@ class RoundExecutor:
 
         While a round is in flight, an empty plan means that this round must be finished first. If
         the empty plan has a `wait_until`, the caller waits until that time or the end of the round;
-        otherwise it finishes the round at once.
+        otherwise it finishes the round immediately.
         """
         self._keeping.fail_unstored_rounds()
         in_flight, block_manager = self._in_flight, self._core.block_manager
@@ -174,7 +176,7 @@ class RoundExecutor:
 
     @property
     def is_round_finished(self) -> bool:
-        """Whether the round in flight, if any, can be finished without waiting."""
+        """Whether the round in flight can be finished without waiting; True if there is none."""
         try:
             return self._in_flight is None or self._engine.is_finished(self._in_flight.flight)
         except Exception:
@@ -202,7 +204,7 @@ class RoundExecutor:
 
         An exception inside a round fails only the sessions of that round. `spent_s` is the time, in
         seconds, of taking commands and planning; it counts as part of the round. `waited_s` is the
-        time for which the engine waited before the round.
+        time, in seconds, for which the engine waited before that.
         """
         in_flight, failure = self._attempt(plan, time.perf_counter() - spent_s, waited_s)
         if self._outbox.is_held:
@@ -222,8 +224,8 @@ class RoundExecutor:
         """Wait for the round in flight and commit its outcome; do nothing if there is none.
 
         If `go_on` and the next drafts are already in the inbox, submit the next round before the
-        results are sent. `alone` is whether no round was submitted after this one. If the device is
-        lost, the round is discarded, and the caller must fail its sessions.
+        results are sent. `alone` says whether this round is the last one that was submitted. If the
+        device is lost, the round is discarded, and the caller must fail its sessions.
         """
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None or self.failing.device_lost:
@@ -383,8 +385,8 @@ class RoundExecutor:
     def _submit_early_round(
         self, in_flight: InFlightRound, outcome: RunnerOutput
     ) -> _Attempt | None:
-        """Submit the round that follows `in_flight` from prefetched proposals before `in_flight` is
-        accounted for. Return None if `in_flight` must be accounted for first."""
+        """Submit the round that follows `in_flight` with prefetched proposals, before the outcome
+        of `in_flight` is committed. Return None if it must be committed first."""
         found = self._plans.plan_prefetched_round(in_flight, outcome.decoded.counts.tolist())
         if found is None:
             return None

@@ -1,8 +1,9 @@
-"""Accounts for finished rounds, and stores their features and prefixes; engine thread only.
+"""Records statistics and events of finished rounds, and stores their features and prefixes. Used on
+the engine thread only.
 
-`RoundReporter` records statistics and events, `RoundStorage` stores features and prefix KV.
-Features serve drafters that attach later; prefixes serve sessions whose prompts begin with the same
-tokens. No round waits for this: it is done while the next round is in flight, if possible. Copying
+`RoundReporter` records statistics and events. `RoundStorage` stores features and prefix KV.
+Drafters that attach later need the features. Sessions whose prompts begin with the same tokens
+reuse the prefix KV. If possible, this work is done while the next round is in flight. Copying
 features takes up to 2 ms in a round of 32 sessions. While drafts are awaited, the copy is deferred
 until the next round is submitted, or until the stored features are read.
 """
@@ -68,7 +69,8 @@ class _RoundSums:
 
 
 class RoundReporter:
-    """Accounts for finished rounds: counters, session events, `RoundReport`s."""
+    """Updates the counters, emits the session events and posts the `RoundReport` of each finished
+    round."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -76,8 +78,9 @@ class RoundReporter:
         """Time when the last round was reported, on the clock of `time.perf_counter`."""
 
     def record_rows(self, rows: Sequence[RowResult]) -> int:
-        """Count the rows, emit their events and free the sessions that have ended. Return the
-        number of emitted tokens."""
+        """Count the results of sessions in a round, emit their events and free the sessions that
+        have ended. Sessions with invalid model output or a failed grammar are ended with an error.
+        Return the number of emitted tokens."""
         core, booked, emitted = self._core, _RoundSums(), 0
         for settled in rows:
             session, tokens = settled.session, settled.tokens
@@ -114,7 +117,8 @@ class RoundReporter:
         core.fail_session(session, _output_invalid(session.length))
 
     def record_plain_rows(self, rows: PlainRows) -> int:
-        """Count plain rows and emit their events. Return the number of emitted tokens."""
+        """Count the results of sessions that continue after a round and need no special treatment
+        (see `PlainRows`), and emit their events. Return the number of emitted tokens."""
         if not rows.sessions:
             return 0
         events = np.zeros((EVENT_FIELDS, len(rows)), dtype=np.int64)
@@ -164,7 +168,8 @@ class RoundReporter:
         return of_all
 
     def report_round(self, in_flight: InFlightRound, outcome: RunnerOutput, emitted: int) -> float:
-        """Post a `RoundReport`. Return the time of the round, in seconds, without waiting."""
+        """Post the `RoundReport` of a round that emitted `emitted` tokens. Return the duration of
+        the round in seconds, without the wait before it."""
         messages = {
             id(row.held.proposals): row.held.proposals for row in in_flight.verify if row.held
         }
@@ -241,7 +246,8 @@ class RoundReporter:
 
 
 class RoundStorage:
-    """Stores features and prefixes of finished rounds, at once or deferred."""
+    """Stores the features and prefix KV of finished rounds, either immediately or after the next
+    round was submitted."""
 
     def __init__(self, core: EngineCore, failing: FailureHandler) -> None:
         self._core, self._failing = core, failing
@@ -257,8 +263,8 @@ class RoundStorage:
         *,
         later: bool,
     ) -> None:
-        """Store the features and prefixes of a finished round. If `later`, the work is deferred,
-        because drafts are awaited."""
+        """Store the features and prefixes of a finished round. If `later` is true, this is deferred
+        until the next round is submitted or the stored features are read."""
         work, store = partial(self._keep, in_flight, outcome, prompts, decoded), self._core.store
         if later and store is not None:
             store.defer(work)
@@ -267,7 +273,8 @@ class RoundStorage:
             self.fail_unstored_rounds()
 
     def run_deferred(self) -> None:
-        """Do the deferred work, and fail the sessions of rounds that could not be stored."""
+        """Store the rounds whose storage was deferred. Fail the sessions of rounds that could not
+        be stored."""
         store = self._core.store
         if store is not None and store.deferred is not None:
             store.run_deferred()

@@ -1,6 +1,7 @@
-"""Scheduling policy: picks decode rows and prefill chunks of the next round, or a time to wait.
+"""Scheduling policy: chooses the decode rows and prefill chunks of the next round, or a time to
+wait until.
 
-Pure; times are seconds of one clock.
+All functions are pure. All times are in seconds on the same clock.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from outrider_verifier.state.round_plan import (
 def choose_prompt_chunks(
     prefilling: Sequence[RowState], limits: RoundLimits
 ) -> tuple[PrefillChunk, ...]:
-    """Return the prefill chunks of a round: by priority, then in order of opening, up to
-    `limits.prefill_tokens`, whether or not sessions decode in the round.
+    """Return the prefill chunks of a round, at most `limits.prefill_tokens` tokens in total.
+    Prompts are taken by priority, then in order of opening. Decoding sessions do not affect the
+    result.
 
     Prompts make rounds longer for decoding sessions, but a prompt never waits for those sessions: a
     session whose prompt waits decodes nothing, and all prompts have to be computed sooner or later.
@@ -72,9 +74,10 @@ def plan_drafted(
     limits: RoundLimits,
     prefilling: Sequence[RowState] = (),
 ) -> RoundPlan | None:
-    """Return the next round if every decoding session has a usable proposal and none must yield to
-    a prompt, so that no row is awaited. `nodes` are the proposals' numbers of nodes, one per
-    session. Return None if the sessions do not all fit into one round; then use `plan_round`."""
+    """Return the next round for the case that every decoding session has a usable proposal and none
+    must yield to a prompt, so that the round need not wait. `nodes` is the number of nodes of each
+    session's proposal. Return None if the sessions do not all fit into one round; then use
+    `plan_round`."""
     if not session_ids or len(session_ids) + sum(nodes) > limits.decode_tokens:
         return None
     return RoundPlan(
@@ -90,9 +93,10 @@ def plan_self_contained(
     *,
     in_process_nodes: int = 0,
 ) -> RoundPlan | None:
-    """Return the next round of sessions that need neither proposals nor the host between rounds,
-    and of prompts of such sessions. `in_process_nodes` is the number of nodes of all their
-    in-process drafts together. Return None if not all sessions fit into one round."""
+    """Return the next round of sessions that need no proposals and no work of the host between
+    rounds. `session_ids` are the sessions that decode, `prefilling` those that still have prompt
+    tokens. `in_process_nodes` is the total number of nodes of their in-process drafts. Return None
+    if not all sessions fit into one round."""
     if len(session_ids) + in_process_nodes > limits.decode_tokens:
         return None
     return RoundPlan(
@@ -117,20 +121,23 @@ def plan_round(
     """Return the next round, or an empty plan with the time to wait until.
 
     A decoding row is ready when it has a proposal, when none is expected, or when its proposal
-    timeout is over. Ready rows are taken oldest first within `decode_tokens`; prompts by priority,
-    then in order of opening, within `prefill_tokens`.
+    timeout is over. Ready rows are taken oldest first, up to `limits.decode_tokens`. Prompts are
+    taken by priority, then in order of opening, up to `limits.prefill_tokens`.
 
-    While other rows await proposals, a round starts only `batch_wait_s`, or `batch_wait_rounds`,
-    after its first row became ready or after the last round ended (`idle_since`), whichever is
-    later. So proposals of one draft batch share a round, and sessions that become ready during each
-    other's rounds are merged into one round. If fewer rows are awaited than are ready, the waiting
-    time is multiplied by awaited / ready. If the proposal of any ready row arrived early, by
-    look-ahead, the round waits no longer than `worthwhile_wait_s` returns.
+    While other rows await proposals, the round does not start immediately: it waits from the time
+    when its first row became ready, or when the last round ended (`idle_since`), whichever is
+    later. The waiting time is `limits.batch_wait_s`, or that of `limits.batch_wait_rounds` rounds
+    if the proposals are expected within it. So proposals of one draft batch share a round, and
+    sessions that become ready during each other's rounds are merged into one round. If fewer rows
+    are awaited than are ready, the waiting time is multiplied by awaited / ready. If the proposal
+    of any ready row arrived early, by look-ahead, the round waits no longer than
+    `worthwhile_wait_s` returns.
 
-    `max_rows` is the maximum number of rows of a half-batch if sessions alternate
-    (`two_batch_overlap`); the plan then waits for no more than half of this number. Rows of a lower
-    priority than a prompt's yield to the prompt for up to `yield_s`, and the prompt does not wait
-    for other rows.
+    `max_rows` is the maximum number of rows of a half-batch if sessions run in two alternating
+    half-batches (see `TwoBatchOverlap`), else None. If it is set, the round starts as soon as half
+    of this number of rows is ready. Ready rows with a lower priority than a prompt are left out of
+    the round, for at most `limits.yield_s` after they became ready. The prompt's round then starts
+    immediately.
     """
     prefilling, ready, deadlines = _sorted_out(rows, now)
     if not ready and not prefilling:
@@ -184,11 +191,11 @@ def _window_s(
 
 
 def worthwhile_wait_s(ready: int, awaited: int, times: RoundEstimates) -> float:
-    """Return for how many seconds after the last round's end `ready` rows should wait for `awaited`
-    other rows, whose drafts had not arrived by then.
+    """Return how long, in seconds after the end of the last round, `ready` rows should wait for
+    `awaited` other rows whose drafts have not arrived yet.
 
-    If the round starts at once, the awaited rows lose the rest of the round, because they join the
-    next one. If it waits for their drafts, the ready rows lose the waiting time. So waiting is
+    If the round starts immediately, the awaited rows lose the rest of the round, because they join
+    the next one. If it waits for their drafts, the ready rows lose the waiting time. So waiting is
     worthwhile for at most awaited / (ready + awaited) of a round. The result is 0 if the drafts are
     expected later than that, or if no time is known for them.
     """
@@ -205,8 +212,8 @@ def plan_other_half(
     max_rows: int,
 ) -> RoundPlan:
     """Return the round of the other half-batch, to submit after `in_flight`. The plan is empty if
-    too few rows are ready; if its `wait_until` is set, a proposal may still complete the round
-    before `in_flight` ends."""
+    too few rows are ready. An empty plan whose `wait_until` is set means that further proposals may
+    still arrive before `in_flight` ends."""
     under_way = set(in_flight.session_ids)
     others = (row for row in rows if row.prefill_left > 0 or row.session_id not in under_way)
     prefilling, ready, deadlines = _sorted_out(others, now)
@@ -255,8 +262,9 @@ def plan_next_in_flight(
     """Return the round to submit before `in_flight` is finished, or an empty plan if `in_flight`
     must be finished first.
 
-    No session may need the host between two of its rounds, so no proposal may be used or expected.
-    Rows that may end with the round in flight are left out.
+    This is possible only if no session has a proposal and all rows are marked with `runs_ahead`:
+    their sessions need no work of the host between two rounds. Sessions that may end with
+    `in_flight` are left out.
     """
     prefilling: list[RowState] = []
     ready: list[_Ready] = []

@@ -1,8 +1,8 @@
 """Scheduler plans the next round from the core's running sessions.
 
 It turns speculation and look-ahead of sessions on and off as the planner decides, builds the
-`RowState` of each session for the rules of `schedule_policy`, and builds the verify rows of a plan.
-It submits no round.
+`RowState` of each session, from which `schedule_policy` makes a plan, and builds the verify rows of
+a plan. It submits no round.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from outrider_verifier.state.session_phase import ENDED, PREFILLING
 
 
 class Scheduler:
-    """Plans rounds from the core's state; it submits none."""
+    """Plans rounds from the core's state, but does not submit them."""
 
     def __init__(self, core: EngineCore, engine: ModelRunner, limits: RoundLimits) -> None:
         self._core, self._engine, self._limits = core, engine, limits
         self._rows: dict[int, VerifyRow] = {}
-        """Cached rows without proposals, by session handle; an entry may belong to an earlier
-        session of the handle."""
+        """Cached rows without proposals by session handle. An entry may belong to an earlier
+        session with the same handle."""
         self.num_sitting_out = 0
         """Number of sessions that the last plan left out because their grammar masks are not
         ready."""
@@ -49,8 +49,8 @@ class Scheduler:
         return plan_other_half(self._all_rows(), now, in_flight, self._limits, max_rows=self.half)
 
     def plan_next_in_flight(self, in_flight: RoundPlan) -> RoundPlan:
-        """Return the round to submit after `in_flight`; an empty plan if `in_flight` must be
-        finished first."""
+        """Return the round to submit while `in_flight` runs, or an empty plan if `in_flight` must
+        be finished first."""
         found = self._self_contained_rows(in_flight)
         if found is not None:
             names, prefilling, nodes = found
@@ -60,8 +60,9 @@ class Scheduler:
         return plan_next_in_flight(self._all_rows(), in_flight, self._limits)
 
     def plan_round(self, now: float, *, idle_since: float, round_s: float) -> RoundPlan:
-        """Return the next round if no round is in flight. `idle_since` is the time when the last
-        round ended, and `round_s` the estimated time of a round in seconds, 0 if unknown."""
+        """Return the next round while none is in flight, or an empty plan with the time to wait
+        until. `idle_since` is the time when the last round ended. `round_s` is the estimated time
+        of a round in seconds, or 0 if unknown."""
         sessions = self._present()
         held = self._held_nodes(sessions)
         drafted = self._all_drafted(sessions, held) if self.half is None else None
@@ -100,12 +101,13 @@ class Scheduler:
     def plan_prefetched_round(
         self, in_flight: InFlightRound, counts: Sequence[int]
     ) -> tuple[RoundPlan, list[VerifyRow]] | None:
-        """Plan the next round from prefetched proposals before the tokens of `in_flight` are
-        committed. `counts` is the number of tokens that each row has emitted.
+        """Plan the next round from prefetched proposals: drafts that arrived while `in_flight` ran
+        and continue its outcome. The tokens of `in_flight` are not yet committed. `counts` is the
+        number of tokens that each of its decode rows has emitted.
 
-        Return the plan and one row for every session of `in_flight`, with the draft for the emitted
-        tokens taken out of the inbox. Return None if the tokens must be committed first, because a
-        draft is missing or a session ends.
+        Return the plan and one verify row per session of `in_flight`, with its proposal, which is
+        removed from the inbox. Return None if the tokens must be committed first, because a draft
+        is missing or a session ends.
         """
         core = self._core
         sessions = [row.session for row in in_flight.verify]
@@ -316,7 +318,8 @@ class Scheduler:
         return self._engine.can_run_ahead and alone and session.constraint is None
 
     def take_verify_rows(self, plan: RoundPlan) -> list[VerifyRow]:
-        """Return the verify rows of a plan; their proposals are taken out of the inbox."""
+        """Return the verify rows of a plan, one per decoding session. Their proposals are removed
+        from the inbox."""
         sessions = [self._core.sessions[row.session_id] for row in plan.decode]
         if plan.is_self_contained:
             return self._bare(sessions)

@@ -1,5 +1,5 @@
-"""Manages the exchange of drafts and features with a drafter on another device of this host. Engine
-thread only.
+"""Manages the exchange of drafts and features with a drafter on another device of this host. Used
+on the engine thread only.
 
 The verifier offers memory of its device to the first drafter of this host that attaches. If the
 drafter answers with memory of its own device, the sessions of this drafter exchange drafts and
@@ -61,8 +61,8 @@ _COUNTERS: Final = (
     "device_exchange_hits",
 )
 ANSWER_TIMEOUT_S: Final = 120.0
-"""Maximum time for the answer to an offer, in seconds. It is long because a drafter captures its
-CUDA graphs first and may have to compile their kernels."""
+"""Maximum time that a drafter may take to answer an offer, in seconds. It is long because the
+drafter first captures its CUDA graphs and may have to compile their kernels."""
 
 
 class ReplicaChannels(Protocol):
@@ -70,18 +70,18 @@ class ReplicaChannels(Protocol):
     channel numbers are the same numbers."""
 
     def send_messages(self, link_id: int, messages: Sequence[ReplicaCommand]) -> None:
-        """Send messages together over a channel."""
+        """Send several messages to a drafter over the channel of its link."""
 
     def send_descriptor(self, number: int, descriptor: int) -> None:
         """Send a file descriptor over a channel."""
 
     def take_descriptor(self, number: int) -> int | None:
-        """Return the file descriptor that was received last, or None if there is none. The caller
-        must close it."""
+        """Return the file descriptor that was last received over a channel, or None if there is
+        none. The caller must close it."""
         ...
 
     def drop_channel(self, number: int, why: str) -> None:
-        """Close a channel and its connection."""
+        """Close a channel and the connection of its drafter. `why` is the reason, for the log."""
 
 
 class _Host:
@@ -121,7 +121,8 @@ class _Host:
 
 
 class DeviceExchange:
-    """Manages the exchange between devices, with at most one drafter at a time."""
+    """Manages the exchange of drafts and features between devices. At any time it is open with at
+    most one drafter."""
 
     def __init__(
         self,
@@ -153,8 +154,8 @@ class DeviceExchange:
         self.info = self._closed
         """State of the exchange. It is replaced as a whole, so any thread may read it."""
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
-        """Counters of rounds since the start; rounds whose times were overwritten before they were
-        read are missing."""
+        """Counters of rounds since the start. They omit rounds whose times were overwritten on the
+        device before they were read."""
         self._link: ExchangeLink | None = None
         """Link of the drafter that got the offer or has accepted it; None if there is none."""
         self._waiting: dict[int, ExchangeLink] = {}
@@ -307,7 +308,7 @@ class DeviceExchange:
             self._on_drafts(drafter_id, times.answered - before)
 
     def close(self) -> None:
-        """Close the exchange and accept no other drafter."""
+        """Close the exchange for good: no further drafter gets an offer."""
         self._waiting.clear()
         for rows, rounds in sorted(self._times.items()):
             logger.info("idle time of rounds", extra={"rows": rows, **_medians(rounds)})

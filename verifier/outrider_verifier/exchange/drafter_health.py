@@ -1,7 +1,9 @@
-"""Health of each drafter: response times, invalid messages, timeouts, rate limits. Pure.
+"""Health of each drafter: response times, invalid messages, timeouts, rate limits. The module does
+no I/O and reads no clock.
 
-Sessions that wait for a drafter read its health, routers read it for placement (`AttachedDrafter`),
-and drafters that send too much are disconnected because of it. Times are seconds of one clock.
+A drafter's health decides whether sessions wait for it, and whether it is disconnected because it
+sends too much. Routers use it for placement (`AttachedDrafter`). All times are in seconds on the
+same clock.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from typing import Final
 from outrider.ids import DrafterId
 
 BURST_ENTRIES: Final = 8192.0
-"""Initial credit of a drafter, in entries, which is spent on useless entries and messages. The
-credit also regrows up to this limit. Requests for drafts can raise it above the limit."""
+"""Initial credit of a drafter, in entries; an entry is one proposal of a message. Every message and
+every useless entry costs credit. Over time the credit is refilled up to this value. Requests for
+drafts can raise it above this value."""
 REFILL_ENTRIES_PER_S: Final = 512.0
 """Credit that a drafter regains per second, in entries."""
 ENTRIES_PER_REQUEST: Final = 128.0
@@ -22,8 +25,8 @@ prefixes, most of which do not occur."""
 NODES_PER_ENTRY: Final = 64.0
 """Number of draft nodes that cost as much credit as one entry."""
 ENTRIES_PER_RELEASE: Final = 256
-"""Number of drafts that are not held against a drafter after a session was taken from it, because
-they may have been in transit."""
+"""Number of drafts that a drafter may still send, without penalty, after a session was taken from
+it. They may have been in transit."""
 MAX_DRAFTERS: Final = 256
 """Maximum number of drafters whose health is kept."""
 
@@ -31,14 +34,14 @@ MAX_DRAFTERS: Final = 256
 class DrafterHealth:
     """Health of one drafter over all its connections.
 
-    Engine thread only, except that any thread may read the counts.
+    Used on the engine thread only, but any thread may read the counts.
     """
 
     def __init__(self) -> None:
         self.answers = 0
         """Number of usable proposals, plus rounds that found a draft on the device."""
         self.missed = 0
-        """Number of waits that ended by the proposal timeout."""
+        """Number of waits for this drafter that ended by the proposal timeout."""
         self.invalid = 0
         """Number of invalid entries and messages; entries that only came too late do not count."""
         self.silent_since: float | None = None
@@ -56,7 +59,8 @@ class DrafterHealth:
 
     @property
     def is_flooding(self) -> bool:
-        """Whether the drafter used up its credit: it sent far more than was requested."""
+        """Whether the drafter has used up its credit, because it sent far more than was
+        requested."""
         return self._credit < 0.0
 
     def silent_s(self, now: float) -> float:
@@ -98,7 +102,7 @@ class DrafterHealth:
         return missed
 
     def record_device_drafts(self, now: float, rounds: int) -> None:
-        """Record `rounds` rounds that found drafts of the drafter on the device."""
+        """Record that `rounds` rounds found drafts of the drafter in device memory."""
         self.answers += rounds
         self._heard_at, self.silent_since = now, None
 
@@ -108,7 +112,7 @@ class DrafterHealth:
         self._pay(now, 1.0)
 
     def record_lost_sessions(self, sessions: int, now: float) -> None:
-        """Record a message in which the drafter gave up `sessions` sessions."""
+        """Record a message in which the drafter reported that it has lost `sessions` sessions."""
         self._pay(now, 1.0 + sessions)
 
     def record_timeout(self, since: float) -> bool:

@@ -13,22 +13,24 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 FEATURE_BLOCK_TOKENS: Final = 16
-"""Number of positions per chunk."""
+"""Number of token positions per chunk of a `FeatureStore`."""
 SLAB_BYTES: Final = 32 << 20
-"""Size of a slab in bytes; memory is allocated in slabs."""
+"""Size in bytes of a slab. A `FeatureStore` allocates its memory in slabs."""
 MAX_SINGLE_ROWS: Final = 3
 """Number of rows from which one common write is faster than writing each row separately."""
 _UNKEPT: Final = -1
 
 
 class FeatureStore:
-    """Features by session, for positions 0, 1, 2, ... without a gap, within a memory budget.
+    """Stores the features of each session for its positions 0, 1, 2, ... without gaps, within a
+    memory budget.
 
-    Sessions are identified by their handles, small integers that index the arrays of the store. A
-    session whose features would exceed the budget loses its features for good (`is_complete` turns
-    False) and continues without them. Chunks of ended sessions are reused, because a first write to
-    fresh memory is slow. Chunks lie in large slabs, so that one call writes one row of each session
-    of a round. A full chunk may have several owners, for example several sessions and
+    Sessions are identified by their handles, small integers that index the arrays of the store. If
+    the features of a session would exceed the budget, all its features are dropped, and none are
+    stored again (`is_complete` returns False). Features are stored in chunks of a fixed number of
+    positions. Chunks of ended sessions are reused, because the first write to newly allocated
+    memory is slow. Chunks lie in large slabs, so that one numpy call can write one row for each
+    session of a round. A full chunk may have several owners, for example several sessions and
     `PrefixCache`.
     """
 
@@ -48,8 +50,8 @@ class FeatureStore:
         self._width = width
         self._dtype = np.dtype(dtype)
         self.budget_bytes = budget_bytes
-        """Maximum host memory for features, in bytes. A session whose features would exceed it
-        keeps none."""
+        """Maximum host memory for features, in bytes. If the features of a session would exceed it,
+        all its features are dropped."""
         self._row_bytes = width * self._dtype.itemsize
         # The first slab is allocated at once. If the budget is small, the slab is no larger than
         # the budget.
@@ -88,7 +90,7 @@ class FeatureStore:
         return self._used_bytes
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Store a function that adds features; it is called before the next access to any features.
+        """Store a function that adds features, and call it before the next access to any features.
         This keeps copying off the critical path of a round. The function must not raise or end a
         session."""
         self.run_deferred()
@@ -126,7 +128,8 @@ class FeatureStore:
         return self._chunks[handle][: self.num_held(handle) // self.chunk]
 
     def chunk_rows(self, number: int) -> NDArray[np.generic]:
-        """Return the rows of a chunk as a view [positions per chunk, width]."""
+        """Return the features in the chunk with index `number`, as a view [positions per chunk,
+        width]."""
         slab, start = divmod(number * self.chunk, self._slab_rows)
         return self._slabs[slab][start : start + self.chunk]
 
@@ -135,7 +138,7 @@ class FeatureStore:
         self._holders[number] += 1
 
     def unpin_chunk(self, number: int) -> None:
-        """Remove an owner of a chunk; a chunk without owners becomes free."""
+        """Remove an owner of a chunk. A chunk without owners becomes free."""
         self._holders[number] -= 1
         if not self._holders[number]:
             self._free.append(number)
@@ -203,8 +206,8 @@ class FeatureStore:
 
     def read(self, handle: int, start: int, stop: int) -> list[NDArray[np.generic]]:
         """Return the features of positions `start` to `stop` - 1 (at least one) as a list of arrays
-        [rows, width]. The features must be stored. The arrays are views: copy what is needed after
-        the session may have ended."""
+        [rows, width]. The features must be stored. The arrays are views that are valid only until
+        the session ends."""
         self.run_deferred()
         used = self._used(handle)
         assert start < stop <= used, (start, stop, used)

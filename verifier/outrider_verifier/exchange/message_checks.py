@@ -1,4 +1,4 @@
-"""Validates all messages received from drafters: the hello, then every message after it."""
+"""Validates the messages received from drafters: first the hello message, then all others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class VerifierIdentity:
 
 
 def check_hello(hello: Hello, identity: VerifierIdentity) -> None:
-    """Raise FailedPreconditionError if the drafter does not match the verifier."""
+    """Raise FailedPreconditionError if the drafter that sent this hello message does not match the
+    verifier."""
     _fit(
         hello.protocol_version == PROTOCOL_VERSION,
         f"protocol version {hello.protocol_version}, this verifier speaks {PROTOCOL_VERSION}",
@@ -96,7 +97,8 @@ class DrafterMessageChecker:
         """Counters for metrics, which only increase."""
 
     def to_command(self, link_id: int, message: DrafterMessage) -> Command | None:
-        """Return the command for the engine, or None if the message needs none. Never raises."""
+        """Return the engine command for a message, or None if the engine need not handle the
+        message. Raise no exception: invalid messages are counted."""
         match message:
             case Proposals():
                 sound = valid_proposals(

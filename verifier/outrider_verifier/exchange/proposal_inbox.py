@@ -1,10 +1,10 @@
-"""ProposalInbox: bounded store of proposals by session and prefix digest. Pure.
+"""ProposalInbox is a bounded store of proposals, indexed by session and prefix digest.
 
 For each session the inbox holds at most one proposal for the current prefix, and up to
-`per_session` proposals for prefixes that may follow. A message has tens of entries and a round
-mostly few sessions, so the code handles single entries with plain integers: one numpy call takes as
-long as three entries. `MessagePool` keeps the received messages, whose entries are taken one by
-one, within a memory budget.
+`per_session` proposals for prefixes that may follow. Each entry of a message is a proposal. A
+message has tens of entries, and most rounds have few sessions. So the code handles entries one by
+one as Python integers: one numpy call takes as long as three entries. `MessagePool` keeps the
+received messages within a memory budget.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from outrider.wire.messages import Proposal, Proposals
 
 
 class PooledEntry:
-    """A proposal of a message that is, or was, stored in the inbox."""
+    """One proposal of a message. The inbox stores it now, or stored it earlier."""
 
     __slots__ = ("digest", "entry", "handle", "length", "message", "nodes", "place")
 
     def __init__(
         self, message: PooledMessage, entry: int, handle: int, digest: int, length: int, nodes: int
     ) -> None:
-        """Describe entry number `entry` of a message, for a prefix of `length` tokens."""
+        """Describe entry number `entry` of a message: a proposal with `nodes` nodes for the session
+        `handle`. It continues the prefix that has `length` tokens and this digest."""
         self.message, self.entry, self.nodes = message, entry, nodes
         self.handle, self.digest, self.length = handle, digest, length
         self.place = -1
-        """Index in the session's ring of proposals for later prefixes; -1 if the proposal is for
-        the current prefix."""
+        """Index in the session's ring buffer of proposals for later prefixes; -1 if the proposal is
+        for the session's current prefix."""
 
     @property
     def expected_tokens(self) -> float:
@@ -64,7 +65,7 @@ class PooledMessage:
         return float(known[entry])
 
     def compact(self) -> None:
-        """Remove all entries that are not stored in the inbox from the message."""
+        """Remove from the message all entries that are not stored in the inbox, to save memory."""
         held = list(self.held.values())
         self.proposals = self.proposals.select(np.array([kept.entry for kept in held]))
         self._promises = None
@@ -74,8 +75,9 @@ class PooledMessage:
 
 
 class MessagePool:
-    """Stored messages. A message is freed with its last entry; if all messages exceed the memory
-    budget, the oldest is freed."""
+    """The messages whose entries are stored in the inbox. A message is freed when its last entry is
+    dropped. If the messages together exceed the memory budget, `oldest_excess` returns the one to
+    free next."""
 
     def __init__(self, *, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
@@ -85,8 +87,8 @@ class MessagePool:
         """Memory of all stored messages in bytes."""
 
     def add_message(self, message: PooledMessage) -> None:
-        """Store a message if any of its entries is stored. If fewer than half of its entries are,
-        the other entries are removed first."""
+        """Store a message if any of its entries is stored in the inbox. If fewer than half of its
+        entries are stored there, first remove the others from the message."""
         if not message.held:
             return
         if 2 * len(message.held) < len(message.proposals):
@@ -96,7 +98,8 @@ class MessagePool:
         self.nbytes += message.nbytes
 
     def drop_entries(self, gone: Sequence[PooledEntry]) -> None:
-        """Remove entries that are no longer stored in the inbox."""
+        """Remove entries that the inbox no longer stores. Free each message that has no entries
+        left."""
         for kept in gone:
             message = kept.message
             held = message.held
@@ -107,8 +110,8 @@ class MessagePool:
 
     @property
     def oldest_excess(self) -> PooledMessage | None:
-        """The message to remove next, because all messages exceed the budget; None if they do not.
-        The newest message is never removed."""
+        """The oldest message, if the messages together exceed the memory budget; None if they do
+        not, or if there is only one message."""
         if self.nbytes <= self._budget_bytes or len(self._by_age) < 2:
             return None
         return next(iter(self._by_age))
@@ -120,7 +123,8 @@ def expected_accepted_tokens(message: Proposals) -> NDArray[np.float64]:
 
     This is the sum of the path probabilities. It is NaN for an entry with a draft distribution:
     choosing between sampled drafts by the probabilities of their tokens would change the
-    distribution of the output. NaN compares as neither more nor less.
+    distribution of the output. Comparisons with NaN are false, so such an entry never replaces
+    another one.
     """
     owners = np.arange(len(message)).repeat(message.node_counts)
     weights = np.exp(message.logprobs, dtype=np.float64)
@@ -139,14 +143,14 @@ _NEVER: Final = 1 << 62
 
 
 class OfferResult(StrEnum):
-    """Result of an offered proposal."""
+    """Result of passing one proposal to the inbox."""
 
     STORED = "stored"
     REPLACED = "replaced"
-    """The proposal replaced a less promising one for the same prefix."""
+    """The proposal replaced one for the same prefix that had fewer expected tokens."""
     DUPLICATE = "duplicate"
-    """A proposal for the same prefix that is at least as promising is stored or came in the same
-    message."""
+    """Another proposal for the same prefix is stored or came in the same message, and this proposal
+    does not have more expected tokens."""
     STALE = "stale"
     """The proposal's prefix is not the session's current prefix, and cannot become it with the next
     round."""
@@ -155,7 +159,8 @@ class OfferResult(StrEnum):
 
 
 class HeldProposal(NamedTuple):
-    """A proposal as an entry of a message."""
+    """A proposal that was taken out of the inbox: entry number `entry` of the message
+    `proposals`."""
 
     proposals: Proposals
     entry: int
@@ -171,14 +176,15 @@ class HeldProposal(NamedTuple):
 
 
 class OfferResults(NamedTuple):
-    """Results of the entries of a message; the lists contain indices of entries."""
+    """Results of storing the entries of a message. The lists contain indices of entries in the
+    message."""
 
     current: list[int]
     """Entries for the current prefix of their session."""
     stale: list[int]
     """Entries that can no longer be used."""
     late: list[int]
-    """Entries of `stale` that are for the prefix of their session's last miss; see
+    """Entries of `stale` whose prefix is the one for which their session last waited in vain; see
     `record_miss`."""
     results: Counter[OfferResult]
     """Number of entries by result."""
@@ -247,7 +253,8 @@ class ProposalInbox:
     # ---- sessions ------------------------------------------------------------------------------
 
     def open_session(self, handle: int) -> None:
-        """Start a new session. No proposal is accepted before its prompt is complete."""
+        """Prepare a handle for a new session. Proposals for it are accepted only after its first
+        prefix was set by `advance_sessions`."""
         self.drop_session(handle)
         self._device_slots[handle].length = _NEVER
 
@@ -269,9 +276,9 @@ class ProposalInbox:
         return before - self._count
 
     def advance_session(self, handle: int, digest: int, length: int) -> bool:
-        """Set the current prefix of a session. Return whether a proposal for this prefix was stored
-        before; it can then be taken. Stale proposals remain until `advance_sessions` is called with
-        the same prefix."""
+        """Set the current prefix of a session. Return whether a proposal for this prefix was
+        already stored; if so, `take_proposals` can return it. Stale proposals remain until
+        `advance_sessions` is called with the same prefix."""
         device_slot = self._device_slots[handle]
         if device_slot.usable is not None:
             self._forget(device_slot.usable)
@@ -300,15 +307,16 @@ class ProposalInbox:
         device_slot.stepped = False
 
     def record_miss(self, handle: int) -> None:
-        """Record that the session's round waited for a proposal that did not arrive."""
+        """Record that a session waited for a proposal for its current prefix, and none arrived in
+        time."""
         device_slot = self._device_slots[handle]
         device_slot.missed = (device_slot.digest, device_slot.length)
 
     # ---- proposals -----------------------------------------------------------------------------
 
     def store_proposals(self, proposals: Proposals, places: Sequence[int]) -> OfferResults:
-        """Store the entries with the indices `places`. The handles of these entries must be valid
-        and may repeat."""
+        """Store those entries of a message whose indices are in `places`. Their handles must be
+        valid. Several entries may have the same handle."""
         offers = OfferResults([], [], [], Counter())
         message = PooledMessage(proposals)
         columns = proposals.handles, proposals.digests, proposals.prefix_lens, proposals.node_counts
@@ -377,8 +385,8 @@ class ProposalInbox:
                 self._forget(kept)
 
     def num_nodes(self, handles: Sequence[int]) -> list[int]:
-        """Return the number of nodes of each proposal that `take_proposals` would return; -1 if
-        there is none."""
+        """Return, for each session, the number of nodes of the proposal that `take_proposals` would
+        return; -1 if there is none."""
         usable = [self._device_slots[handle].usable for handle in handles]
         return [_NONE if kept is None else kept.nodes for kept in usable]
 

@@ -1,4 +1,4 @@
-"""Announces sessions to attached drafters, withdraws them, and sends their messages."""
+"""Announces sessions to attached drafters, withdraws sessions, and sends messages to drafters."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ _MAX_LOSSES = 3
 
 
 class SessionAnnouncer:
-    """Attached drafters by name, and the sessions announced to each.
+    """Keeps the attached drafters, announces sessions to them, and sends them messages about these
+    sessions.
 
-    Engine thread only; the sessions belong to the caller.
+    Used on the engine thread only, except methods documented as thread-safe. It does not own the
+    sessions: the caller passes them.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class SessionAnnouncer:
         sessions: Callable[[], Iterable[Session]],
         counters: Counter[str],
     ) -> None:
-        """Create an object without drafters. `sessions` returns the sessions being served."""
+        """Create an announcer without drafters. `sessions` returns the sessions being served."""
         self._verdict_builder = verdict_builder
         self._post = post
         self._sessions = sessions
@@ -73,7 +75,7 @@ class SessionAnnouncer:
         return None if link is None else self._on_link.get(link.link_id)
 
     def record_device_drafts(self, drafter_id: DrafterId, rounds: int) -> None:
-        """Record `rounds` rounds that found drafts of this drafter on the device."""
+        """Record that `rounds` rounds found drafts of this drafter in device memory."""
         health = self.health_of_drafter(drafter_id)
         if health is not None:
             health.record_device_drafts(time.monotonic(), rounds)
@@ -91,7 +93,8 @@ class SessionAnnouncer:
                 session.speculation_state.wait.is_silent = silent
 
     def attach(self, link: ExchangeLink) -> None:
-        """Register a ready drafter, and announce its sessions from their current prefixes."""
+        """Register a drafter that is ready to draft, and announce to it the sessions that are
+        assigned to it, with their current prefixes."""
         self._counters["attached"] += 1
         self._links[link.drafter_id] = link
         drafter_health = self._on_link[link.link_id] = self._health_registry.get_health(
@@ -148,7 +151,8 @@ class SessionAnnouncer:
         self._on_link[link.link_id].record_requests(1)
 
     def reannounce(self, session: Session) -> None:
-        """Withdraw a lost session, and announce it again up to `_MAX_LOSSES` times."""
+        """Withdraw a session that its drafter has lost, and announce it again. A session that was
+        lost more than three times is no longer announced."""
         self._counters["sessions_lost_by_drafters"] += 1
         losses = session.drafter_record.record_loss()
         self.withdraw(session)
@@ -164,11 +168,13 @@ class SessionAnnouncer:
         self._verdict_builder.forget_session(session)
 
     def drop_drafter(self, session: Session) -> None:
-        """Update the verdict builder for a withdrawn session that no longer has a drafter."""
+        """Drop the proposals and the tracked prefix of a withdrawn session that no longer has a
+        drafter."""
         self._verdict_builder.follow_session(session)
 
     def advance_without_speculation(self, session: Session) -> None:
-        """Record the tokens committed by a session with speculation off, without a message."""
+        """Advance the tracked prefix of a session by the tokens that it committed while speculation
+        was off. Send no message."""
         if session.spec.drafter_id is not None:
             self._verdict_builder.advance_and_build(VerdictBatch.of_current([session], [None]))
 
@@ -177,7 +183,8 @@ class SessionAnnouncer:
         self.send_message(session, PlanChange(handle=session.handle, plan=session.drafter_plan))
 
     def queue_prefix(self, session: Session) -> None:
-        """Queue a session that began with a prefix computed for other sessions."""
+        """Queue a session that began with a cached prefix, so that `send_queued_prefixes` sends
+        this prefix to its drafter."""
         self._begun.append(session)
 
     def send_queued_prefixes(self) -> None:
@@ -197,13 +204,14 @@ class SessionAnnouncer:
     def send_round(self, told: VerdictBatch) -> None:
         """Send each drafter the verdicts of its sessions in a round.
 
-        Features are sent without a copy: their memory must not be overwritten until the posted
-        messages have been handed over.
+        Features are sent without a copy: their memory must not be overwritten until the outbox has
+        passed on the posted messages.
         """
         self.send_verdicts(self._verdict_builder.advance_and_build(told))
 
     def send_verdicts(self, verdicts_by_link: Sequence[tuple[int, Verdicts]]) -> None:
-        """Send verdicts that were already built, given by link id; see `send_round`."""
+        """Send verdicts that were already built, given as pairs (link id, verdicts). Features are
+        sent without a copy, as by `send_round`."""
         for link_id, verdicts in verdicts_by_link:
             self._on_link[link_id].record_requests(int(np.count_nonzero(verdicts.draft_wanted)))
             self._post(_tell(link_id, verdicts))

@@ -17,9 +17,9 @@ from outrider_verifier.state.commands import Command, ExchangeLink, MalformedMes
 
 
 class DrafterShmChannels(ShmChannelSet):
-    """Shared-memory channels of attached drafters by link.
+    """Shared-memory channels of the attached drafters, indexed by link id.
 
-    Engine thread only, except that any thread may read `counters`.
+    Used on the engine thread only, but any thread may read `counters`.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class DrafterShmChannels(ShmChannelSet):
         on_lost: Callable[[int], None],
         pin: Callable[[NDArray[np.uint8]], bool],
     ) -> None:
-        """Create an object without channels. A drafter with more than `queue_bytes` unsent bytes is
+        """Create a set without channels. A drafter with more than `queue_bytes` unsent bytes is
         disconnected. `pin` is `ModelRunner.pin_memory`."""
         super().__init__(on_lost)
         self._pin = pin
@@ -39,23 +39,27 @@ class DrafterShmChannels(ShmChannelSet):
         self.counters: Counter[str] = checks.counters
 
     def attach_drafter(self, link: ExchangeLink, shm_channel: ShmChannel) -> None:
-        """Send all further messages to a drafter by this shared-memory channel.
+        """Register the shared-memory channel of a drafter. All further messages to the drafter use
+        it.
 
-        If the drafter reads features in shared memory, rounds may reserve space there.
+        If the drafter can read features from shared memory, rounds may reserve space for features
+        in the channel.
         """
         if link.reads_shm_features:
             shm_channel.allow_reservations(self._pin)
         self.attach_channel(link.link_id, shm_channel)
 
     def send_messages(self, link_id: int, messages: Sequence[VerifierMessage]) -> None:
-        """Send messages together; drop the channel if more than `queue_bytes` are then unsent."""
+        """Send several messages to a drafter. Drop its channel if more than `queue_bytes` bytes are
+        unsent afterwards."""
         shm_channel = self.send_frames(link_id, *_frames(messages))
         if shm_channel is not None and shm_channel.unsent_bytes > self._queue_bytes:
             self.counters["drafters_overflowed"] += 1
             self.drop_channel(link_id, "the drafter does not read")
 
     def receive_commands(self, ready: Iterable[int]) -> list[Command]:
-        """Return the commands in messages received on the channels with these file descriptors."""
+        """Receive messages on the channels whose file descriptors are in `ready`. Return the engine
+        commands that they contain."""
         found: list[Command] = []
         for link_id, frame in self.receive(ready):
             for message in decode_drafter_messages(frame):

@@ -1,4 +1,4 @@
-"""Builds session starts and verdicts for drafters from committed tokens, live or replayed.
+"""Builds the messages that announce sessions to drafters, and the verdicts that follow.
 
 A verdict contains newly committed tokens and the features of the positions whose KV was written. In
 total a drafter gets w features for w written positions, and w + 1 tokens once the session decodes.
@@ -38,20 +38,21 @@ NO_LINK = 0
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class VerdictBatch:
-    """Results of a round for the drafters of its sessions; int64 arrays [n] unless noted."""
+    """Results of a round from which the verdicts for drafters are built. Arrays are int64 [n]
+    unless noted otherwise, where n is the number of sessions."""
 
     sessions: Sequence[Session]
-    """The n sessions. Tokens that a drafter has not received before the round are read from
-    here."""
+    """The n sessions. Tokens of earlier rounds that a drafter has not received are read from
+    them."""
     handles: NDArray[np.int64]
     prefix_lens: NDArray[np.int64]
-    """Length of each prefix in tokens, without the tokens of this round."""
+    """Length of each session's prefix in tokens, without the tokens of this round."""
     counts: NDArray[np.int64]
-    """Number of tokens of this round."""
+    """Number of tokens that each session commits in this round."""
     tokens: NDArray[np.int32]
-    """Tokens of this round of all sessions, one session after the other."""
+    """Tokens that all sessions commit in this round, one session after the other."""
     written_positions: NDArray[np.int64]
-    """Number of positions whose KV is written now."""
+    """Number of token positions of each session whose KV is written after this round."""
     is_prompt_done: NDArray[np.bool_]
     """Whether the prompt is completely prefilled, bool [n]."""
     draft_wanted: NDArray[np.bool_]
@@ -64,7 +65,8 @@ class VerdictBatch:
     def of_current(
         cls, sessions: Sequence[Session], features: Sequence[NDArray[np.generic] | None]
     ) -> VerdictBatch:
-        """Return a batch of the present state of sessions whose tokens are all committed."""
+        """Return a batch for sessions whose tokens of this round are already committed, so that
+        `counts` is 0. `features` are the features to send for each session, or None."""
         whole = np.array([session.is_prefilled for session in sessions], dtype=np.bool_)
         return cls(
             sessions=sessions,
@@ -125,12 +127,14 @@ class VerdictBatch:
 
 
 class AdvancedBatch(NamedTuple):
-    """A `VerdictBatch` after the tracked prefixes were advanced; int64 arrays [n] unless noted."""
+    """A `VerdictBatch` with what is to be sent of it, as returned by
+    `VerdictBuilder.advance_prefixes`. Arrays are int64 [n] unless noted otherwise, where n is the
+    number of sessions."""
 
     batch: VerdictBatch
     starts: NDArray[np.int64]
-    """Position of the first token to send. Tokens that the drafter has not received before the
-    round are included."""
+    """Position of the first token to send. Tokens of earlier rounds that the drafter has not
+    received are sent, too."""
     counts: NDArray[np.int64]
     """Number of tokens to send."""
     tokens: NDArray[np.int32]
@@ -155,8 +159,8 @@ class _VerdictFeatures(NamedTuple):
 
 
 class VerdictBuilder:
-    """Tracks the prefixes of sessions that have a drafter, announced or not, and builds their
-    messages."""
+    """Tracks the prefixes of the sessions that have a drafter, whether or not they are announced to
+    it, and builds the messages to their drafters."""
 
     def __init__(
         self,
@@ -167,8 +171,9 @@ class VerdictBuilder:
         chunk_tokens: int,
         max_sessions: int,
     ) -> None:
-        """Create a builder without sessions. `inbox` gets every prefix for which a proposal may
-        arrive."""
+        """Create a builder without sessions. `inbox` is told every prefix for which a proposal may
+        arrive. `dtype` is the element type of features. `chunk_tokens` is the maximum number of
+        positions per verdict when earlier tokens are sent again."""
         self._inbox = inbox
         self._store = store
         self._dtype = dtype
@@ -185,7 +190,7 @@ class VerdictBuilder:
 
     def announced_mask(self, link_id: int, handles: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return a mask [n] of the handles that are announced on a link. `handles` [n] may contain
-        any numbers >= 0, also repeatedly."""
+        any numbers >= 0, and the same number several times."""
         known = handles < len(self._links)
         announced: NDArray[np.bool_] = self._links[np.where(known, handles, 0)] == link_id
         return known & announced
@@ -199,7 +204,7 @@ class VerdictBuilder:
         self._inbox.open_session(handle)
 
     def can_announce(self, session: Session, link: ExchangeLink) -> bool:
-        """Return whether the drafter of this link can draft for the session from the present prefix
+        """Return whether the drafter of this link can draft for the session from its current prefix
         on."""
         if not session.plan.is_speculative or session.plan.method not in link.methods:
             return False
@@ -233,14 +238,15 @@ class VerdictBuilder:
         yield from self._replay(session)
 
     def can_catch_up(self, session: Session) -> bool:
-        """Return whether all features that the drafter has not received are still stored."""
+        """Return whether `build_catch_up` can be called: either the session's drafter needs no
+        features, or all its features are still stored."""
         if not self._with_features[session.handle]:
             return True
         return self._store is not None and self._store.is_complete(session.handle)
 
     def build_catch_up(self, session: Session) -> Iterator[VerifierMessage]:
-        """Yield all tokens and features that an announced session committed since its drafter's
-        last message, in chunks."""
+        """Yield verdicts, in chunks, with all tokens and features that an announced session has
+        committed since the last message to its drafter."""
         return self._replay(session)
 
     def _replay(self, session: Session) -> Iterator[VerifierMessage]:
@@ -312,7 +318,8 @@ class VerdictBuilder:
         return AdvancedBatch(told, starts, counts, tokens, digests, feature_starts)
 
     def build_verdicts(self, followed: AdvancedBatch) -> list[tuple[int, Verdicts]]:
-        """Return a pair (link id, verdicts) for each drafter of these sessions."""
+        """Return a pair (link id, verdicts) for each drafter to which sessions of the batch are
+        announced."""
         told, starts, counts, tokens, digests, feature_starts = followed
         if not len(told):
             return []
@@ -379,11 +386,11 @@ class VerdictBuilder:
 
 
 def may_need_features(spec: SessionSpec, in_process_draft: int) -> bool:
-    """Return whether any drafter may ever need the session's features: its present drafter, or one
-    that is assigned later if the session should have a drafter and none was available. With a
-    present drafter, a plan without drafts counts too, because it may change. `in_process_draft` is
-    the length of drafts that are made in this process or exchanged between devices; 0 if drafts
-    come by messages."""
+    """Return whether a drafter may ever need the session's features. This may be its present
+    drafter or, if it has none although its plan wants drafts, one that is assigned later. For a
+    session with a drafter, a plan without drafts counts too, because the plan may change.
+    `in_process_draft` is the length, in tokens, of drafts that are made in this process or
+    exchanged between devices; 0 if drafts come by messages."""
     if in_process_draft:
         return False
     if spec.drafter_id is not None:

@@ -1,9 +1,10 @@
 """BlockManager: gives KV blocks to sessions by admission, growth and preemption.
 
-Engine thread only, between rounds. It gathers the inputs of the policy in `preemption` and carries
-out its actions. A preempted session keeps everything but its KV: tokens, digest, handle, drafter,
-held proposals, features, grammar state. Runner state of the session (stream keys, token counts, an
-in-process draft) is saved and restored by `ModelRunner.suspend_session` and `resume_session`.
+Used on the engine thread only, between rounds. It gathers the inputs of the policy in `preemption`
+and carries out its actions. A preempted session keeps everything but its KV: tokens, digest,
+handle, drafter, held proposals, features, grammar state. Runner state of the session (stream keys,
+token counts, an in-process draft) is saved and restored by `ModelRunner.suspend_session` and
+`resume_session`.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ AMPLE_FREE_BLOCKS_FACTOR: Final = 4
 """KV is plentiful while the number of free blocks exceeds this factor times the number of blocks
 that all running sessions reserve in advance (`GROWTH_TOKENS`)."""
 CHECK_INTERVAL_S: Final = 0.02
-"""Interval, in seconds, at which the policy is asked while sessions wait and nothing else
-happens."""
+"""Interval, in seconds, at which the preemption policy runs again while sessions wait and nothing
+else changes."""
 
 
 class Admission(NamedTuple):
@@ -67,7 +68,8 @@ class Admission(NamedTuple):
 
 
 class BlockManager:
-    """Running and waiting sessions of a core, and the KV block pool that they share."""
+    """Manages the running and waiting sessions of a verifier, and the KV block pool that they
+    share."""
 
     def __init__(
         self,
@@ -82,8 +84,9 @@ class BlockManager:
     ) -> None:
         """Create a manager without sessions. `swap` is the swap space for preempted sessions, if
         any. `way` is how preempted sessions get their KV back; None chooses the cheaper mode by
-        measured costs. `prefixes` is the prefix cache; None disables it. Blocks that the runner has
-        taken before are not counted."""
+        measured costs. `bounds` are the limits of the preemption policy. `prefixes` is the prefix
+        cache; None disables it. The manager uses only the blocks of `pool` that are free when it is
+        created."""
         self._pool, self._runner, self._swap = pool, runner, swap
         self._bounds, self._way = bounds, way
         self._prefixes = prefixes
@@ -120,7 +123,8 @@ class BlockManager:
         self.waiting[session.session_id] = session
 
     def remove_session(self, session: Session) -> None:
-        """Forget a session and free its KV and runner state; idempotent."""
+        """Forget a session, and free its KV and its state in the runner. Calling this again has no
+        effect."""
         # The runner knows the sessions that run or wait.
         running = self.running.pop(session.session_id, None)
         waiting = self.waiting.pop(session.session_id, None)
@@ -149,8 +153,8 @@ class BlockManager:
         return 0 if self._swap is None else self._swap.used_bytes
 
     def next_check_at(self, now: float) -> float | None:
-        """Return the time at which the policy must be asked again even if nothing happens; None if
-        no session waits."""
+        """Return the time at which the preemption policy must run again even if nothing changes;
+        None if no session waits."""
         return max(now, self._again_at) if self.waiting else None
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
@@ -181,14 +185,15 @@ class BlockManager:
 
     def grow_running(self) -> bool:
         """Reserve the blocks that each running session needs for its next rounds. Return False if
-        there are not enough. In most rounds no session needs any."""
+        too few blocks are free. In most rounds no session needs new blocks."""
         short = [s for s in self.running.values() if s.length > s.covered_len]
         return not short or self._hold_all(short, 0)
 
     def grow_sessions(self, sessions: Iterable[Session], tokens: int) -> None:
-        """While a round runs or drafters draft, reserve the blocks that `sessions` need once up to
-        `tokens` more tokens of each are committed, and upload the block tables, so that the next
-        round need not wait for this. If blocks are short, nothing is uploaded."""
+        """Reserve the blocks that `sessions` will need when up to `tokens` more tokens of each are
+        committed, and upload the new blocks to the device. This is called while a round runs or
+        drafters draft, so that the next round need not wait for it. If too few blocks are free,
+        nothing is uploaded."""
         short = [s for s in sessions if s.length + tokens > s.covered_len and s.phase is not ENDED]
         if short and self._hold_all(short, tokens):
             self._runner.upload_new_blocks()
@@ -196,8 +201,8 @@ class BlockManager:
     def prepare_round(self, now: float, *, touched: int, in_flight: Container[SessionId]) -> bool:
         """Before a round is planned, admit and preempt sessions as the policy decides, and reserve
         blocks for every running session. Return False if the round in flight must be finished
-        first, because the policy preempts a session in `in_flight`. For `touched` see
-        `EngineCore`."""
+        first, because the policy preempts a session in `in_flight`. `touched` is the counter
+        `EngineCore.touched`: if it has changed, sessions may have changed."""
         grown = self.grow_running()
         due = self.waiting and (touched != self._seen or now >= self._again_at)
         if grown and not due and not self.pressed:
@@ -337,7 +342,8 @@ class BlockManager:
         )
 
     def can_recompute(self, session: Session) -> bool:
-        """Return whether a running session could free its blocks and allocate as many again.
+        """Return whether a running session could free its blocks and then allocate the same number
+        again.
 
         Blocks that it shares with other sessions do not become free, so there must be free blocks
         in their place.
@@ -348,7 +354,7 @@ class BlockManager:
     def recompute_session(self, session: Session, now: float) -> None:
         """Make a running session prefill its whole prefix again, so that its draft KV is computed
         too. The session must be in no round, and `can_recompute` must be true for it. The session
-        is admitted at once, and this does not count as a preemption."""
+        is admitted again immediately, and this does not count as a preemption."""
         blocks = session.kv.num_blocks
         self._runner.suspend_session(session, None)
         del self.running[session.session_id]

@@ -36,11 +36,13 @@ def max_kv_tokens(
     bytes_per_token: int,
     max_tokens: int,
 ) -> int:
-    """Return the number of KV tokens that fit into `fraction` of a device's memory, at most
-    `max_tokens`.
+    """Return the number of KV tokens that fit if only `fraction` of a device's memory may be used,
+    but at most `max_tokens`.
 
-    `free_bytes` is the free memory after the weights were loaded, and `bytes_per_token` the KV of
-    one token over all layers. Raises FailedPreconditionError if not even one token fits.
+    `total_bytes` is the device's memory, and `free_bytes` the part that is free after the weights
+    were loaded. `reserved` is the memory to keep for rounds (see `reserved_bytes`).
+    `bytes_per_token` is the size of the KV of one token in all layers. Raise
+    FailedPreconditionError if not even one token fits.
     """
     used = total_bytes - free_bytes
     budget = int(total_bytes * fraction) - used - reserved

@@ -3,11 +3,11 @@
 Times are seconds. A session *runs* if it holds KV, and *waits* if it was only opened or was
 preempted. Its priority level is its priority plus one for every `priority_aging_s` of its total
 waiting time, so that a session does not starve behind later sessions of a higher priority. Waiting
-sessions are admitted by priority level, then in order of opening; no session overtakes the first in
-line. To be admitted, a session may preempt only sessions of a lower priority. A running session
-that must grow may cause the preemption of any other. No session is preempted more than
-`max_preemptions` times: after the last time it is admitted only with all the blocks that it may
-ever need, and keeps them.
+sessions are admitted by priority level, then in order of opening. If the first of them cannot be
+admitted, the others wait, too. To be admitted, a session may preempt only sessions of a lower
+priority. A running session that must grow may cause the preemption of any other. No session is
+preempted more than `max_preemptions` times: after the last time it is admitted only with all the
+blocks that it may ever need, and keeps them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from outrider.ids import SessionId
 from outrider_verifier.state.preemption_mode import PreemptionMode
 
 OVERCOMMIT: Final = 1.25
-"""Maximum total of the running sessions' expected final blocks, relative to the pool. It is above 1
-because sessions end at different times."""
+"""Maximum number of blocks that all running sessions together are expected to hold at their ends,
+relative to the size of the pool. It is above 1 because sessions end at different times."""
 PRIOR_TOKENS: Final = 256.0
 """Expected length of an answer, in tokens, before any answer has ended."""
 MIN_GAIN: Final = 1 / 64
@@ -74,7 +74,7 @@ class PreemptionLimits:
     """Waiting time, in seconds, that raises a session's priority level by one."""
     guard_blocks: int
     """Number of additional free blocks that must exist before a preempted session is resumed, since
-    it might be preempted again at once otherwise."""
+    otherwise it might soon be preempted again."""
 
     def reserved_blocks(self, running: int, total_blocks: int) -> int:
         """Return the number of blocks that must stay free when a session is admitted to `running`
@@ -82,15 +82,17 @@ class PreemptionLimits:
         return max(int(self.watermark * total_blocks), running + 1)
 
     def priority_level(self, claim: SessionClaim) -> int:
-        """Return the session's priority plus one for every `aging_s` of its waiting time."""
+        """Return the session's priority plus one for every `aging_s` seconds that it has waited."""
         return claim.priority + int(claim.waited_s / self.aging_s)
 
     def admission_order(self, claim: SessionClaim) -> tuple[float, float]:
-        """Return the sort key of admission; sessions with smaller keys are admitted first."""
+        """Return the sort key of a waiting session. Sessions with smaller keys are admitted
+        first."""
         return -self.priority_level(claim), claim.opened_at
 
     def entry_blocks(self, claim: SessionClaim) -> int:
-        """Return the number of blocks that a session takes when it is admitted."""
+        """Return the number of blocks that a session gets when it is admitted: those for its next
+        rounds or, if it may not be preempted again, all that it may ever need."""
         last = claim.preemptions >= self.max_preemptions
         return claim.max_blocks if last else claim.next_blocks
 
@@ -108,9 +110,10 @@ class KVPoolState:
 def can_all_run(
     *, max_blocks: int, sessions: int, total_blocks: int, bounds: PreemptionLimits
 ) -> bool:
-    """Return whether all `sessions` running and waiting sessions can run to their maximum length
-    without a preemption. `max_blocks` is the maximum number of blocks that they need together. If
-    true, `plan_preemption` would preempt no session."""
+    """Return whether all running and waiting sessions can run at the same time to their maximum
+    length without a preemption. `sessions` is their number, and `max_blocks` the number of blocks
+    that they may need together. If the result is True, `plan_preemption` would preempt no
+    session."""
     reserve = bounds.reserved_blocks(sessions, total_blocks)
     return max_blocks + reserve <= total_blocks and sessions <= bounds.max_running
 
@@ -145,9 +148,9 @@ def plan_preemption(state: KVPoolState, bounds: PreemptionLimits) -> list[Action
 
 
 def admit_all(waiting: Iterable[SessionClaim], bounds: PreemptionLimits) -> list[Action]:
-    """Return the admission of every waiting session, in order, for use if `can_all_run` is true.
-    Only the claims' priority, waiting time, opening time, preemption count, `next_blocks` and
-    `max_blocks` are used."""
+    """Return actions that admit all waiting sessions, in order of admission. Use this only if
+    `can_all_run` is true. Only the claims' priority, waiting time, opening time, preemption count,
+    `next_blocks` and `max_blocks` are used."""
     return [
         AdmitSession(claim.session_id, bounds.entry_blocks(claim))
         for claim in sorted(waiting, key=bounds.admission_order)
@@ -168,7 +171,8 @@ def choose_mode(
 
 
 class OutputLengthStats:
-    """Moving average of the lengths of finished answers, for predicting others."""
+    """Moving average of the lengths of finished answers, from which the lengths of other answers
+    are predicted."""
 
     def __init__(self) -> None:
         self._mean = PRIOR_TOKENS

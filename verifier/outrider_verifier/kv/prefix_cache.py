@@ -1,11 +1,12 @@
-"""Prefix cache: KV blocks that sessions leave behind, reused by later sessions.
+"""Prefix cache: keeps KV blocks of sessions, so that later sessions with the same prefix reuse
+them.
 
-Engine thread only. Only full blocks are cached. The key of a block is shifted by one position: it
-contains the tokens of the block except the first, and the token after the block. The reason is that
-a draft head computes the KV of a position with the next token (EAGLE-3, arXiv 2503.01840). Blocks
-form a tree: a block is found by its predecessor and its exact tokens, so different prefixes never
-match. A block also records whether the in-process draft head has its KV for the block, and the
-features that a drafter process needs.
+Used on the engine thread only. Only full blocks are cached. The key of a block is shifted by one
+position: it contains the tokens of the block except the first, and the token after the block. The
+reason is that a draft head computes the KV of a position with the next token (EAGLE-3, arXiv
+2503.01840). Blocks form a tree: a block is found by its predecessor and its exact tokens, so
+different prefixes never match. A block also records whether the in-process draft head has its KV
+for the block, and the features that a drafter process needs.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class PrefixCache:
         counters: Counter[str],
         compares_kv: bool = False,
     ) -> None:
-        """Create an empty cache. `store` holds the features of sessions in chunks; a block is a
-        whole number of chunks. `drafted` returns whether the in-process drafter has the KV of the
-        session's whole prefix. `feature_bytes` is the maximum host memory of the features of cached
-        blocks. `compares_kv`: if a session leaves a block whose prefix is cached already, compare
-        the KV of both."""
+        """Create an empty cache. `store` holds the features of sessions in chunks. The tokens of a
+        KV block fill a whole number of chunks. `drafted` returns whether the in-process drafter has
+        the KV of the session's whole prefix. `feature_bytes` is the maximum host memory of the
+        features of cached blocks. If `compares_kv` is true, a session's KV is compared with the
+        cached KV of the same prefix when it is stored."""
         self._pool, self._store, self._drafted = pool, store, drafted
         self._counters, self._compares_kv = counters, compares_kv
         self._kept: dict[_Key, _CachedBlock] = {}
@@ -88,9 +89,10 @@ class PrefixCache:
     # ---- a session begins ----------------------------------------------------------------------
 
     def attach_prefix(self, session: Session, slots: int) -> int:
-        """Attach the cached blocks of the session's prefix and reserve blocks for `slots` slots in
-        all. Return the number of tokens that need no prefill; if it is 0, the session holds no
-        blocks. The session must hold no blocks before."""
+        """Attach the cached blocks of the session's prefix to the session, and reserve further
+        blocks so that it has KV slots for `slots` tokens in total. Return the number of tokens that
+        need no prefill. If it is 0, nothing was attached or reserved. The session must hold no
+        blocks when this is called."""
         if self._store is not None:
             # Storing the prompts of the round before may have been deferred together with its
             # features.

@@ -1,7 +1,7 @@
 """Packs the rows of a round into one batch: token ids, positions, masks, acceptance inputs. Pure.
 
-In shapes, N is the number of nodes of a row's draft tree. Batch row 0 of a session is the root, and
-row 1 + i is node i.
+In shapes, N is the number of nodes of a row's draft tree. The first batch row of a decoding session
+is its root, and row 1 + i is node i of its draft.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def trim_draft(
 
 
 def tree_mask(tree: DraftTree) -> NDArray[np.bool_] | None:
-    """Return the attention mask of root and nodes, bool [1 + N, 1 + N]; None for a chain, whose
-    mask is causal."""
+    """Return the attention mask between the root and the nodes: bool [1 + N, 1 + N], with one line
+    per query and True where it may attend. None for a chain, whose mask is causal."""
     if is_chain(tree.parents):
         return None
     count = len(tree)
@@ -83,8 +83,8 @@ def tree_mask(tree: DraftTree) -> NDArray[np.bool_] | None:
 def truncate_emission(
     tokens: Sequence[int], *, stop_ids: frozenset[int], remaining: int
 ) -> tuple[tuple[int, ...], FinishReason | None]:
-    """Return a round's tokens, cut after a stop token and at the token budget `remaining`, and the
-    finish reason, if any."""
+    """Cut the tokens of a round after the first stop token and to at most `remaining` tokens.
+    Return the remaining tokens and the finish reason, which is None if the session continues."""
     taken = tuple(tokens[:remaining])
     for index, token in enumerate(taken):
         if token in stop_ids:
@@ -97,8 +97,8 @@ _NO_IDS: Final = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PrefillRow:
-    """Tokens that a round prefills for one session: of its prompt, or of its prefix after a
-    preemption."""
+    """Tokens that a round prefills for one session. They are a part of its prompt or, after a
+    preemption, of its whole prefix."""
 
     session: Session
     start: int
@@ -125,7 +125,7 @@ class PrefillRow:
 
 
 class VerifyRow:
-    """A session's root and the draft to verify, if there is one."""
+    """A decoding session in a round: its root and, if there is one, the draft to verify."""
 
     __slots__ = (
         "_draft",
@@ -153,8 +153,8 @@ class VerifyRow:
         self.cut = draft is not None
         """Whether the draft is only a part of the proposal."""
         self.drafted = draft is not None or held is not None
-        """Whether the row has a draft that does not come from the in-process drafter; it may have
-        no nodes."""
+        """Whether the row has a draft that does not come from the in-process drafter. Such a draft
+        may have no nodes."""
         self.nodes = 0
         """Number of nodes of the draft that does not come from the in-process drafter; 0 if there
         is none."""
@@ -175,7 +175,9 @@ class VerifyRow:
 
 @dataclass(slots=True, eq=False)
 class PackedRow:
-    """Rows of one session in the batch."""
+    """The consecutive batch rows of one session, one row per token. `start` is the index of the
+    first of them in the batch. `mask` is the attention mask between them; None means causal.
+    `accept_row` is the input of acceptance; None if no token is sampled."""
 
     session: Session
     token_ids: NDArray[np.int64]
@@ -184,13 +186,14 @@ class PackedRow:
     start: int
     accept_row: AcceptRow | None
     committed_rows: list[int]
-    """Indices of the session's rows whose KV is committed."""
+    """Indices, from 0, of those rows of the session whose KV is committed after the round."""
 
 
 def pack_batch(
     prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
 ) -> tuple[list[PackedRow], list[int]]:
-    """Return the rows in batch order, and the indices of the batch rows whose logits are needed."""
+    """Pack the rows of a round into a batch. Return the packed rows, one per session in batch
+    order, and the indices of the batch rows whose logits are needed."""
     packed: list[PackedRow] = []
     logit_rows: list[int] = []
     start = 0
@@ -265,8 +268,9 @@ def make_accept_row(session: Session, logits_start: int, draft: VerifyDraft | No
 def allowed_token_masks(
     rows: Sequence[tuple[Session, VerifyDraft | None]],
 ) -> list[NDArray[np.uint32] | None]:
-    """Return the allowed-token masks of each row, uint32 [1 + N, words per mask], after the root
-    and after each of the N nodes; None for a row whose session has no constraint."""
+    """Return the allowed-token masks of each row: uint32 [1 + N, words per mask], with one mask for
+    the token after the root and one for the token after each of the N nodes. The entry is None if
+    the session has no constraint."""
     bound = [n for n, (session, _) in enumerate(rows) if session.constraint is not None]
     found: list[NDArray[np.uint32] | None] = [None] * len(rows)
     if bound:

@@ -1,6 +1,6 @@
-"""CpuModelRunner: runs target forward, acceptance and feature projection in the host's loop.
+"""CpuModelRunner: runs the target's forward pass, acceptance and feature projection on the host.
 
-The host takes part in every step, which suits a CPU.
+The host runs these steps one after the other and waits for each, which suits a CPU.
 
 Letters in shapes: R rows of the batch; L rows with logits; V vocabulary; H feature width.
 """
@@ -48,19 +48,22 @@ class TargetForward(Protocol):
         ...
 
     def forward(self, batch: ForwardBatch, *, tap_layers: tuple[int, ...] = ()) -> ForwardOutput:
-        """Run the rows of a batch; nothing is committed."""
+        """Run the forward pass of a batch. The KV that it writes is not committed."""
         ...
 
 
 class FeatureProjector(Protocol):
-    """The verifier's part of a draft head (`outrider.engine.heads.FeatureProjection`)."""
+    """The feature projection of a draft head, which is the part of the head that runs in the
+    verifier (`outrider.engine.heads.FeatureProjection`)."""
 
     fingerprint: str
     tap_layers: tuple[int, ...]
     hidden_size: int
 
     def __call__(self, raw: torch.Tensor) -> torch.Tensor:
-        """Project tapped hidden states [M, n_taps * Ht] to features [M, H]."""
+        """Project the target's hidden states at `tap_layers`, concatenated per position, to
+        features. `raw` has shape [M, n_taps * Ht] and the result [M, H], where M is the number of
+        positions and Ht the target's hidden size."""
         ...
 
 
@@ -114,7 +117,8 @@ class CpuModelRunner:
         *,
         throttle: RoundThrottle | None = None,
     ) -> CpuModelRunner:
-        """Return the runner of a loaded target; `throttle` makes its rounds last longer."""
+        """Return the runner of a loaded target. `throttle` makes its rounds last longer; None adds
+        no delay."""
         return cls(
             target,
             projection,
@@ -126,12 +130,12 @@ class CpuModelRunner:
 
     @staticmethod
     def enter_thread() -> None:
-        """See `ModelRunner`."""
+        """Prepare the thread that runs the rounds. This thread calls it once."""
         # OpenMP keeps its number of threads per thread; asking makes torch pass on the process's.
         torch.get_num_threads()
 
     def draft_shapes(self, rows: int) -> Sequence[DraftShapeTimes]:
-        """See `ModelRunner`."""
+        """Return no shapes, because there is no in-process drafter."""
         del rows
         return ()
 
@@ -155,36 +159,40 @@ class CpuModelRunner:
         return False
 
     def set_feature_allocator(self, reserve: ShmAllocator) -> None:
-        """See `ModelRunner`. Nothing is needed here."""
+        """Do nothing: this runner does not write features to shared memory."""
 
     @staticmethod
     def make_swap_space(budget_bytes: int, pool: KVPool) -> SwapSpace:
-        """Return host memory for the target's KV."""
+        """Return a swap space in host memory for the target's KV, of at most `budget_bytes`
+        bytes."""
         return SwapSpace(budget_bytes, [pool.storage], block_tokens=pool.block_tokens)
 
     def open_session(self, session: Session) -> None:
-        """See `ModelRunner`. Nothing is needed here."""
+        """Do nothing: this runner holds no state of a session that is not swapped out."""
 
     def close_session(self, session: Session) -> None:
-        """Drop the session's copy, if it was swapped out."""
+        """Drop the copy of the session's KV, if the session was swapped out."""
         self._suspended.drop_copy(session)
 
     def record_new_blocks(self, session: Session) -> None:
-        """Do nothing: a forward reads the blocks themselves."""
+        """Do nothing: each forward pass reads the current block list of its sessions."""
 
     def upload_new_blocks(self) -> None:
-        """See `ModelRunner`. Nothing is needed here."""
+        """Do nothing: each forward pass reads the current block list of its sessions."""
 
     def suspend_session(self, session: Session, swap: SwapSpace | None) -> bool:
-        """See `ModelRunner`."""
+        """Release a session's KV blocks. Before that, copy its committed KV to `swap` if there is
+        one and it has room. Return whether the KV was copied."""
         return self._suspended.swap_out(session, swap)
 
     def prefetch_session(self, session: Session) -> bool:
-        """See `ModelRunner`."""
+        """Start to copy a suspended session's KV back while rounds run. Return whether
+        `resume_session` could now run without delaying a round."""
         return self._suspended.prefetch(session)
 
     def resume_session(self, session: Session) -> bool:
-        """See `ModelRunner`."""
+        """Resume a suspended session, which has reserved the blocks that it needs next. Return
+        whether its KV was copied back. Otherwise the caller prefills its prefix again."""
         return self._suspended.swap_in(session)
 
     @staticmethod
@@ -195,11 +203,11 @@ class CpuModelRunner:
     def submit_round(
         self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
     ) -> RoundHandle:
-        """Run the whole round."""
+        """Run the whole round, and return it for `collect_round`, which commits its KV."""
         return self._run(prefill, verify)
 
     def is_finished(self, flight: RoundHandle) -> bool:
-        """Return True: `submit_round` ran the round."""
+        """Return True, because `submit_round` has already run the round."""
         return True
 
     def collect_round(self, flight: RoundHandle) -> RunnerOutput:
@@ -332,8 +340,8 @@ class CpuModelRunner:
 
 
 def to_wire_array(features: torch.Tensor, dtype: TensorDtype) -> NDArray[np.generic]:
-    """Return features on the host in the element type of the wire format; a view if they already
-    are there in this type."""
+    """Return features on the host in the element type of the wire format. If they are on the host
+    in this type already, the result is a view."""
     if dtype is TensorDtype.BFLOAT16:
         bits = features.to(torch.bfloat16).contiguous().cpu().view(torch.uint16)
         return np.asarray(bits.numpy())

@@ -20,32 +20,36 @@ FOLLOWING_THREADS: Final = 2
 
 
 class GrammarPreparation:
-    """Compiles the grammars that sessions request; asyncio thread only.
+    """Compiles the grammars that sessions request. Asyncio thread only.
 
-    Compilation itself runs in the compile process.
+    The compilation itself runs in a separate process.
     """
 
     def __init__(self, grammars: GrammarCache | None) -> None:
         """Create an object without compilations. `grammars` is None if this process has no
-        tokenizer or no grammar library."""
+        tokenizer or the grammar library is not installed; requests for structured output are then
+        refused."""
         self._grammars = grammars
         self._queue: CompileQueue[CompiledGrammar] | None = None
         if grammars is not None:
             threads = grammars.compiler.limits.processes
             self._queue = CompileQueue(grammars.compile_grammar, threads=threads)
         self._threads = ThreadPoolExecutor(FOLLOWING_THREADS, thread_name_prefix="grammars")
-        """Threads that advance grammars over tokens that another verifier emitted."""
+        """Threads that advance a grammar over the tokens that the session emitted on another
+        verifier."""
 
     def close(self) -> None:
-        """End the compile process and all its compilations; idempotent."""
+        """End the compilation process and all its compilations; idempotent."""
         if self._grammars is not None:
             self._grammars.close()
 
     def get_cached(self, spec: SessionSpec) -> tuple[GrammarConstraint | None] | None:
-        """Return a 1-tuple of the session's constraint if no work is needed for it, else None.
+        """Return the session's grammar constraint as a 1-tuple if it is available without work,
+        else None.
 
-        The tuple holds None if the session has no structured output. The result is None if the
-        grammar is not compiled yet, or if the session has already emitted tokens elsewhere.
+        The tuple contains None if the session has no structured output. The result is None if the
+        grammar is not compiled yet, or if the session has emitted tokens on another verifier, over
+        which the grammar must be advanced first.
         """
         if spec.structured_output is None:
             return (None,)
@@ -57,10 +61,10 @@ class GrammarPreparation:
         return None if found is None else (begin_constraint(spec, found),)
 
     async def begin(self, spec: SessionSpec) -> GrammarConstraint | None:
-        """Return the session's constraint after the tokens that it has already emitted elsewhere.
+        """Return the session's grammar constraint, advanced over the tokens that the session has
+        emitted on another verifier. Return None if the session has no structured output.
 
-        Return None if the session has no structured output. A compilation that only cancelled
-        calls wait for is stopped.
+        If all calls that wait for a compilation are cancelled, the compilation is stopped.
 
         Raises InvalidRequestError, FailedPreconditionError, ResourceExhaustedError,
         UnavailableError.
@@ -84,11 +88,11 @@ class GrammarPreparation:
 def start_session_constraint(
     spec: SessionSpec, form: GrammarConstraint | None, *, vocab_size: int
 ) -> Constraint | None:
-    """Return the constraint of a session's next tokens, or None if all tokens are allowed.
+    """Return the constraint on a session's next tokens, or None if all tokens are allowed.
 
-    `form` is the grammar constraint of the structured output, already advanced over the tokens
-    that the session has emitted elsewhere. Raises InvalidRequestError if these tokens do not match
-    the grammar, and FailedPreconditionError if the grammar was not compiled.
+    `form` is the grammar constraint of the structured output, already advanced over the tokens that
+    the session has emitted on another verifier. Raises InvalidRequestError if these tokens do not
+    match the grammar, and FailedPreconditionError if the grammar was not compiled.
     """
     if spec.structured_output is not None and form is None:
         raise FailedPreconditionError(
@@ -112,5 +116,5 @@ def start_session_constraint(
 
 
 def begin_constraint(spec: SessionSpec, grammar: CompiledGrammar) -> GrammarConstraint:
-    """Return a session's constraint at the beginning of its grammar."""
+    """Return a session's grammar constraint in its initial state."""
     return grammar.start_constraint(spec.stop_token_ids)

@@ -1,9 +1,9 @@
-"""Number of KV slots that rounds may write past a session's committed ones. Pure.
+"""Computes the number of KV slots that rounds may write beyond a session's committed ones. Pure.
 
 Only this module computes this number. A round writes the KV of its root and draft nodes before
-acceptance is known. A runner that runs ahead submits a round before the host has the result of the
-previous one, so the maximum size of both rounds counts. An in-process drafter also writes the steps
-of its next draft after them.
+acceptance is known. If a runner submits a round before the host has the result of the previous one,
+both rounds count with their maximum size. An in-process drafter also writes the draft KV of its
+next draft after these slots.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ from outrider_verifier.state.session import Session
 
 
 class KVHeadroom(NamedTuple):
-    """Bounds of the KV slots that a runner writes in advance."""
+    """Limits that determine how many KV slots a runner may write beyond the committed ones."""
 
     max_nodes: int
-    """Maximum number of nodes of a draft from a drafter outside this process."""
+    """Maximum number of draft nodes of a proposal."""
     rounds: int = 1
-    """Maximum number of rounds of a session without a result, including the next one."""
+    """Maximum number of rounds of a session whose results the host does not have, including the
+    next one."""
     in_process_slots: int = 0
-    """Maximum number of slots for a session with in-process drafts; 0 without such a drafter."""
+    """Maximum number of slots that a session with in-process drafts needs; 0 without such a
+    drafter."""
 
     @property
     def max_slots(self) -> int:
-        """Maximum number of slots written in advance for any session."""
+        """Maximum number of slots that are written beyond the committed ones, for any session."""
         return max(self.rounds + self.max_nodes, self.in_process_slots)
 
     def slots_beyond(self, session: Session, nodes: int | None = None) -> int:
-        """Return the number of slots that the next round of a session may write beyond the `kv.len`
-        committed slots and the prompt tokens in flight.
+        """Return how many slots the next round of a session may write beyond the `kv.len` committed
+        slots and the prompt tokens in flight.
 
-        `nodes` is the number of nodes of the external draft to verify; None means the maximum.
+        `nodes` is the number of draft nodes of the proposal that the round verifies; None means the
+        maximum.
         """
         own = self.in_process_slots if session.in_process_draft_length else 0
         if nodes is None:

@@ -1,7 +1,7 @@
-"""Commits the results of a round to its sessions; row results for accounting and verdicts.
+"""Commits the results of a round to its sessions, and collects what accounting and verdicts need.
 
-`VerdictInputs` holds the session state from which a round's verdicts are computed, in columns.
-Letters in shapes: n decode rows.
+`VerdictInputs` holds the session state from which a round's verdicts are computed, as arrays with
+one entry for each session. In shapes, n is the number of decode rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from outrider_verifier.state.session_phase import ENDED
 
 @dataclass(slots=True, eq=False)
 class RowResult:
-    """A row whose tokens are committed, before statistics and the client event are made."""
+    """Result of one session in a round, after its tokens were committed to the session. Statistics
+    and client events are made from it."""
 
     session: Session
     result: RowOutput
@@ -34,25 +35,26 @@ class RowResult:
     reason: FinishReason | None = None
     verify_row: VerifyRow | None = None
     missed_proposal: bool = False
-    """Whether the row wanted a proposal and had none."""
+    """Whether the session wanted a proposal for this round and had none."""
     new_positions: int = 0
     """Number of prompt positions whose KV was written for the first time."""
 
     @classmethod
     def of_plain(cls, session: Session) -> RowResult:
-        """Return the result of a row without drafts, which emitted one token."""
+        """Return the result of a decode row without a draft, whose only token was already
+        committed."""
         return cls(session, RowOutput((session.root,), None), (session.root,))
 
     @property
     def ends(self) -> bool:
-        """Whether the session ends with this row: its output is complete, or the model returned
-        invalid logits."""
+        """Whether the session ends with this round, because its output is complete or the model
+        returned invalid logits."""
         return self.reason is not None or self.result.invalid_output
 
     @property
     def accepted(self) -> int:
-        """Number of accepted draft nodes, including those after a stop or beyond the token
-        budget."""
+        """Number of accepted draft nodes. Nodes whose tokens were cut from the output, after a stop
+        token or beyond the token budget, count too."""
         return len(self.result.tokens) - 1
 
     @property
@@ -62,26 +64,27 @@ class RowResult:
 
     @property
     def is_hit(self) -> bool:
-        """Whether the verified draft was made by look-ahead, before its prefix was committed."""
+        """Whether the verified proposal was a hit: look-ahead had drafted it before its prefix was
+        committed."""
         verified = self.verify_row
         return verified is not None and verified.held is not None and verified.held.is_hit
 
 
 @dataclass(slots=True, eq=False)
 class PlainRows:
-    """Committed rows of sessions that continue, have no drafter outside this process, and have
-    nothing to report but their tokens. They are stored in columns of n rows, because they are
-    nearly all rows if drafts are made in process."""
+    """Results of decode rows with nothing to report but their tokens: the sessions continue and
+    receive no drafts from other processes. With in-process drafts nearly all rows are of this kind,
+    so they are stored as lists with one entry for each row."""
 
     sessions: list[Session]
     counts: Sequence[int]
     """Number of tokens of each row, [n]."""
     tokens: Sequence[int]
-    """Tokens of all rows, row after row."""
+    """Tokens of all rows, concatenated."""
     draft_nodes: Sequence[int]
     """Number of in-process draft nodes that each row verified, [n]."""
     numbers: Sequence[int]
-    """Indices of the rows in the round, [n]."""
+    """Index of each row in the round, [n]."""
 
     @classmethod
     def of_rows(
@@ -92,7 +95,9 @@ class PlainRows:
         tokens: Sequence[int],
         drafted: Sequence[int],
     ) -> PlainRows:
-        """Return the rows with these indices of a decoded round."""
+        """Return those decode rows of a round whose indices are in `numbers`. `counts`, `tokens`
+        and `drafted` are the results of all rows in `verify`: tokens per row, concatenated tokens,
+        and in-process draft nodes per row."""
         sessions = [row.session for row in verify]
         if len(numbers) == len(sessions):
             return cls(sessions, counts, tokens, drafted, numbers)
@@ -114,7 +119,7 @@ NO_ROWS: Final = PlainRows([], [], [], [], [])
 
 @dataclass(slots=True, eq=False)
 class CommittedRows:
-    """The decoding rows of a round, without those whose sessions had ended."""
+    """Committed decode rows of a round. Rows of sessions that had already ended are left out."""
 
     plain: PlainRows
     special: list[RowResult]
@@ -123,29 +128,30 @@ class CommittedRows:
 
 @dataclass(slots=True, eq=False)
 class VerdictInputs:
-    """Session state that decides the verdicts of a round, collected while the device works."""
+    """Session state from which the verdicts of a round are computed. It is collected while the
+    device computes the round."""
 
     sessions: list[Session]
-    """Sessions of all decoding rows."""
+    """Sessions of all decode rows."""
     handles: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    """Number of tokens of each session before the round, [n]."""
+    """Length of each session before the round, in tokens, [n]."""
     max_tokens: NDArray[np.int64]
-    """Token budget of each session: the maximum number of tokens that the round may emit, [n]."""
+    """Number of tokens that each session may still emit before the round, [n]."""
     has_drafter: NDArray[np.bool_]
     """Whether a drafter receives the session's verdicts, [n]."""
     wants_draft: NDArray[np.bool_]
-    """Whether the session can use a draft, apart from its token budget, [n]."""
+    """Whether the session can use a draft, if its token budget is ignored, [n]."""
     stop_ids: frozenset[int]
-    """Stop token ids of all sessions."""
+    """Union of the stop token ids of all sessions."""
     digests: list[int] | None = None
-    """Digests of the prefixes before the round, [n]; None if some session's digest does not cover
-    its prefix."""
+    """Digest of each session's prefix before the round, [n]; None if the digest of some session is
+    not up to date."""
 
     @classmethod
     def of_sessions(cls, sessions: list[Session]) -> VerdictInputs | None:
-        """Return the inputs of a round whose results are not committed; None if no drafter receives
-        its verdicts."""
+        """Return the inputs for a round of these sessions whose results are not committed yet; None
+        if no drafter receives a verdict."""
         if not any(map(has_drafter_link, sessions)):
             return None
         columns = np.array([_columns(session) for session in sessions], dtype=np.int64)
@@ -154,8 +160,8 @@ class VerdictInputs:
         return cls(sessions, handles, lengths, most, told != 0, wishes != 0, stop_ids)
 
     def make_batch(self, decoded: DecodeOutput) -> VerdictBatch | None:
-        """Return the verdicts of the sessions that continue and have a drafter; None if there are
-        none."""
+        """Return the verdicts for those sessions that have a drafter and continue after the round;
+        None if there are none."""
         counts = decoded.counts
         going = self.has_drafter & (counts < self.max_tokens)
         if decoded.invalid is not None:
@@ -180,9 +186,9 @@ class VerdictInputs:
         return told if going.all() else told.select(going)
 
     def advance_inbox(self, decoded: DecodeOutput, inbox: ProposalInbox) -> int:
-        """Record the new prefixes of the round in `inbox` before anything else. Return the number
-        of prefixes that have a draft. It loops over rows, which is faster than columns for few
-        rows."""
+        """Set the new prefixes of the sessions in `inbox`, and return the number of prefixes for
+        which a proposal is already there. Called before the rest of the round is processed. The
+        method loops over rows, which is faster than array operations for few rows."""
         if not self.digests or decoded.invalid is not None:
             # A session that failed must not be in the next round.
             return 0
@@ -204,7 +210,7 @@ class VerdictInputs:
         return hits
 
     def _stopped(self, decoded: DecodeOutput) -> NDArray[np.bool_]:
-        """Return which rows hold a stop token of their session, bool [n]."""
+        """Return whether each row emitted a stop token of its session, bool [n]."""
         ends = np.cumsum(decoded.counts).tolist()
         tokens = decoded.tokens.tolist()
         return np.array(
@@ -218,8 +224,8 @@ class VerdictInputs:
 
 
 def commit_rows(verify: Sequence[VerifyRow], decoded: DecodeOutput, now: float) -> CommittedRows:
-    """Commit the accepted tokens of decoding rows whose sessions continue, without
-    informing drafters or clients. `now` is the time at which the new roots became known."""
+    """Commit the emitted tokens of the decode rows whose sessions have not ended. Drafters and
+    clients are not informed. `now` is the time at which the new roots became known."""
     going, others, end = list[int](), list[int](), 0
     tokens, unlike = decoded.tokens.tolist(), decoded.special_rows()
     counts, drafted = decoded.counts.tolist(), decoded.draft_nodes()
@@ -253,7 +259,8 @@ def commit_rows(verify: Sequence[VerifyRow], decoded: DecodeOutput, now: float) 
 def commit_prompts(
     prefill: Sequence[PrefillRow], results: Sequence[RowOutput], now: float
 ) -> list[RowResult]:
-    """Commit the first tokens of the prompts that are complete."""
+    """Commit the prefilled tokens, and the first output tokens of the prompts that are complete.
+    `now` is the time at which the results became known. Sessions that have ended are left out."""
     return [
         _commit_prompt(row, result, now)
         for row, result in zip(prefill, results, strict=True)
@@ -303,8 +310,8 @@ def _columns(session: Session) -> tuple[int, int, int, bool, bool]:
 
 
 def has_drafter_link(session: Session) -> bool:
-    """Return whether a drafter receives this session's committed tokens by messages. False for
-    ended sessions, because another session may have taken their slot."""
+    """Return whether a drafter receives this session's committed tokens as messages. False for
+    ended sessions, because another session may already have their handle."""
     return session.spec.drafter_id is not None and not (
         session.is_speculation_off or session.phase is ENDED or session.in_process_draft_length
     )

@@ -1,8 +1,8 @@
-"""Decides the draft shape of all sessions with in-process drafts, and whether they have any. Pure.
+"""Decides whether sessions use in-process drafts, and in which shape. Pure.
 
-All these sessions share one decision, because the weights would be read several times in a round of
-several shapes. A session whose drafts were dropped decodes plainly to its end, since its draft KV
-is no longer extended.
+All these sessions have the same shape, because a round with several shapes would read the weights
+several times. If a session's drafts are dropped, it decodes without drafts until it ends, because
+its draft KV is no longer extended.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from outrider_verifier.planner.statistics import LoadStats, RoundCostModel
 from outrider_verifier.planner.workload import MAX_WORKLOAD_CLASSES, WorkloadClass
 
 MIN_BATCH_SHARE: Final = 0.75
-"""Minimum share of the running sessions that a round must contain to count as a measurement of the
-load."""
+"""Minimum share of the running sessions that a round must contain for its time to count as a
+measurement at the present load."""
 SHAPE_ROUNDS: Final = 8
-"""Number of rounds after which the shape is chosen again; a change of the load has the same
-effect."""
+"""Maximum number of rounds between two choices of the shape. The shape is also chosen when the load
+changes."""
 
 DraftShapes = Callable[[int], Sequence[DraftShapeTimes]]
 """Returns the draft shapes available for a round of a given number of sessions, the default shape
@@ -38,8 +38,9 @@ first."""
 
 
 def in_process_rows(apart: Sequence[RowResult], alike: PlainRows) -> tuple[list[int], int]:
-    """Return the number of tokens of each row that verified an in-process draft, and the largest
-    number of draft nodes of such a row (0 if there are none)."""
+    """Return the number of emitted tokens of each row that verified an in-process draft, and the
+    maximum number of draft nodes of these rows (0 if there are none). `apart` and `alike` are the
+    rows of one round: single results, and those of `PlainRows`."""
     drafted = [row for row in apart if row.result.draft_nodes and not row.nodes]
     counts = [len(row.tokens) for row in drafted]
     nodes = max([row.result.draft_nodes for row in drafted], default=0)
@@ -51,36 +52,39 @@ def in_process_rows(apart: Sequence[RowResult], alike: PlainRows) -> tuple[list[
 
 
 class InProcessPlanner:
-    """Chooses the shape of in-process drafts by workload class and load.
+    """Chooses the shape of in-process drafts for each workload class and load.
 
-    If only one class is running, its rounds update the statistics of that class, so that greedy
-    sessions do not suffer from sessions at high temperatures. If several are running, their rounds
-    update one common set of statistics.
+    If all running sessions have the same class, their rounds update the statistics of this class
+    only. This keeps, for example, sessions at high temperatures from influencing the choice for
+    greedy ones. If the running sessions have several classes, their rounds update one common set of
+    statistics.
     """
 
     def __init__(self, loads: LoadStats, times: RoundCostModel, draft_shapes: DraftShapes) -> None:
         self._loads, self._times, self._draft_shapes = loads, times, draft_shapes
         self._sessions: Counter[WorkloadClass] = Counter()
         self._controllers: dict[WorkloadClass | None, SpeculationController] = {}
-        """Controllers by workload class; the key None is for rounds with sessions of several
-        classes."""
+        """Speculation controllers by workload class. The key None is used while sessions of several
+        classes run."""
         self._plain_sessions = 0
-        """Number of sessions whose drafts were dropped."""
+        """Number of running sessions whose drafts were dropped."""
         self._looked_at = (-1, 0)
-        """Load for which the shape was last chosen, and the number of rounds since then."""
+        """Pair of the load for which the shape was last chosen and the number of rounds since then.
+        A load of -1 lets the next round choose again."""
         self._shape: CandidateShape | None = None
         self._tables: dict[int, DeviceTimes] = {}
-        """Device times by number of sessions in a round; the runner measures them once."""
+        """Device times of the shapes, by number of sessions in a round. They are cached here,
+        because the runner measures them only once."""
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of a row in the next round, including the root; 0 leaves the choice to
-        the runner."""
+        """Number of nodes of each row in the next round, including the root; 0 if the runner
+        chooses."""
         return 0 if self._shape is None or self._shape == OFF else 1 + self._shape.nodes
 
     @property
     def num_controllers(self) -> int:
-        """Number of stored controllers."""
+        """Number of speculation controllers that are stored."""
         return len(self._controllers)
 
     def add_session(self, workload_class: WorkloadClass) -> None:
@@ -89,7 +93,7 @@ class InProcessPlanner:
         self._looked_at = (-1, 0)
 
     def remove_session(self, workload_class: WorkloadClass, *, is_plain: bool) -> None:
-        """Remove a session that ended. `is_plain` is whether its drafts had been dropped."""
+        """Remove a session that ended. `is_plain` is whether its drafts were dropped before."""
         self._sessions[workload_class] -= 1
         self._plain_sessions -= is_plain
         self._looked_at = (-1, 0)
@@ -102,12 +106,12 @@ class InProcessPlanner:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the present sessions should decode plainly."""
+        """Whether plain decoding was chosen for the running sessions."""
         return self._shape == OFF
 
     def choose_shape(self) -> bool:
-        """Choose the shape for the next round. Return True if sessions that had drafts until now
-        should decode plainly."""
+        """Choose the draft shape for the next round. Return True if the choice has changed from
+        drafts to plain decoding."""
         load, rounds = self._looked_at
         if not self._sessions or (load == self._loads.load and rounds < SHAPE_ROUNDS):
             self._looked_at = load, rounds + 1
@@ -125,9 +129,10 @@ class InProcessPlanner:
     def observe_rows(
         self, counts: Sequence[int], nodes: int, *, rows: int, seconds: float, weight: float
     ) -> None:
-        """Record a finished round. `counts` are the tokens of each row that verified an in-process
-        draft, `nodes` the draft nodes of such a row, `rows` the number of sessions that decoded in
-        the round, and `seconds` its time without the part caused by prompts."""
+        """Record a finished round. `counts` holds the number of tokens of each row that verified an
+        in-process draft, and `nodes` is the number of draft nodes of such a row. `rows` is the
+        number of sessions that decoded in the round. `seconds` is its time without the part that
+        prompts caused, and `weight` is the weight of this time."""
         sessions = sum(self._sessions.values())
         if not sessions or not (counts or (rows and self._plain_sessions >= sessions)):
             return
@@ -156,14 +161,15 @@ class InProcessPlanner:
             self._looked_at = (-1, 0)
 
     def reason(self) -> DecodingModeReason:
-        """Return the reason for the present shape."""
+        """Return the reason for the present draft shape."""
         controller = self._controllers.get(self._key)
         if controller is None:
             return DecodingModeReason.MEASURING
         return controller.reason(self._loads.load)
 
     def summaries(self) -> Iterator[str]:
-        """Yield a summary of the served classes, their shape and its gain, in ASCII."""
+        """Yield a summary of the running workload classes, their draft shape and its gain, in
+        ASCII. Yields nothing if no session runs."""
         if not self._sessions or self._shape is None:
             return
         names = list(self._sessions)
@@ -175,7 +181,8 @@ class InProcessPlanner:
 
     @property
     def _key(self) -> WorkloadClass | None:
-        """The class that is served; None if there are several or none."""
+        """Workload class of all running sessions; None if there are several classes or no
+        sessions."""
         served = list(self._sessions)
         return served[0] if len(served) == 1 else None
 
@@ -190,7 +197,8 @@ class InProcessPlanner:
         return controller
 
     def _device_s(self, rows: int) -> DeviceTimes:
-        """Return the device times by shape for a round of `rows` sessions, `OFF` last."""
+        """Return the device times, by draft shape, of a round of `rows` sessions. The default shape
+        is first, and `OFF` (plain decoding) is last."""
         device_s = self._tables.get(rows)
         if device_s is None:
             shapes = self._draft_shapes(rows)
@@ -204,5 +212,6 @@ class InProcessPlanner:
 
 
 def format_gain(gain: float) -> str:
-    """Return a gain formatted for summaries; "" if it is unknown (nan)."""
+    """Return a gain as text for summaries, such as ", 1.50x of plain"; "" if the gain is nan
+    (unknown)."""
     return "" if math.isnan(gain) else f", {gain:.2f}x of plain"

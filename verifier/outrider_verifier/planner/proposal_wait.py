@@ -1,8 +1,9 @@
-"""How long a session waits for its proposal, and when a drafter counts as stalled. Pure.
+"""Computes how long a session waits for its proposal, and when its drafter counts as stalled. Pure.
 
-A row waits for as long as nearly every proposal takes. After a timeout, the session's rounds do not
-wait until a proposal arrives or a number of rounds has passed. This number doubles each time that a
-further wait times out.
+A session waits for the time within which nearly every proposal arrives. If a proposal does not
+arrive within this time, the drafter counts as stalled: the session's next rounds do not wait. The
+session waits again after a proposal has arrived, or after a number of rounds that doubles with each
+further timeout.
 """
 
 from __future__ import annotations
@@ -17,25 +18,26 @@ MEAN_WEIGHT: Final = 1.0 / 8.0
 DEVIATION_WEIGHT: Final = 1.0 / 4.0
 LONGEST_WEIGHT: Final = 1.0 / 64.0
 TIMEOUT_DEVIATIONS: Final = 6.0
-"""Number of mean deviations above the mean delay within which nearly every proposal arrives."""
+"""Number of mean deviations above the mean delay within which nearly every proposal is assumed to
+arrive."""
 MIN_WAIT_ROUNDS: Final = 2.0
-"""Minimum time that a row waits for its proposal, in rounds."""
+"""Minimum proposal timeout, as a number of rounds."""
 STALLED_ROUNDS: Final = 16
 MAX_STALLED_ROUNDS: Final = 256
-"""`STALLED_ROUNDS` is the number of rounds without waiting after which a session waits for a
-stalled drafter again. The number doubles after each further timeout, up to `MAX_STALLED_ROUNDS`."""
+"""Maximum number of rounds after which a session waits again for a stalled drafter. The number is
+`STALLED_ROUNDS` after the first timeout, and doubles with each further one."""
 
 
 class ArrivalEstimate:
-    """Mean and mean deviation, in seconds, of the delay from the time when a root is known to the
-    arrival of its proposal."""
+    """Moving estimate of the delay, in seconds, between the time when a session's root becomes
+    known and the arrival of the proposal for it."""
 
     def __init__(self) -> None:
         self._mean_s = math.nan
         self._deviation_s = self._longest_s = 0.0
 
     def observe_arrival(self, delay_s: float) -> None:
-        """Record that a proposal arrived `delay_s` seconds after its root was known; negative
+        """Record that a proposal arrived `delay_s` seconds after its root was known. Negative
         delays count as 0."""
         delay_s = max(0.0, delay_s)
         self._longest_s += LONGEST_WEIGHT * (self.mean_s - self._longest_s)
@@ -54,9 +56,9 @@ class ArrivalEstimate:
 
     @property
     def latest_s(self) -> float:
-        """Delay, in seconds, within which nearly every proposal arrives; infinite if unknown. The
-        longest recent delay counts too, because proposals that were drafted ahead arrive much
-        earlier than all others."""
+        """Delay, in seconds, within which nearly every proposal arrives; infinite if unknown. It is
+        at least the longest recent delay: look-ahead makes most delays very short, so the mean and
+        the deviation alone would cut off the other proposals."""
         if math.isnan(self._mean_s):
             return math.inf
         return max(self._mean_s + TIMEOUT_DEVIATIONS * self._deviation_s, self._longest_s)
@@ -67,9 +69,10 @@ def proposal_timeout_s(
 ) -> float:
     """Return how long a row waits for its proposal, in seconds.
 
-    This is the time within which nearly every proposal arrives plus one round, but at least two
-    rounds, at most max(`ceiling_s`, two rounds), and at most `bound_s`, the plan's proposal
-    timeout. A shorter wait loses drafts; a longer wait loses time when the drafter has stopped.
+    The result is the time within which nearly every proposal arrives, plus the time of one round.
+    It is at least two rounds, at most max(`ceiling_s`, two rounds), and at most `bound_s`, the
+    plan's proposal timeout. A shorter wait loses drafts; a longer wait wastes time if the drafter
+    has stopped.
     """
     min_wait_s = MIN_WAIT_ROUNDS * round_s
     wanted_s = max(arrival.latest_s + round_s, min_wait_s)
@@ -78,19 +81,19 @@ def proposal_timeout_s(
 
 @dataclass(slots=True, eq=False)
 class ProposalWait:
-    """State that decides how one session waits for proposals, based on how punctual its drafter has
-    been."""
+    """State that decides how long one session waits for proposals, from the arrival times of its
+    drafter's proposals."""
 
     is_catching_up: bool = True
-    """Whether the wait has its maximum length, because the drafter has to read the prompt or the
-    tokens that it missed."""
+    """Whether the session waits for the maximum time, because its drafter still has to process the
+    prompt or the tokens that it missed."""
     is_silent: bool = False
-    """Whether the drafter sends nothing to any session. The session then does not wait for the
-    drafter again before its next message."""
+    """Whether the drafter currently sends nothing to any session. If so, the session waits for the
+    drafter again only after the next message from it."""
     missed_prefix_len: int = -1
-    """Length of the prefix whose proposal did not arrive in time; -1 if there is none."""
+    """Length, in tokens, of the prefix whose proposal timed out last; -1 if none has."""
     rounds_without_proposal: int = 0
-    """Number of rounds since the timeout that did not wait for a proposal."""
+    """Number of rounds since the last timeout that ran without waiting for a proposal."""
     _missed_at: float = 0.0
     _stalled_rounds: int = field(default=STALLED_ROUNDS)
 
@@ -104,7 +107,8 @@ class ProposalWait:
         now: float,
     ) -> None:
         """Record the arrival of a proposal for a prefix of `prefix_len` tokens. `usable` is whether
-        this is the session's present prefix."""
+        this is the session's present prefix. `arrival` is the estimate that the measured delay is
+        added to."""
         if usable:
             # The first proposal after a pause or a timeout measures only how long catching up
             # takes.
@@ -127,7 +131,8 @@ class ProposalWait:
         self.rounds_without_proposal, self.is_catching_up = 0, True
 
     def record_skipped_round(self, session: Session) -> None:
-        """Record a round without a proposal; if the drafter is stalled, the round did not wait."""
+        """Record a round without a proposal. If the drafter counts as stalled, the round did not
+        wait, and after enough such rounds the session waits again."""
         if not session.has_stalled_drafter:
             return
         self.rounds_without_proposal += 1

@@ -1,22 +1,22 @@
 """Speculation controller: chooses the draft shape with the most expected tokens per second. Pure.
 
 One controller serves one workload class. At each load (power of two of running sessions) the
-controller compares the available shapes: `OFF` (plain decoding), chains, trees, and chains that are
-drafted ahead of their verdicts. The rate of a shape is the mean number of tokens that a row emits
-in a round, divided by the time from one round of a session to the session's next round.
+controller compares the available shapes: `OFF` (plain decoding), chains, trees, and chains or trees
+that are drafted before the verdict (look-ahead). The speed of a shape is the mean number of tokens
+that a row emits in a round, divided by the time between two rounds of a session.
 
 The number of *tokens* depends on the text and hardly on the load, so all loads share it. *Times*
-are measured in service at each load. They are stored as ratios to the device's times from the
-warm-up, if the warm-up measured these. The time of a shape that has not run at a load is estimated.
-The estimate uses the device's times of both shapes plus the host's share of the time of the shape
-in force; without device times, it uses the ratio of both shapes at the nearest load where both ran.
+are measured in service at each load. They are stored as ratios to the device times that warm-up
+measured, if there are any. The time of a shape that has not run at a load is estimated. The
+estimate is the device time of the shape plus the host's share of the time of the shape in use.
+Without device times, the estimate is the ratio of both shapes at the nearest load where both ran.
 
-Another shape replaces the shape in force only after a *probe*: the other shape runs for some
-rounds, and stays if it is faster by `MIN_GAIN`. A probe starts at once if the other shape is
-estimated to be faster by more than statistical noise, or if nothing is known about the other shape.
-All other probes share one budget: they may lose `PROBE_BUDGET` of the time served. In-process
-drafts cannot be resumed once a session has decoded plainly. For these drafts `OFF` is never probed:
-it is taken when the estimates are clear.
+Another shape replaces the shape in use only after a *probe*: the other shape runs for some rounds,
+and stays if it is faster by `MIN_GAIN`. A probe starts immediately if the other shape is estimated
+to be faster by more than statistical noise, or if nothing is known about the other shape. All other
+probes share one budget: the time that they lose may be at most the share `PROBE_BUDGET` of the time
+served. In-process drafts cannot be resumed once a session has decoded plainly. For these drafts
+`OFF` is never probed: it is chosen when the estimates show a clear difference.
 """
 
 from __future__ import annotations
@@ -30,61 +30,65 @@ from outrider.spec.decoding_mode import DecodingModeReason
 from outrider_verifier.planner.statistics import RoundMean, TokenCounts
 
 MIN_GAIN: Final = 1.03
-"""Minimum speed of another shape, relative to the shape in force, to replace the shape in force."""
+"""Minimum speed of another shape, relative to the shape in use, to replace it."""
 MIN_ROUNDS: Final = 4.0
-"""Number of rounds of the shape in force before other shapes are considered."""
+"""Minimum number of rounds of the shape in use before other shapes are considered."""
 FIRST_ROUNDS: Final = 8.0
-"""Number of rounds of the shape in force before a shape is probed about which nothing is known."""
+"""Minimum number of rounds of the shape in use before a shape is probed about which nothing is
+known."""
 STD_ERRORS: Final = 2.0
-"""Number of standard errors by which a difference is clear. A shape that is faster by a clear
-difference is probed at once, and drafts that cannot be resumed are dropped only for a clear
-difference."""
+"""Number of standard errors from which a difference counts as clear. A shape that is clearly faster
+is probed immediately. Drafts that cannot be resumed are dropped only if plain decoding is clearly
+faster."""
 PROBE_BUDGET: Final = 0.01
 """Maximum share of the time served that probes may lose."""
 EARLY_PROBE_BUDGET: Final = 0.05
 """Maximum share of the time served that probes may lose if the probed shape seems faster or nothing
-is known about it. It keeps a probe that failed from being repeated at once."""
+is known about it. The limit keeps a failed probe from being repeated immediately."""
 TURNOVER_ROUNDS: Final = 100.0
-"""Expected number of rounds of a probe of in-process drafts after plain decoding. It is large
-because only new sessions have drafts then, and rounds that mix both kinds of sessions are the
-slowest."""
+"""Expected number of rounds of a probe that tries in-process drafts after plain decoding. It is
+large because only new sessions can have drafts then, and rounds that contain both kinds of sessions
+are the slowest."""
 PROBE_ROUNDS: Final = 6.0
-"""Usual number of rounds of a probe."""
+"""Expected number of rounds of a probe."""
 LONG_PROBE_ROUNDS: Final = 24.0
 """Number of rounds after which a probe ends even if no difference is clear."""
 MAX_PROBE_LOSS_ROUNDS: Final = 6.0
-"""Maximum loss of a probe, in rounds of the shape in force; a probe that loses more is ended."""
+"""Maximum loss of a probe, as a number of rounds of the shape in use. A probe that loses more
+ends."""
 MIN_PROBE_COST_ROUNDS: Final = 0.5
-"""Minimum cost of a probe that is charged to the budget, in rounds of the shape in force."""
+"""Minimum cost that is charged to the budget for a probe, as a number of rounds of the shape in
+use."""
 HALF_LIFE_ROWS: Final = 256.0
-"""Number of rows after which the weight of older token counts is halved, if that takes longer than
-`HALF_LIFE_ROUNDS`."""
+"""Number of rows after which the weight of older token counts is halved. It applies if it takes
+longer than `HALF_LIFE_ROUNDS`."""
 HALF_LIFE_ROUNDS: Final = 24.0
-"""Number of rounds after which the weight of older token counts is halved, if that takes longer
-than `HALF_LIFE_ROWS`."""
+"""Number of rounds after which the weight of older token counts is halved. It applies if it takes
+longer than `HALF_LIFE_ROWS`."""
 TREE_TOKENS_RATIO: Final = 1.3
-"""Assumed tokens per row of a tree, relative to a chain, while not both have run. Measured with
-trees of 16 nodes and chains of 4 (SmolLM2-135M with its draft head, 40 chat prompts, temperature
-0)."""
+"""Assumed tokens per row of a tree, relative to a chain, until both were measured. The value was
+measured with trees of 16 nodes and chains of 4 (SmolLM2-135M with its draft head, 40 chat prompts,
+temperature 0)."""
 AHEAD_TOKENS_RATIO: Final = 0.95
-"""Assumed tokens per row of drafts that are made ahead of their verdicts, relative to drafts in
-lock-step. These drafts use features that are one round older."""
+"""Assumed tokens per row of drafts made by look-ahead, relative to drafts in lock-step. Look-ahead
+drafts are worse because their features are one round older."""
 PRIOR_ROWS: Final = 48.0
-"""Number of measured rows of a shape that weigh as much as the assumed ratios."""
+"""Number of measured rows of a shape at which the measured tokens per row have the same weight as
+the assumed ones."""
 MODEL_ERROR: Final = 0.1
-"""Standard error of an estimated time or ratio, as a share of it."""
+"""Relative standard error of an estimated time or ratio."""
 TABLE_ERROR: Final = 0.02
-"""Standard error of an estimate from the device's times of both shapes, as a share of it."""
+"""Relative standard error of a time that was estimated from the device times of both shapes."""
 
 
 class CandidateShape(NamedTuple):
-    """The shape of the drafts of a session, or plain decoding."""
+    """A shape that a session's drafts may have, including plain decoding."""
 
     nodes: int
-    """Number of draft nodes of a row, without the root; 0 is plain decoding."""
+    """Number of draft nodes of a row, without the root; 0 stands for plain decoding."""
     is_tree: bool = False
     is_ahead: bool = False
-    """Whether drafts are made ahead of their verdicts."""
+    """Whether look-ahead makes the drafts, before the verdict is known."""
 
     def __str__(self) -> str:
         if not self.nodes:
@@ -94,7 +98,7 @@ class CandidateShape(NamedTuple):
 
     @property
     def tokens_ratio(self) -> float:
-        """Assumed tokens per row, relative to a chain in lock-step."""
+        """Assumed tokens per row, relative to those of a chain in lock-step."""
         tree = TREE_TOKENS_RATIO if self.is_tree else 1.0
         return tree * (AHEAD_TOKENS_RATIO if self.is_ahead else 1.0)
 
@@ -102,32 +106,33 @@ class CandidateShape(NamedTuple):
 OFF: Final = CandidateShape(0)
 
 DeviceTimes = Mapping[CandidateShape, float]
-"""The device's time for a round of each available shape, in seconds; nan if it was not measured.
-The shape to start with comes first."""
+"""Device time, in seconds, of a round with each available shape; nan if it was not measured. The
+first key is the shape to start with."""
 
 
 class RoundObservation(NamedTuple):
-    """Sums over the rows of one workload class and one draft shape in one round."""
+    """Sums over the rows of one round that have the same workload class and draft shape."""
 
     rows: int
     tokens: int
     squares: int
-    """Sum over the rows of the squared number of tokens."""
+    """Sum of the squared token counts of the rows."""
     seconds: float
-    """Sum over the rows of the time since the session's previous round, without the time that
-    prompts added."""
+    """Sum of the times between each row's round and the previous round of its session, in seconds.
+    The time that prompts added is excluded."""
     sessions: int
-    """Number of decoding sessions of the class, including those without a row in this round."""
+    """Number of decoding sessions of the class. Sessions without a row in this round are
+    included."""
     is_settled: bool = True
-    """Whether the times are typical of the shape. False for rounds right after a change of the
-    shape, and for rows that share their round with rows of other shapes; these count only as a
-    cost."""
+    """Whether the times are typical of the shape. They are not right after a change of the shape,
+    or if the round also contains rows of other shapes. Such rounds count only as a cost."""
     weight: float = 1.0
-    """Weight of the measured time; less than 1 if the round contained prompts."""
+    """Weight of the measured times; less than 1 if the round contained prompts, because their share
+    of the time is estimated."""
 
     @property
     def rounds(self) -> float:
-        """Number of rows divided by the number of sessions."""
+        """Number of rows divided by the number of sessions: the share of a full round."""
         return self.rows / max(1, self.sessions)
 
 
@@ -136,11 +141,13 @@ class _Probe:
     shape: CandidateShape
     rounds: float = 0.0
     missing_rounds: float = 0.0
-    """Number of rounds of the shape in force since the probe began."""
+    """Number of rounds since the probe began that ran the shape in use instead of the probed
+    shape."""
     lost_s: float = 0.0
-    """Time that the probe has lost, in seconds, including the change of the shape."""
+    """Time that the probe has lost, in seconds; rounds during the change of the shape are
+    included."""
     settled_lost_s: float = 0.0
-    """Time that the settled rounds of the probe have lost, in seconds."""
+    """Time that the probe has lost in rounds with `is_settled`, in seconds."""
 
 
 @dataclass(slots=True)
@@ -148,37 +155,37 @@ class _LoadState:
     """Measurements and decisions at one load."""
 
     shape: CandidateShape
-    """The shape in force; a running probe does not change it."""
+    """Shape in use. During a probe it is the shape before the probe."""
     ratios: dict[CandidateShape, RoundMean] = field(default_factory=dict)
-    """Measured times of rounds by shape, divided by `units_s`."""
+    """Measured times of each shape, divided by its entry of `units_s`."""
     units_s: dict[CandidateShape, float] = field(default_factory=dict)
-    """The device's time for the newest round of each shape, in seconds; 1 if it is not known."""
+    """Device time of the newest round of each shape, in seconds; 1 if it is unknown."""
     rounds: float = 0.0
-    """Number of rounds of the shape in force since it was chosen."""
+    """Number of rounds of the shape in use since it was chosen."""
     served_s: float = 0.0
     """Time served at this load, in seconds."""
     probed_at_s: dict[CandidateShape, float] = field(default_factory=dict)
-    """Value of `served_s` when a shape was last probed or replaced."""
+    """Value of `served_s` when each shape was last probed or replaced."""
     costs_s: dict[CandidateShape, float] = field(default_factory=dict)
     """Time that the last probe of each shape lost, in seconds."""
     probe: _Probe | None = None
     is_compared: bool = False
-    """Whether another shape was compared with the shape in force."""
+    """Whether the shape in use was compared with another shape."""
 
     def served_since_probe_s(self, shape: CandidateShape) -> float:
-        """Return the time served since a shape was last probed, in seconds. The shape's probe
-        budget grows with this time."""
+        """Return the time served since the last probe of a shape, in seconds. The budget for the
+        next probe of the shape grows with this time."""
         return self.served_s - self.probed_at_s.get(shape, 0.0)
 
     def ratio(self, shape: CandidateShape) -> RoundMean | None:
-        """Return the measured times of a shape, or None if there are too few."""
+        """Return the measured time ratios of a shape; None if there are too few measurements."""
         ratio = self.ratios.get(shape)
         return ratio if ratio is not None and ratio.rounds > 1.0 else None
 
     def seconds(self, shape: CandidateShape, device_s: DeviceTimes | None = None) -> float:
-        """Return the measured time from one round of a session to the session's next round, in
-        seconds; nan if too few rounds were measured. `device_s` holds the device's times for these
-        sessions; None uses those of the newest round."""
+        """Return the measured time between two rounds of a session, in seconds; nan if too few
+        rounds were measured. `device_s` holds the device times for the present number of sessions;
+        None uses the device time of the newest round."""
         ratio = self.ratio(shape)
         if ratio is None:
             return math.nan
@@ -187,11 +194,11 @@ class _LoadState:
 
 
 class SpeculationController:
-    """Chooses the draft shape of one workload class at each load."""
+    """Chooses the draft shape of one workload class for each load."""
 
     def __init__(self, *, can_resume: bool = True) -> None:
-        """Create a controller without measurements. `can_resume` is whether sessions can get drafts
-        again after they decoded plainly."""
+        """Create a controller without measurements. `can_resume` is whether a session can have
+        drafts again after it has decoded plainly."""
         self._can_resume = can_resume
         self._tokens: dict[CandidateShape, TokenCounts] = {}
         self._loads: dict[int, _LoadState] = {}
@@ -199,14 +206,14 @@ class SpeculationController:
     # ---- decisions -----------------------------------------------------------------------------
 
     def shape(self, load: int, device_s: DeviceTimes) -> CandidateShape:
-        """Return the shape that sessions should have now; it is one of `device_s`."""
+        """Return the shape that sessions should use now; it is one of the keys of `device_s`."""
         state = self._state(load, device_s)
         shape = state.shape if state.probe is None else state.probe.shape
         # The runner may not support the shape for the present number of sessions.
         return shape if shape in device_s else next(iter(device_s))
 
     def reason(self, load: int) -> DecodingModeReason:
-        """Return why the present shape is in use."""
+        """Return the reason for the shape that `shape` returns."""
         state = self._loads.get(load)
         if state is not None and state.probe is not None:
             return DecodingModeReason.PROBE
@@ -215,9 +222,9 @@ class SpeculationController:
         return DecodingModeReason.FASTER
 
     def gain(self, load: int, device_s: DeviceTimes) -> float:
-        """Return the tokens per second of the shape in force, divided by those of plain decoding;
-        nan if unknown. If the shape in force is `OFF`, the shape with the most measured rows is
-        used instead."""
+        """Return the tokens per second of the shape in use, divided by those of plain decoding; nan
+        if unknown. If the shape in use is plain decoding, the gain of the most measured drafted
+        shape is returned instead."""
         state = self._loads.get(load)
         if state is None:
             return math.nan
@@ -229,8 +236,8 @@ class SpeculationController:
     def observe_round(
         self, load: int, shape: CandidateShape, seen: RoundObservation, device_s: DeviceTimes
     ) -> None:
-        """Record the rows of a round that had drafts of `shape`. `device_s` holds the device's
-        times for these rows."""
+        """Record the rows of a round that had drafts of `shape`. `device_s` holds the device times
+        for the number of sessions in this round."""
         if not (seen.rows > 0 and seen.seconds > 0.0 and shape in device_s):
             return
         state = self._state(load, device_s)
@@ -250,7 +257,7 @@ class SpeculationController:
     def _consider(
         self, load: int, state: _LoadState, seen: RoundObservation, device_s: DeviceTimes
     ) -> None:
-        """Record a round of the shape in force, and start a probe if one is due."""
+        """Record a round of the shape in use, and start a probe if one is due."""
         usual_s = state.seconds(state.shape, device_s)
         if math.isnan(usual_s):
             return
@@ -297,7 +304,8 @@ class SpeculationController:
         seen: RoundObservation,
         device_s: DeviceTimes,
     ) -> None:
-        """Record a round of the probed shape, and end the probe if its result is clear."""
+        """Record a round of the probed shape. If the result is clear or the probe lasts too long,
+        end it."""
         if state.shape not in device_s:
             return
         usual_s = state.seconds(state.shape, device_s)
@@ -339,8 +347,8 @@ class SpeculationController:
 
     @staticmethod
     def _take(state: _LoadState, shape: CandidateShape, cost_s: float) -> None:
-        """Put a shape in force. `cost_s`, in seconds, is recorded as the probe cost of the shape
-        that it replaces."""
+        """Replace the shape in use by `shape`. `cost_s`, in seconds, is recorded as the probe cost
+        of the old shape."""
         state.costs_s[state.shape] = cost_s
         state.probed_at_s[state.shape] = state.served_s
         state.shape, state.probe, state.rounds = shape, None, 0.0
@@ -373,8 +381,8 @@ class SpeculationController:
     def _log_gain(
         self, load: int, shape: CandidateShape, other: CandidateShape, device_s: DeviceTimes
     ) -> tuple[float, float]:
-        """Return the logarithm of the speed of `shape` relative to `other`, and its standard error;
-        (nan, infinity) if the speed of one of them is not known."""
+        """Return the logarithm of the speed of `shape` relative to `other`, and the standard error
+        of this logarithm; (nan, infinity) if either speed is unknown."""
         if shape not in device_s or other not in device_s:
             return math.nan, math.inf
         in_force = self._loads[load].shape
@@ -390,8 +398,8 @@ class SpeculationController:
     def _tokens_per_row(
         self, shape: CandidateShape, in_force: CandidateShape
     ) -> tuple[float, float]:
-        """Return the tokens per row of a shape on the present text, and the relative variance of
-        this number."""
+        """Return the expected tokens per row of a shape on the present text, and the relative
+        variance of this number."""
         if not shape.nodes:
             return 1.0, 0.0
         counts = self._tokens.get(shape)
@@ -414,8 +422,8 @@ class SpeculationController:
     def _relative_time(
         self, load: int, shape: CandidateShape, device_s: DeviceTimes
     ) -> tuple[float, float]:
-        """Return the time of a round of `shape` divided by that of the shape in force, and the
-        relative variance of this ratio; (nan, infinity) if the ratio is not known."""
+        """Return the time of a round of `shape` divided by that of the shape in use, and the
+        relative variance of this ratio; (nan, infinity) if the ratio is unknown."""
         state = self._loads[load]
         current = state.ratio(state.shape)
         if shape == state.shape or current is None or state.shape not in device_s:
@@ -447,7 +455,8 @@ class SpeculationController:
         self, load: int, shape: CandidateShape, other: CandidateShape
     ) -> tuple[float, int] | None:
         """Return the time of `shape` divided by that of `other` at the nearest load where both ran,
-        and the distance to this load in doublings; None if both never ran at one load."""
+        and the distance to that load as a difference of base-2 logarithms; None if no load has
+        both."""
         near = None
         for there, state in list(self._loads.items()):
             ratio, distance = state.seconds(shape) / state.seconds(other), abs(there - load)
@@ -456,14 +465,15 @@ class SpeculationController:
         return near
 
     def _best_measured(self) -> CandidateShape | None:
-        """Return the drafted shape with the most recent rows; None if there is none.
-        Thread-safe."""
+        """Return the drafted shape whose rows have the largest weight (older rows weigh less); None
+        if no drafts were measured. Thread-safe."""
         return max(list(self._tokens), key=lambda each: self._tokens[each].rows, default=None)
 
     def _best_by_tables(self, near: CandidateShape, device_s: DeviceTimes) -> CandidateShape | None:
-        """Return the best shape according to the device's times alone; None if these are not known.
-        `near` is the shape in force at the nearest load. If plain decoding cannot be left again,
-        only a clear difference changes between drafts and plain decoding."""
+        """Return the fastest shape according to the device times and the token counts; None if any
+        of them is unknown. `near` is the shape in use at the nearest load. If sessions cannot
+        resume drafts, drafts and plain decoding replace each other only if the difference is
+        clear."""
         base = self._best_measured()
         if base is None or not all([seconds > 0.0 for seconds in device_s.values()]):
             return None
@@ -480,8 +490,8 @@ class SpeculationController:
         return drafted if (log_gain > 0.0 if is_clear else near.nodes) else OFF
 
     def _state(self, load: int, device_s: DeviceTimes) -> _LoadState:
-        """Return the state of a load. If nothing has run at this load, its shape is the best one by
-        the device's times, or else that of the nearest load."""
+        """Return the state of a load. If nothing has run at this load, it starts with the fastest
+        shape according to the device times, or else with the shape in use at the nearest load."""
         state = self._loads.get(load)
         if state is None or not (state.ratios or state.probe):
             measured = [other for other, known in self._loads.items() if known.ratios]
@@ -498,6 +508,6 @@ class SpeculationController:
 
 
 def _unit_s(shape: CandidateShape, device_s: DeviceTimes) -> float:
-    """Return the unit in which times of a shape are stored, in seconds."""
+    """Return the unit, in seconds, in which the times of a shape are stored."""
     seconds = device_s[shape]
     return seconds if seconds > 0.0 else 1.0

@@ -1,10 +1,10 @@
 """Decides for each session whether and how it speculates, from its measured rounds. Pure.
 
 Sessions of one workload class share a `SpeculationController`. If plain decoding is faster,
-*speculation is off* for the sessions of the class: they wait for no proposals, their drafter
-receives nothing, and the drafter catches up when speculation is on again. All sessions with
-in-process drafts share one decision (`in_process_planner`). The time that prompts add to rounds is
-left out, because on average it is the same for all shapes. All times are seconds of one clock.
+*speculation is off* for the sessions of the class: they wait for no proposals, and their drafter
+receives nothing until speculation is on again. All sessions with in-process drafts share one
+decision (`in_process_planner`). The time that prompts add to rounds is subtracted from
+measurements, because on average it is the same for all shapes. All times are seconds of one clock.
 """
 
 from __future__ import annotations
@@ -44,24 +44,27 @@ from outrider_verifier.planner.workload import (
 from outrider_verifier.state.session import NO_LIMIT, Session
 
 IDLE_S: Final = 0.25
-"""Minimum time without a round, in seconds, after which the load is set anew."""
+"""Minimum time without rounds, in seconds, after which the load is set without hysteresis. The
+larger of this and `IDLE_ROUNDS` applies."""
 IDLE_ROUNDS: Final = 16
-"""Minimum time without a round, in plain rounds, after which the load is set anew."""
+"""Minimum time without rounds, as a number of plain rounds, after which the load is set without
+hysteresis. The larger of this and `IDLE_S` applies."""
 PREFILL_ROUND_WEIGHT: Final = 0.25
-"""Weight of the time of a round with prompts. It is less than 1 because the time that prompts add
-is known only roughly."""
+"""Weight of the measured time of a round with prompts. It is less than 1 because the time that the
+prompts add is only estimated."""
 MAX_MISS_ROUNDS: Final = 4.0
-"""Maximum time that a round with a proposal timeout counts as, in plain rounds. So one drafter that
-stops does not turn speculation off, but repeated timeouts do."""
+"""Maximum time that is counted for a round with a proposal timeout, as a number of plain rounds.
+Because of this limit, speculation is turned off only after repeated timeouts."""
 MIN_TOKENS_LEFT: Final = 32
-"""Minimum number of remaining output tokens with which a session resumes speculation, because its
-drafter would have to catch up first."""
+"""Minimum number of remaining output tokens for turning a session's speculation on again. Its
+drafter first has to process the tokens that it missed."""
 
 
 class SpeculationPolicy:
-    """Decides the draft shape of all sessions of a verifier.
+    """Decides for all sessions of a verifier whether they speculate, and with which draft shape.
 
-    Engine thread only; any thread may call `describe` and `drafter_response_s`.
+    Only the engine thread may call the methods, except `describe` and `drafter_response_s`, which
+    any thread may call.
     """
 
     def __init__(
@@ -74,13 +77,12 @@ class SpeculationPolicy:
         chunk_tokens: int = 1,
         shares_cores: bool = False,
     ) -> None:
-        """Create a policy without sessions. `automatic` is whether the policy decides; False uses
-        the plans unchanged. `ceiling_s` is described at `proposal_timeout_s`. `times` returns the
-        device's times of rounds. `draft_shapes` returns the shapes of in-process drafts that are
-        available for a number of sessions. `chunk_tokens` is the number of prompt tokens of a
-        prefill chunk as `times` counts chunks. `shares_cores` is whether the target computes on CPU
-        cores that a drafter of this host needs, so that look-ahead probably costs more time than it
-        saves."""
+        """Create a policy without sessions. If `automatic` is False, the policy decides nothing and
+        the sessions' plans are used unchanged. `ceiling_s` limits `proposal_timeout_s`. `times`
+        returns the device times of rounds. `draft_shapes` returns the available shapes of
+        in-process drafts for a number of sessions. `chunk_tokens` is the number of prompt tokens of
+        a prefill chunk, as `times` counts chunks. `shares_cores` is whether target and drafter
+        compute on the same CPU cores; look-ahead then probably costs more time than it saves."""
         self._automatic, self._ceiling_s = automatic, ceiling_s
         self._times, self._chunk_tokens = times, chunk_tokens
         self._begins_ahead = not shares_cores
@@ -88,23 +90,24 @@ class SpeculationPolicy:
         self._in_process = InProcessPlanner(self._loads, times, draft_shapes)
         self._workloads: dict[WorkloadClass, WorkloadStats] = {}
         self._touched: list[WorkloadStats] = []
-        """Workload statistics that have rows in the round that is being observed."""
+        """Statistics of those workload classes that have rows in the round that is being
+        recorded."""
         self._now = 0.0
         self._ended_at = math.inf
-        """Time at which the last round ended; infinite before the first round."""
+        """Time at which the last round ended; infinity before the first round."""
         self.changed = False
-        """Whether the results of `should_pause`, `draft_limit` or `should_look_ahead` may have
-        changed. The caller resets it."""
+        """Whether results of `should_pause`, `draft_limit` or `should_look_ahead` may have changed.
+        The policy sets it, and the caller resets it."""
 
     @property
     def workloads(self) -> Sequence[WorkloadStats]:
-        """Statistics of the workload classes that are drafted for by messages."""
+        """Statistics of the workload classes whose drafts come by messages."""
         return list(self._workloads.values())
 
     # ---- sessions ------------------------------------------------------------------------------
 
     def add_session(self, session: Session) -> None:
-        """Add a new session. The shape in force for its class applies to it at once."""
+        """Add a new session. The present shape of its workload class applies to it immediately."""
         self._now = max(self._now, session.root_known_at)
         self._reset_after_idle(1)
         self._join(session)
@@ -115,14 +118,14 @@ class SpeculationPolicy:
             self.record_pause(session, paused=True)
 
     def update_session(self, session: Session) -> None:
-        """Update a session whose plan or drafter has changed."""
+        """Update the workload class of a session whose plan or drafter has changed."""
         self._join(session)
         if session.speculation_state is not None:
             self.changed = self._automatic
 
     def _join(self, session: Session) -> None:
-        """Add a session to the statistics of its workload class, unless its plan leaves no
-        choice."""
+        """Assign a session to its workload class and set its speculation state. The state is None
+        if the session's plan does not speculate."""
         self.remove_session(session)
         session.draft_limit, session.is_look_ahead_on = NO_LIMIT, False
         if not session.plan.is_speculative:
@@ -144,7 +147,7 @@ class SpeculationPolicy:
             session.is_look_ahead_on = self.should_look_ahead(session)
 
     def remove_session(self, session: Session) -> None:
-        """Remove a session that ends or whose plan is about to change. Does nothing if it was
+        """Remove a session that ends or whose plan or drafter changes. Does nothing if it was
         removed before."""
         state, session.speculation_state = session.speculation_state, None
         if state is None:
@@ -158,8 +161,8 @@ class SpeculationPolicy:
             )
 
     def _workload(self, workload_class: WorkloadClass) -> WorkloadStats:
-        """Return the statistics of a class. If there are too many classes, the oldest one without
-        sessions is deleted."""
+        """Return the statistics of a workload class, creating them if needed. If there are too many
+        classes, the oldest one without sessions is deleted."""
         workload = self._workloads.get(workload_class)
         if workload is not None:
             return workload
@@ -183,7 +186,8 @@ class SpeculationPolicy:
     # ---- decisions -----------------------------------------------------------------------------
 
     def begin_round(self, sessions: int, now: float) -> None:
-        """Prepare the decisions for a round. `sessions` is the number of running sessions."""
+        """Update the load and the choices before a round. `sessions` is the number of running
+        sessions."""
         self._now = now
         self._reset_after_idle(sessions)
         if not self._automatic:
@@ -197,7 +201,8 @@ class SpeculationPolicy:
             self.changed = True
 
     def _reset_after_idle(self, sessions: int) -> None:
-        """Set the load from the number of sessions if no round ran for a while."""
+        """Set the load from the number of sessions, without hysteresis, if no round has run for a
+        while."""
         if self._now - self._ended_at > max(IDLE_S, IDLE_ROUNDS * self._loads.round_s):
             self._ended_at = self._now
             self._loads.reset_after_idle(sessions)
@@ -206,7 +211,8 @@ class SpeculationPolicy:
                 self._look_up(workload)
 
     def _look_up(self, workload: WorkloadStats) -> None:
-        """Set the shape of a workload class to the controller's choice."""
+        """Set the shape of a workload class to the choice of its controller, or to its first shape
+        if the policy is not automatic."""
         before = workload.shape
         if self._automatic:
             device_s = self._device_s(workload)
@@ -217,8 +223,8 @@ class SpeculationPolicy:
             self.changed = self._automatic
 
     def _device_s(self, workload: WorkloadStats) -> DeviceTimes:
-        """Return the device's times by shape. The times of drafted shapes are nan, because how long
-        an exchange by messages takes is not known before it was measured."""
+        """Return the device times of the class's shapes. The times of drafted shapes are nan,
+        because an exchange by messages takes an unknown time until it is measured."""
         plain_s = self._times(self._loads.sessions, own=False)
         return {
             shape: plain_s if plain_s is not None and not shape.nodes else math.nan
@@ -227,12 +233,12 @@ class SpeculationPolicy:
 
     @property
     def num_draft_nodes(self) -> int:
-        """Number of nodes of a row with in-process drafts in the next round, including the root; 0
-        leaves the choice to the model runner."""
+        """Number of nodes of each row with in-process drafts in the next round, including the root;
+        0 if the model runner chooses."""
         return self._in_process.num_nodes
 
     def should_pause(self, session: Session) -> bool:
-        """Return whether the session should decode plainly now, even if its plan speculates."""
+        """Return whether the session should decode plainly now although its plan speculates."""
         state = session.speculation_state
         if not self._automatic or state is None:
             return False
@@ -245,15 +251,16 @@ class SpeculationPolicy:
         return state.workload.is_plain
 
     def should_look_ahead(self, session: Session) -> bool:
-        """Return whether the session's drafter should make drafts ahead of their verdicts."""
+        """Return whether the session's drafter should use look-ahead, that is, draft before the
+        verdict."""
         state = session.speculation_state
         return state is not None and state.workload is not None and state.workload.shape.is_ahead
 
     def draft_limit(self, session: Session) -> int:
-        """Return the number of draft levels of the session that are worth verifying.
+        """Return the maximum number of draft levels of the session that a round should verify.
 
-        Drafts that are made ahead of their verdicts are not limited: the drafter assumes outcomes
-        of whole drafts, so an outcome at the end of a shortened draft would have no proposal.
+        Drafts made by look-ahead are not limited. The drafter prepares drafts for outcomes of the
+        whole draft, so an outcome that ends at a limit would have no proposal.
         """
         state = session.speculation_state
         if state is None or state.workload is None or state.workload.shape.is_ahead:
@@ -261,7 +268,7 @@ class SpeculationPolicy:
         return state.workload.draft_limit(self._loads.load)
 
     def record_pause(self, session: Session, *, paused: bool) -> None:
-        """Turn the session's speculation off (`paused`) or on from its next round."""
+        """Turn the session's speculation off (`paused` True) or on (False) from its next round."""
         session.is_speculation_off = paused
         state = session.speculation_state
         if state is None:
@@ -274,15 +281,15 @@ class SpeculationPolicy:
             self._in_process.record_dropped_drafts()
 
     def record_look_ahead(self, session: Session, *, ahead: bool) -> None:
-        """Record that the session's drafter will be told to start (`ahead`) or to stop
+        """Record that the session's drafter is told to start (`ahead` True) or stop (False)
         look-ahead."""
         session.is_look_ahead_on = ahead
         if session.speculation_state is not None:
             session.speculation_state.record_look_ahead_change()
 
     def reset_drafter(self, drafter_id: DrafterId) -> None:
-        """Discard the measurements of a drafter that has connected again, since they describe its
-        predecessor."""
+        """Discard the measurements of a drafter that has connected again, because they describe the
+        process that was connected before."""
         for workload_class, workload in self._workloads.items():
             if workload_class.drafter_id == drafter_id:
                 workload.reset_drafter()
@@ -292,8 +299,8 @@ class SpeculationPolicy:
     # ---- waiting -------------------------------------------------------------------------------
 
     def proposal_timeout_s(self, session: Session) -> float:
-        """Return how long the session's next round waits for a proposal, in seconds; at most the
-        plan's proposal timeout."""
+        """Return the maximum time, in seconds, that the session's next round waits for a proposal.
+        It is at most the plan's proposal timeout."""
         bound_s, state = session.plan.proposal_timeout_ms / 1000.0, session.speculation_state
         if not self._automatic or state is None or state.workload is None:
             return bound_s
@@ -307,8 +314,8 @@ class SpeculationPolicy:
     def record_arrival(
         self, session: Session, *, prefix_len: int, usable: bool, now: float
     ) -> None:
-        """Record the arrival of a proposal. `usable` is whether it is for the session's present
-        prefix."""
+        """Record the arrival of a proposal. `usable` is whether it continues the session's present
+        prefix of `prefix_len` tokens."""
         session.has_stalled_drafter = False
         state = session.speculation_state
         if state is None or state.workload is None or session.is_speculation_off:
@@ -317,22 +324,23 @@ class SpeculationPolicy:
         state.wait.record_arrival(session, arrival, prefix_len=prefix_len, usable=usable, now=now)
 
     def record_timeout(self, session: Session) -> None:
-        """Record that a proposal timeout expired. The session's rounds then do not wait for
-        proposals until one arrives or for a number of rounds."""
+        """Record that the session's proposal timeout has passed. The session's rounds then do not
+        wait until a proposal arrives or a number of rounds has passed."""
         session.has_stalled_drafter = True
         if session.speculation_state is not None:
             session.speculation_state.wait.record_timeout(session)
 
     def slowest_response_s(self) -> float:
-        """Return the mean time from the end of a round to the arrival of its proposals, in seconds,
-        for the slowest drafter in use; 0 if unknown. Proposals that were made ahead do not
-        count."""
+        """Return the mean time, in seconds, from the end of a round to the arrival of its
+        proposals, for the slowest workload class with sessions; 0 if unknown. Proposals that arrive
+        earlier count as 0."""
         used = (each.arrival.mean_s for each in self._workloads.values() if each.sessions)
         return max(used, default=0.0)
 
     def drafter_response_s(self, drafter_id: DrafterId) -> float:
-        """Return the mean time from the end of a round to the arrival of its proposals, in seconds,
-        for one drafter; 0 if unknown. A drafter that is not in use keeps its last value."""
+        """Return the mean time, in seconds, from the end of a round to the arrival of its
+        proposals, for one drafter; 0 if unknown. For a drafter without sessions it is the last
+        known value."""
         workloads = list(self._workloads.values())
         mine = [each for each in workloads if each.workload_class.drafter_id == drafter_id]
         used = [each for each in mine if each.sessions]
@@ -352,10 +360,10 @@ class SpeculationPolicy:
     ) -> None:
         """Record a finished round.
 
-        `rows` are the results of its rows, and `alike` those of its plain rows. The round took
-        `seconds` seconds without waiting, of which the target's forward pass took `forward_s`.
-        `prompts` holds the number of prompt tokens of each session that prefilled in the round;
-        `now` is the time at which the round ended.
+        `rows` are the results of the round, except those in `alike`, which are stored as
+        `PlainRows`. The round took `seconds` seconds without idle time before it, and `forward_s`
+        of them were the target's forward pass. `prompts` holds the number of prompt tokens of each
+        session that prefilled in the round; `now` is the time at which the round ended.
         """
         self._ended_at = now
         decoded = [row for row in rows if row.verify_row is not None]
@@ -386,7 +394,8 @@ class SpeculationPolicy:
             served[0].observe_forward(self._loads.load, round(nodes / count), forward_s)
 
     def _observe_session(self, session: Session, clock: float) -> None:
-        """Record that a session emitted one token in a round without a draft, as planned."""
+        """Record a round of a session that emitted one token and was not meant to have a draft.
+        `clock` is the time at which the round ended, without the time that prompts added so far."""
         state = session.speculation_state
         if state is None or state.workload is None:
             return
@@ -439,7 +448,8 @@ class SpeculationPolicy:
         return tally
 
     def _evaluate(self, weight: float) -> None:
-        """Pass the results of the round to the controllers of the workload classes."""
+        """Pass the sums of the round to the controllers of the workload classes. `weight` is the
+        weight of the measured times."""
         load, touched = self._loads.load, self._touched
         self._touched = []
         for workload in touched:
@@ -462,8 +472,8 @@ class SpeculationPolicy:
     # ---- reports -------------------------------------------------------------------------------
 
     def decision_flags(self, session: Session) -> int:
-        """Return the flags for the session's present mode and the reason for it; 0 if there was no
-        choice."""
+        """Return the event flags for the session's present decoding mode and the reason for it; 0
+        if the policy has no choice for this session."""
         state = session.speculation_state
         if state is None or not self._automatic or state.lacks_features:
             return 0
@@ -475,8 +485,8 @@ class SpeculationPolicy:
         return flags | PAUSED if session.is_speculation_off else flags
 
     def describe(self) -> str:
-        """Return a summary in ASCII: the shape of each class with sessions, the reason for it, and
-        the gain of drafts."""
+        """Return a summary in ASCII: for each workload class with sessions, the draft shape, the
+        reason for it, and its gain."""
         return "; ".join(chain(self._in_process.summaries(), self._summaries()))
 
     def _summaries(self) -> Iterator[str]:
@@ -490,11 +500,11 @@ class SpeculationPolicy:
 
     @property
     def is_automatic(self) -> bool:
-        """Whether the policy decides; otherwise the plans are used unchanged."""
+        """Whether the policy decides. If not, the sessions' plans are used unchanged."""
         return self._automatic
 
 
 def can_never_draft(session: Session) -> bool:
-    """Return whether no drafter can draft for the session, because its plan needs features that are
-    no longer kept."""
+    """Return whether no drafter can ever draft for the session, because its draft method needs
+    features that are no longer kept."""
     return session.has_dropped_features and session.plan.method in FEATURE_METHODS

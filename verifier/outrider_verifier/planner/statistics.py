@@ -1,6 +1,7 @@
 """Statistics of measured rounds: typical times without outliers, tokens per row, and load. Pure.
 
-Load is the number of running sessions as a power of two, with hysteresis. Times are seconds.
+The load is the base-2 logarithm of the number of running sessions, rounded, with hysteresis. Times
+are seconds.
 """
 
 from __future__ import annotations
@@ -13,33 +14,36 @@ from typing import Final, NamedTuple, Protocol
 from outrider_verifier.state.round_plan import TIME_EMA_WEIGHT
 
 WINDOW_ROUNDS: Final = 32
-"""Number of rounds in the window of the mean; it can be short because the times of rounds vary
-little."""
+"""Number of rounds over which `RoundMean` computes the mean. A small number is enough, because the
+times of rounds vary little."""
 MAX_VALUES: Final = 256
-"""Maximum number of stored values; more than the window, because rounds with few of the sessions
-count less."""
+"""Maximum number of values that `RoundMean` stores. It is larger than `WINDOW_ROUNDS`, because a
+round with only some of the sessions counts as less than one round."""
 OUTLIER_FACTOR: Final = 3.0
-"""Maximum that the time of one round counts as, relative to the longest usual round. Usual rounds
-are all but the longest eighth of the window. So a short stall of the host does not change the
-mean."""
+"""Limit for the time of one round, as a multiple of the longest usual round: longer times are
+clipped to it. Usual rounds are all rounds of the window except the longest eighth. A short stall of
+the host therefore hardly changes the mean."""
 TIME_NOISE: Final = 0.15
-"""Assumed standard deviation of one round's time, as a share of it."""
+"""Assumed relative standard deviation of the time of one round."""
 UNSEEN_VARIANCE: Final = 2.0
-"""Variance of a row's token count that is assumed in addition while there are few rows."""
+"""Term that, divided by the number of rows, is added to the measured variance of a row's token
+count. It prevents a variance near 0 if there are few rows, which may have equal counts by
+chance."""
 
 
 def moving_average(before_s: float, seconds: float) -> float:
-    """Return the moving average `before_s` updated by `seconds`, which is clipped to
-    `OUTLIER_FACTOR` times the average."""
+    """Return the exponential moving average `before_s` after adding the value `seconds`, which is
+    first limited to `OUTLIER_FACTOR` * `before_s`."""
     return before_s + TIME_EMA_WEIGHT * (min(seconds, OUTLIER_FACTOR * before_s) - before_s)
 
 
 @dataclass(slots=True)
 class RoundMean:
-    """Weighted mean of positive values of the last `WINDOW_ROUNDS` rounds, outliers clipped."""
+    """Weighted mean of the positive values of the last `WINDOW_ROUNDS` rounds. Outliers are
+    clipped, see `OUTLIER_FACTOR`."""
 
     rounds: float = 0.0
-    """Sum of the weights."""
+    """Sum of the weights of the stored values."""
     _values: deque[tuple[float, float]] = field(default_factory=deque)
     """Pairs (value, weight), oldest first."""
     _mean: float = math.nan
@@ -73,21 +77,21 @@ class RoundMean:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Numbers of tokens that rows emitted; older rows count less."""
+    """Sums over the token counts of rows. The weight of older rows decreases."""
 
     rows: float = 0.0
     tokens: float = 0.0
     squares: float = 0.0
 
     def add(self, rows: float, tokens: float, squares: float) -> None:
-        """Add `rows` rows that emitted `tokens` tokens in all. `squares` is the sum of the squares
-        of the rows' token counts."""
+        """Add `rows` rows that emitted `tokens` tokens in total. `squares` is the sum of the
+        squared token counts of the rows."""
         self.rows += rows
         self.tokens += tokens
         self.squares += squares
 
     def decay(self, half_lives: float) -> None:
-        """Reduce the weight of all rows so far by `half_lives` half-lives."""
+        """Multiply the weight of all rows so far by 0.5 ** `half_lives`."""
         keep = 0.5**half_lives
         self.rows *= keep
         self.tokens *= keep
@@ -109,18 +113,19 @@ class TokenCounts:
 
 
 STEADY_DOUBLINGS: Final = 0.6
-"""Doublings by which the number of sessions may differ from the load without changing it."""
+"""Maximum difference between log2 of the number of sessions and the load at which the load
+stays."""
 LOWER_LOAD_ROUNDS: Final = 16
-"""Number of rounds with fewer sessions after which the load falls, since sessions that end are
-often followed by new ones soon."""
+"""Number of rounds with fewer sessions after which the load is reduced. It is not reduced sooner,
+because sessions that end are often replaced soon."""
 IMMEDIATE_DOUBLINGS: Final = 1.5
-"""Decrease in doublings from which the load falls at once."""
+"""Decrease of log2 of the number of sessions from which the load is reduced immediately."""
 MAX_PREFILL_SHARE: Final = 0.9
-"""Maximum share of a round's time that is attributed to prompts."""
+"""Maximum share of a round's time that may be attributed to prompts."""
 
 
 class RoundCostModel(Protocol):
-    """Returns the device's time, in seconds, of a round with `rows` decoding sessions and `chunks`
+    """Returns the device time, in seconds, of a round with `rows` decoding sessions and `chunks`
     prefill chunks; None if it was not measured. `own` is whether the sessions have in-process
     drafts."""
 
@@ -133,7 +138,7 @@ class RoundSample(NamedTuple):
     rows: int
     """Number of sessions that decoded in the round."""
     nodes: int
-    """Number of draft nodes that the round verified, including in-process drafts."""
+    """Total number of draft nodes that the round verified, including in-process drafts."""
     prompt_tokens: int
     chunks: int
     """Number of prefill chunks of the round."""
@@ -142,29 +147,29 @@ class RoundSample(NamedTuple):
 
 
 class LoadStats:
-    """The present load, and typical times of rounds."""
+    """Present load, and typical times of rounds at each load."""
 
     def __init__(self, times: RoundCostModel) -> None:
         self._times = times
         self.load = 0
-        """Present load: base-2 logarithm of the number of sessions, rounded and with hysteresis."""
+        """Present load: base-2 logarithm of the number of sessions, rounded, with hysteresis."""
         self.sessions = 1
         """Number of running sessions, at least 1."""
         self.prompts_s = 0.0
-        """Total time, in seconds, that prompts have added to rounds so far."""
+        """Total time, in seconds, that prompts have added to all rounds so far."""
         self._rounds = 0
         self._changed_at = 0
-        """Number of the round in which the load changed last."""
+        """Number of the round in which the load last changed."""
         self._fewer_since: int | None = None
-        """Number of the round from which there were too few sessions for the load; None if there
-        are enough."""
+        """Number of the round since which the number of sessions has been too low for the load;
+        None if it is not too low."""
         self._plain_s: dict[int, float] = {}
-        """Mean time of a plain round in seconds, by load."""
+        """Moving average of the time of a plain round, in seconds, by load."""
         self._drafted_s = 0.0
-        """Mean time of a drafted round in seconds."""
+        """Moving average of the time of a drafted round, in seconds."""
 
     def begin_round(self, sessions: int) -> bool:
-        """Set the number of running sessions. Return whether the load has changed."""
+        """Set the number of running sessions, and return whether the load has changed."""
         self.sessions = max(1, sessions)
         above = math.log2(self.sessions) - self.load
         if above >= -STEADY_DOUBLINGS:
@@ -175,30 +180,33 @@ class LoadStats:
         return True
 
     def reset_after_idle(self, sessions: int) -> None:
-        """Set the load from the number of sessions at once, after a time without rounds."""
+        """Set the load from the number of sessions without hysteresis. Called after a time without
+        rounds."""
         self.sessions = max(1, sessions)
         self._set_load()
         self._changed_at = self._rounds - LOWER_LOAD_ROUNDS - self.sessions
 
     @property
     def is_steady(self) -> bool:
-        """Whether the load has been constant for some rounds. With more sessions more rounds are
-        needed, because all sessions have to follow a change of the draft shape."""
+        """Whether the load has been constant for some rounds. The required number grows with the
+        number of sessions, because each session needs rounds of its own to adopt a new draft
+        shape."""
         return self._rounds - self._changed_at >= LOWER_LOAD_ROUNDS + self.sessions
 
     @property
     def round_s(self) -> float:
-        """Time of a plain round at the present or the nearest measured load, in seconds. It is that
-        of a drafted round if no plain round was measured, and 0 before any round."""
+        """Typical time of a plain round at the present load, or else at the nearest measured load,
+        in seconds. If no plain round was measured, it is the time of a drafted round; before any
+        round it is 0."""
         if not self._plain_s:
             return self._drafted_s
         near = min(self._plain_s, key=lambda load: abs(load - self.load))
         return self._plain_s[near]
 
     def observe_round(self, sample: RoundSample) -> float:
-        """Record a round. Return its time, in seconds, without the part that prompts caused. That
-        part is the difference of the device's times with and without prefill chunks; if these are
-        unknown, it is proportional to the prompt tokens."""
+        """Record a round, and return its time, in seconds, without the part that prompts caused.
+        This part is the difference between the device times with and without prefill chunks. If
+        these are unknown, it is proportional to the prompts' share of the computed tokens."""
         added_s = min(self._added_s(sample), MAX_PREFILL_SHARE * sample.seconds)
         self.prompts_s += added_s
         self._rounds += 1
@@ -228,8 +236,8 @@ class LoadStats:
         self._changed_at = self._rounds
 
     def _is_lasting(self, above: float) -> bool:
-        """Return whether there have been fewer sessions for long enough. `above` is the (negative)
-        difference from the load in doublings."""
+        """Return whether the number of sessions has fallen enough, or for long enough, to reduce
+        the load. `above` is log2 of the number of sessions minus the load, which is negative."""
         if self._fewer_since is None:
             self._fewer_since = self._rounds
         lasting = self._rounds - self._fewer_since >= LOWER_LOAD_ROUNDS

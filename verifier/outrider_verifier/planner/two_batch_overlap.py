@@ -2,8 +2,9 @@
 
 In a shared round, target and drafter wait for each other: the round takes the time of a forward
 pass over all rows plus the drafter's response time. With two half-batches, one half is verified
-while the drafter drafts for the other. This overlaps the drafter's time, but the weights are read
-twice for the same number of tokens. The times measured at startup decide which is shorter.
+while the drafter drafts for the other half. This hides the drafter's time, but the weights are read
+twice for the same number of tokens. The faster choice follows from the times that were measured at
+startup.
 """
 
 from __future__ import annotations
@@ -12,25 +13,25 @@ from collections.abc import Callable
 from typing import Final
 
 MIN_SESSIONS: Final = 4
-"""Minimum number of sessions for half-batches, since no times are measured for smaller halves."""
+"""Minimum number of sessions for half-batches. Times of smaller half-batches are not measured."""
 MIN_SWITCH_GAIN: Final = 0.95
-"""Maximum time of the alternative, relative to the time of the present choice, for a change."""
+"""Maximum time of the other choice, relative to the present choice, at which the choice changes."""
 
 
 class TwoBatchOverlap:
-    """Chooses between one round and two half-batches before each round, with hysteresis."""
+    """Chooses before each round between a shared round and two half-batches, with hysteresis."""
 
     def __init__(self, verify_s: Callable[[int, int], float | None]) -> None:
-        """Create a chooser. `verify_s` returns the seconds of a forward pass by its number of rows
-        and nodes per row; None if that was not measured."""
+        """Create the chooser. `verify_s` maps a number of rows and a number of nodes per row to the
+        time of a forward pass in seconds; None if it was not measured."""
         self._verify_s = verify_s
         self.in_force = False
 
     def max_rows_of_half(self, rows: int, nodes: int, answer_s: float) -> int | None:
-        """Return the maximum number of rows of a half-batch; None if all sessions share a round.
-        `rows` is the number of drafted sessions and `nodes` the nodes of each, including the root.
-        `answer_s` is the time from the end of a round to the arrival of its proposals, in seconds;
-        0 if unknown."""
+        """Return the maximum number of rows of a half-batch; None if all sessions should share a
+        round. `rows` is the number of drafted sessions, and `nodes` is the number of nodes of each,
+        including the root. `answer_s` is the mean time from the end of a round to the arrival of
+        its proposals, in seconds; 0 if unknown."""
         half = -(-rows // 2)
         if rows < MIN_SESSIONS or not answer_s:
             self.in_force = False

@@ -1,6 +1,6 @@
 """Exchange connections of drafters: handshakes, incoming proposals, bounded outgoing queues.
 
-The transport sends the heartbeats: if a drafter is silent, `receive` raises ConnectionLostError.
+The transport sends the heartbeats. If a drafter is silent, `receive` raises ConnectionLostError.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from outrider_verifier.state.commands import (
 )
 
 DISCONNECT_TIMEOUT_S = 5.0
-"""Time for which a drafter that sent too much is refused, in seconds."""
+"""Time, in seconds, for which a drafter that sent too much may not connect again."""
 MAX_BACKLOG_COMMANDS = 256
-"""Number of waiting commands of the engine thread from which messages of drafters are no longer
-read."""
+"""Maximum number of commands waiting for the engine thread. While more wait, no messages of
+drafters are read."""
 BACKLOG_POLL_S = 0.002
 
 GreetingT = TypeVar("GreetingT", Hello, ShmAnswer)
@@ -56,17 +56,18 @@ def _message_bytes(message: VerifierMessage) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """One attached drafter and its unsent messages."""
+    """One connected drafter and its unsent messages."""
 
     link: ExchangeLink
     connection: VerifierConnection
     outgoing: SendQueue[VerifierMessage]
     lost: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to end the connection: replaced by a newer one, or not reading."""
+    """Set to end the connection, because a newer connection replaces it or the drafter does not
+    read."""
 
 
 class DrafterConnections:
-    """Connections of all attached drafters; asyncio thread only."""
+    """Connections of all connected drafters. Asyncio thread only."""
 
     def __init__(
         self,
@@ -77,8 +78,10 @@ class DrafterConnections:
         queue_bytes: int,
         backlog: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Create an object without connections. `backlog` returns the number of commands that wait
-        for the engine thread."""
+        """Create an object without connections. `post` passes a command to the engine thread.
+        `hello_s` is the maximum time to wait for a message of the handshake, in seconds.
+        `queue_bytes` is the maximum size of unsent messages of a drafter. `backlog` returns the
+        number of commands that wait for the engine thread."""
         self._identity = identity
         self._checks = DrafterMessageChecker(identity)
         self._post = post
@@ -86,22 +89,24 @@ class DrafterConnections:
         self._queue_bytes = queue_bytes
         self._backlog = backlog
         self._cut: dict[DrafterId, float] = {}
-        """Time until which a drafter that sent too much is refused, by drafter, on the event loop's
+        """Times until which drafters that sent too much may not connect, on the event loop's
         clock."""
         self._peers: dict[int, _Peer] = {}
         self._numbers = itertools.count(1)
         self.counters: Counter[str] = self._checks.counters
-        """Monotonic counts for metrics."""
+        """Counters for metrics, which never decrease."""
         self.shm_channels: ShmListener | None = None
-        """Listener of the shared-memory channels; None if drafters of this host get none."""
+        """Listener that sets up shared-memory channels for drafters on this host; None if there are
+        none."""
 
     @property
     def links(self) -> list[ExchangeLink]:
-        """Links of the drafters that are attached now."""
+        """Links of the drafters that are connected now."""
         return [peer.link for peer in self._peers.values()]
 
     def send_messages(self, link_id: int, *messages: VerifierMessage) -> None:
-        """Send messages together, or queue them. They are dropped if the connection is gone."""
+        """Send messages together as soon as the connection is free. They are dropped if the
+        connection has ended."""
         peer = self._peers.get(link_id)
         if peer is None or peer.lost.is_set():
             return
@@ -121,7 +126,8 @@ class DrafterConnections:
     async def serve_connection(self, connection: VerifierConnection) -> None:
         """Serve one drafter's connection until it ends; the transport closes it afterwards. Raises
         FailedPreconditionError or InvalidMessageError for an invalid hello, and UnavailableError if
-        the drafter was disconnected recently. The drafter receives the error."""
+        the drafter was disconnected recently for sending too much. The drafter receives the
+        error."""
         link, shm_channel = await self._shake_hands(connection)
         peer = _Peer(link, connection, SendQueue(connection, size_of=_message_bytes))
         self._replace_older(link.drafter_id)
@@ -142,13 +148,13 @@ class DrafterConnections:
             logger.info("drafter lost", extra=_describe(peer))
 
     def drop_link(self, link_id: int) -> None:
-        """End the connection of a link whose shared-memory channel is lost."""
+        """End the connection of a link after its shared-memory channel was lost."""
         peer = self._peers.get(link_id)
         if peer is not None:
             peer.lost.set()
 
     def disconnect_drafter(self, link_id: int) -> None:
-        """End the connection of a drafter that sends too much, and refuse it for
+        """End the connection of a drafter that sends too much. It may not connect again for
         DISCONNECT_TIMEOUT_S."""
         peer = self._peers.get(link_id)
         if peer is None:
@@ -180,7 +186,8 @@ class DrafterConnections:
         return link, shm_channel
 
     async def _hear(self, connection: VerifierConnection, kind: type[GreetingT]) -> GreetingT:
-        """Receive the only message that the protocol allows now."""
+        """Receive a message of the handshake. Raises InvalidMessageError if it is not of class
+        `kind` or does not arrive in time."""
         try:
             async with asyncio.timeout(self._hello_s):
                 message = await connection.receive()
@@ -193,8 +200,8 @@ class DrafterConnections:
     async def _welcome(
         self, connection: VerifierConnection, *, wants_shm_channel: bool
     ) -> ShmChannel | None:
-        """Answer a hello. Return the drafter's shared-memory channel, or None if it did not join
-        one."""
+        """Answer the drafter's hello, and offer a shared-memory channel if the drafter wants one.
+        Return the channel, or None if there is none."""
         listener, welcome = self.shm_channels, self._identity.welcome
         if listener is None or not wants_shm_channel:
             await connection.send(welcome)
@@ -222,7 +229,7 @@ class DrafterConnections:
                 peer.lost.set()
 
     async def _pump(self, peer: _Peer) -> None:
-        """Run both directions until one of them ends, or `lost` is set."""
+        """Receive and send messages until either direction ends or `peer.lost` is set."""
         tasks = [
             asyncio.ensure_future(self._receive_all(peer)),
             asyncio.ensure_future(peer.outgoing.run_sender()),
@@ -256,7 +263,8 @@ class DrafterConnections:
             await self._wait_for_engine()
 
     async def _wait_for_engine(self) -> None:
-        """Wait while the engine thread has too many waiting commands, because each takes memory."""
+        """Wait while the engine thread has too many waiting commands, because each command occupies
+        memory."""
         while self._backlog() > MAX_BACKLOG_COMMANDS:
             await asyncio.sleep(BACKLOG_POLL_S)
 

@@ -1,4 +1,4 @@
-"""Builds the objects owned by the engine thread."""
+"""Builds the objects that the engine thread owns."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def build_engine(
     outbox: Outbox,
     remote_draft_length: Callable[[SessionSpec], int] = lambda _: 0,
 ) -> tuple[EngineCore, RoundExecutor]:
-    """Build all objects that the engine thread owns. `remote_draft_length` is that of
-    `EngineCore`."""
+    """Build all objects that the engine thread owns. `remote_draft_length` returns the draft length
+    of a session whose drafts come through the device exchange; 0 if they do not."""
     # A session that waits keeps its proposals, its features and its drafter.
     places = config.max_sessions + config.max_waiting
     store = _store(config, projection, max_sessions=places, block_tokens=pool.block_tokens)
@@ -88,8 +88,8 @@ def build_engine(
 
 
 def max_round_prompt_tokens(config: VerifierConfig, projection: FeatureProjector | None) -> int:
-    """Return the maximum number of prompt tokens of a round or a catch-up verdict: their features
-    fit half a message."""
+    """Return the maximum number of prompt tokens of a round or of a catch-up verdict. The features
+    of so many tokens fit half a message."""
     if projection is None:
         return config.resolved_prefill_tokens
     token_bytes = projection.hidden_size * np.dtype(_numpy_name(config.feature_dtype)).itemsize
@@ -97,7 +97,8 @@ def max_round_prompt_tokens(config: VerifierConfig, projection: FeatureProjector
 
 
 def _numpy_name(dtype: TensorDtype) -> str:
-    """Return the numpy element type of feature arrays; numpy has no bfloat16."""
+    """Return the name of the numpy element type of feature arrays: "uint16" for bfloat16, which
+    numpy does not have, else the name of `dtype`."""
     return "uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value
 
 

@@ -1,9 +1,9 @@
 """Prometheus metrics of a verifier, and the rolling medians that `VerifierInfo` reports.
 
-A round is one batched forward pass of the target. A session round is the part of one decoding
-session in a round; prefill does not count. Under look-ahead a session round is a hit if its
-proposal arrived before the proposal's prefix was known, fresh if the proposal arrived later, and a
-miss if it has no proposal.
+A round is one batched forward pass of the target. A session round is one decoding session's share
+of a round; prefill does not count. If look-ahead is on, a session round is a *hit* if its proposal
+arrived before the proposal's prefix was committed, *fresh* if the proposal arrived later, and a
+*miss* if it has no proposal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from outrider.engine.device.exchange.exchange_times import ExchangedRound
 
 WINDOW = 512
-"""Number of recent rounds over which the medians are computed."""
+"""Number of recent rounds of which the medians are computed."""
 _BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _IDLE_BUCKETS = (25e-6, 50e-6, 75e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 0.001, 0.002, 0.005)
 _EXCHANGE_BUCKETS = (
@@ -34,7 +34,8 @@ _EXCHANGE_BUCKETS = (
     *(100e-6, 150e-6, 200e-6, 500e-6, 0.001, 0.002, 0.005, 0.01, 0.05),
 )
 _PARTS = ("forward", "accept", "draft", "other", "wait")
-"""Parts of a round's time. The time of the feature projection is in none of them."""
+"""Parts into which the time of a round is split. The time of the feature projection is in none of
+them."""
 _PROPOSALS = (
     "used",
     "stored",
@@ -105,7 +106,7 @@ _GAUGES = {
 
 
 class RoundMedians:
-    """Rolling medians over the recent rounds without prefill; asyncio thread only."""
+    """Rolling medians over the recent rounds without prefill. Asyncio thread only."""
 
     def __init__(self) -> None:
         self._total: deque[float] = deque(maxlen=WINDOW)
@@ -114,7 +115,8 @@ class RoundMedians:
         self._hit_idle: deque[float] = deque(maxlen=WINDOW)
 
     def add_report(self, report: RoundReport) -> None:
-        """Record a round, unless it prefilled tokens: its times would measure the prompt."""
+        """Record a round. Rounds with prefill are ignored, because their times depend on the
+        prompts."""
         if report.prefill_tokens:
             return
         self._total.append(report.total_s)
@@ -130,24 +132,24 @@ class RoundMedians:
 
     @property
     def forward_ms(self) -> float:
-        """Median time of the target's forward, in milliseconds."""
+        """Median time of the target's forward pass, in milliseconds."""
         return _median_ms(self._forward)
 
     @property
     def overhead_ms(self) -> float:
-        """Median time, in milliseconds, in which no model ran during a round and the wait before
-        it."""
+        """Median time, in milliseconds, in which no model ran. It is measured over a round and the
+        wait before it."""
         return _median_ms(self._overhead)
 
     @property
     def hit_idle_us(self) -> float:
-        """Median idle time before a round in which all sessions have hits, in microseconds."""
+        """Median idle time before a round whose sessions all have hits, in microseconds."""
         return _median_ms(self._hit_idle) * 1000.0
 
 
 def stats_of(counters: Mapping[str, int]) -> SpecStats:
-    """Return the speculation counters summed over all sessions; the verifier does not count
-    acceptance by depth."""
+    """Return the speculation statistics summed over all sessions. The acceptance by depth is empty,
+    because the verifier does not count it."""
 
     def count(name: str) -> int:
         return counters.get(name, 0)
@@ -169,7 +171,7 @@ def stats_of(counters: Mapping[str, int]) -> SpecStats:
 
 
 def _preempted(counts: Mapping[str, int]) -> Iterator[Metric]:
-    """Yield the counters of preempted sessions, and of those that resumed."""
+    """Yield the counters of preempted sessions and of sessions that resumed."""
     preemptions = CounterMetricFamily(
         "outrider_preemptions", "Sessions preempted, by how they get their KV back", None, ["kind"]
     )
@@ -191,8 +193,8 @@ def _median_ms(window: deque[float]) -> float:
 
 
 class VerifierMetrics(Collector):
-    """Collector of a verifier's metrics: histograms of rounds, and counters and gauges that are
-    read when they are scraped."""
+    """Collector of a verifier's metrics. Histograms are updated after each round; counters and
+    gauges are read when Prometheus scrapes them."""
 
     def __init__(
         self,
@@ -232,7 +234,7 @@ class VerifierMetrics(Collector):
         self.registry.register(self)
 
     def observe_report(self, report: RoundReport) -> None:
-        """Record a round."""
+        """Add a round to the histograms and the medians."""
         self.medians.add_report(report)
         self._parts["forward"].observe(report.forward_s)
         self._parts["accept"].observe(report.accept_s)
@@ -244,12 +246,12 @@ class VerifierMetrics(Collector):
             self._hit_idle.observe(report.hit_idle_s)
 
     def observe_exchange(self, rounds: Iterable[ExchangedRound]) -> None:
-        """Record rounds whose drafts came from the drafter's device. Any thread may call it."""
+        """Add rounds whose drafts came through the device exchange. Any thread may call this."""
         for each in rounds:
             self._exchange_idle.observe(each.idle_s)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the counters and gauges at this moment."""
+        """Yield the present values of all counters and gauges."""
         counts = self._counts()
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(
@@ -279,5 +281,6 @@ class VerifierMetrics(Collector):
         yield exchange
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing: registration must not read state that is still being built."""
+        """Yield nothing. The registry calls this when the collector is registered, before the state
+        that `collect` reads exists."""
         return iter(())

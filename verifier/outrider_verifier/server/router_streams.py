@@ -1,6 +1,6 @@
 """Session streams of routers: sessions opened and closed, and one message of events per round.
 
-The transport sends the heartbeats: if a router is silent, `receive` raises ConnectionLostError.
+The transport sends the heartbeats. If a router is silent, `receive` raises ConnectionLostError.
 """
 
 from __future__ import annotations
@@ -53,31 +53,32 @@ from outrider_verifier.state.effects import EventBatch
 
 NO_ROUTER: Final = -1
 _PLACES: Final = 1 << 24
-"""Factor of the generation in a ticket: a ticket is generation * _PLACES + the session's column
-index."""
+"""Factor that encodes a ticket: ticket = n * _PLACES + index of the session in the registry's
+arrays, where n is a number that is never reused."""
 _FIRST_PLACES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ServedSession:
-    """Router and handle of a session."""
+    """The router that owns a session, and the handle by which this router names the session."""
 
     router: int
-    """Number of the router's connection, at least 0."""
+    """Number of the router's connection in this process, at least 0."""
     handle: int
     session_id: SessionId
 
 
 class SessionRegistry:
-    """Registry of the sessions that are served or being opened, by ticket."""
+    """Sessions that are served or being opened, by ticket."""
 
     def __init__(self) -> None:
         self._served: dict[int, ServedSession] = {}
         self._numbers = itertools.count(1)
         self._free: list[int] = []
-        """Free column indices."""
+        """Array indices that no session has."""
         self._tickets = np.empty(0, np.int64)
-        """Ticket of the session at each column index; the entries of free indices are not valid."""
+        """Ticket of the session at each array index. The other arrays are not valid at free
+        indices."""
         self._routers = np.empty(0, np.int64)
         self._handles = np.empty(0, np.uint32)
 
@@ -85,18 +86,18 @@ class SessionRegistry:
         return len(self._served)
 
     def items(self) -> list[tuple[int, ServedSession]]:
-        """Return all tickets and sessions."""
+        """Return pairs of ticket and session for all sessions."""
         return list(self._served.items())
 
     def __getitem__(self, ticket: int) -> ServedSession:
         return self._served[ticket]
 
     def get(self, ticket: int) -> ServedSession | None:
-        """Return the session with this ticket, or None."""
+        """Return the session with this ticket; None if it is not registered."""
         return self._served.get(ticket)
 
     def add(self, served: ServedSession) -> int:
-        """Add a session and return its ticket, which was never used before."""
+        """Add a session and return its ticket. A ticket is never reused."""
         if not self._free:
             self._grow()
         place = self._free.pop()
@@ -107,7 +108,8 @@ class SessionRegistry:
         return ticket
 
     def pop(self, ticket: int) -> ServedSession | None:
-        """Remove a session and return it, or None if it is not registered."""
+        """Remove the session with this ticket and return it; return None if it is not
+        registered."""
         served = self._served.pop(ticket, None)
         if served is not None:
             place = ticket % _PLACES
@@ -116,8 +118,9 @@ class SessionRegistry:
         return served
 
     def owners(self, tickets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        """Return the number of each session's router, int64 [n], NOBODY for sessions that are no
-        longer served; and the handles, uint32 [n]. All `tickets` must come from `add`."""
+        """Return the connection number of each session's router, int64 [n], and the handle of each
+        session, uint32 [n]. The number is NO_ROUTER for sessions that are no longer served. All
+        `tickets` must come from `add`."""
         places = tickets % _PLACES
         there = self._tickets[places] == tickets
         return np.where(there, self._routers[places], NO_ROUTER), self._handles[places]
@@ -134,8 +137,10 @@ class SessionRegistry:
 def split_by_router(
     batch: EventBatch, routers: NDArray[np.int64], handles: NDArray[np.uint32]
 ) -> Iterator[tuple[int, SessionEvents]]:
-    """Yield pairs of a router and its events, which keep their order. `routers` [n] is the router
-    of each event, negative for none; `handles` [n] are the handles of the sessions."""
+    """Yield pairs of a router's connection number and the events of its sessions, in their order in
+    `batch`. `routers` is the connection number for each event, int64 [n]; negative for events
+    without a router, which are skipped. `handles` is the handle of each event's session, uint32
+    [n]."""
     order = np.argsort(routers, kind="stable")
     owners = routers[order]
     edges = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
@@ -169,7 +174,8 @@ def split_by_router(
 
 
 def _logprobs(told: dict[int, PathLogprobs], rows: NDArray[np.intp]) -> EventLogprobs | None:
-    """Return the log-probabilities of these rows as columns; None if no row has any."""
+    """Return the log-probabilities of the events with indices `rows` as columns; None if none of
+    them has any. `told` maps indices of events to their log-probabilities."""
     mine = [told.get(row) for row in rows.tolist()]
     entries = [entry for entry in mine if entry is not None]
     if not entries:
@@ -184,10 +190,11 @@ def _logprobs(told: dict[int, PathLogprobs], rows: NDArray[np.intp]) -> EventLog
 logger = logging.getLogger(__name__)
 
 MAX_OPENING = 1024
-"""Maximum number of sessions of one router that wait for the engine to open them; more are
-refused."""
+"""Maximum number of sessions of one router that wait for the engine to open them. Further sessions
+are refused."""
 MAX_UNREAD_BYTES = 8 << 20
-"""Maximum unsent bytes of a router; a router with more is disconnected."""
+"""Maximum number of unsent bytes for a router. A router for which more bytes wait is
+disconnected."""
 _MESSAGE_BYTES = 256
 
 
@@ -207,14 +214,14 @@ class _Router:
     connection: ServingConnection
     outgoing: SendQueue[SessionsMessage]
     tickets: dict[int, int] = field(default_factory=dict)
-    """Ticket of each handle whose session is served or being opened."""
+    """Ticket of each session of the router that is served or being opened, by handle."""
     opening: int = 0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to end the connection because the router does not read."""
+    """Set to end the connection, because the router does not read."""
 
 
 class RouterStreams:
-    """Streams of all connected routers; asyncio thread only."""
+    """Session streams of all connected routers. Asyncio thread only."""
 
     def __init__(
         self,
@@ -224,30 +231,31 @@ class RouterStreams:
         on_change: Callable[[int], None],
         grammars: GrammarPreparation,
     ) -> None:
-        """Create an object without connections. `admit` raises if no session may be opened.
-        `on_change` is called with the number of sessions. `grammars` compiles the grammars of
-        structured outputs."""
+        """Create an object without connections. `post` passes a command to the engine thread.
+        `admit` raises an error if no session may be opened. `on_change` is called with the new
+        number of sessions when it changes. `grammars` compiles the grammars of structured
+        outputs."""
         self._grammars = grammars
         self._compiling: dict[int, asyncio.Task[None]] = {}
-        """Compilations of the grammars of sessions that are not opened in the engine yet, by
-        ticket."""
+        """Running grammar compilations, by ticket of the session that is opened afterwards."""
         self._post = post
         self._admit = admit
         self._on_change = on_change
         self._served = SessionRegistry()
         self._moving: dict[int, tuple[DrafterId | None] | None] = {}
-        """Sessions that the engine is moving to another drafter; the value is the next move, or
-        None."""
+        """Sessions for which the engine has not confirmed a move to another drafter, by ticket. The
+        value is a 1-tuple with the drafter of the next move, or None if no further move was
+        requested."""
         self._numbers = itertools.count()
         self._routers: dict[int, _Router] = {}
-        """Connected routers by number."""
+        """Connected routers by connection number."""
         self._spans = VerifierSpans()
         self._drains_until: float | None = None
-        """Deadline of the drain, on the event loop's clock; None if the verifier does not drain."""
+        """Deadline of the drain on the event loop's clock; None if the verifier does not drain."""
         self.counters: Counter[str] = Counter()
-        """Monotonic counts for metrics."""
+        """Counters for metrics, which never decrease."""
         self.compilations = 0
-        """Number of grammar compilations that have ended, successfully or not."""
+        """Number of grammar compilations that have ended, including failed ones."""
 
     @property
     def num_sessions(self) -> int:
@@ -256,11 +264,11 @@ class RouterStreams:
 
     @property
     def num_moves(self) -> int:
-        """Number of sessions whose move to another drafter has not been confirmed by the engine."""
+        """Number of sessions that the engine has not yet moved to another drafter as requested."""
         return len(self._moving)
 
     async def serve_router(self, connection: ServingConnection) -> None:
-        """Serve one router until its stream ends, then free its sessions."""
+        """Serve one router until its stream ends. Then close all its sessions."""
         router = _Router(next(self._numbers), connection, SendQueue(connection, size_of=_size))
         self._routers[router.number] = router
         if self._drains_until is not None:
@@ -285,20 +293,19 @@ class RouterStreams:
                 logger.error("a router's stream failed", exc_info=result, extra=_facts(router))
 
     def announce_drain(self, seconds: float) -> None:
-        """Announce to all present and future routers that sessions are served for `seconds` more
-        seconds."""
+        """Announce a drain to all present and future routers: sessions end in `seconds` seconds."""
         self._drains_until = asyncio.get_running_loop().time() + seconds
         for router in self._routers.values():
             self._tell_of_drain(router, self._drains_until)
 
     def fail_all_sessions(self, error: OutriderError) -> None:
-        """Fail all remaining sessions with `error`."""
+        """End all remaining sessions with `error`."""
         for ticket, served in self._served.items():
             self.fail_session(ticket, error)
             self._post(CloseSession(served.session_id, ticket))
 
     def send_events(self, batch: EventBatch) -> None:
-        """Send the events of a round: one message to each router that has sessions in it."""
+        """Send the events of a round in one message to each router whose sessions are concerned."""
         if self._spans.traced:
             self._spans.record_events(batch)
         tickets, reasons = batch.tickets, batch.reasons
@@ -309,7 +316,7 @@ class RouterStreams:
             self._forget(ticket)
 
     def fail_session(self, ticket: int, error: OutriderError) -> None:
-        """Report to a session's router that the session was refused or failed."""
+        """Report to the session's router that the session was refused or has failed."""
         self._spans.end_span(ticket, error)
         served = self._forget(ticket)
         if served is not None:
@@ -319,7 +326,8 @@ class RouterStreams:
             self._tell(router, make_failure(served.handle, error))
 
     def announce_drafter(self, ticket: int, drafter_id: DrafterId | None) -> None:
-        """Report to a session's router the session's drafter after a move."""
+        """Report to the session's router which drafter the session has after a move. If another
+        move was requested meanwhile, begin it instead."""
         served, wish = self._served.get(ticket), self._moving.pop(ticket, None)
         if served is None:
             return
@@ -382,7 +390,8 @@ class RouterStreams:
         task.add_done_callback(lambda _: self._compiling.pop(ticket, None))
 
     async def _compile(self, ticket: int, spec: SessionSpec, answer: asyncio.Future[None]) -> None:
-        """Compile a session's grammar, then open the session in the engine."""
+        """Compile a session's grammar, then open the session in the engine. `answer` receives an
+        error of the compilation."""
         try:
             prepared = await self._grammars.begin(spec)
         except asyncio.CancelledError:

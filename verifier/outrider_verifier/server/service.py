@@ -1,4 +1,4 @@
-"""VerifierService: the verifier as an endpoint of any transport; asyncio thread only."""
+"""VerifierService: the verifier as an endpoint of any transport. Asyncio thread only."""
 
 from __future__ import annotations
 
@@ -76,17 +76,18 @@ logger = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.02
 _STOP_TIMEOUT_S = 10.0
 MAX_COMMANDS = 4096
-"""Maximum number of commands that wait for the engine thread. Beyond it requests are refused and
-proposals are dropped, which makes rounds slower but never wrong."""
+"""Maximum number of commands that wait for the engine thread. Beyond this number, requests are
+refused and proposals are dropped, which makes rounds slower but never wrong."""
 
 
 class VerifierService(SessionIteratorMixin):
-    """Implements `VerifierEndpoint`.
+    """Implements `VerifierEndpoint`, the interface of a verifier for routers and drafters.
 
-    The engine thread starts with the first call (or `start`) and belongs to the event loop that
-    runs then; `stop` ends it. When the device is lost, every session fails and every call is
-    refused with DEVICE_LOST; when the engine thread hangs, with ENGINE_STALLED. The owner is
-    notified through `lost` and must end the process, so that its supervisor starts a new one.
+    The engine thread starts with the first call or with `start`. It sends its results to the event
+    loop that runs then, and `stop` ends it. If the device is lost, every session fails and every
+    later call is refused with DEVICE_LOST. If the engine thread hangs, the reason is
+    ENGINE_STALLED. In both cases `lost` is set; the owner must then end the process, so that its
+    supervisor starts a new one.
     """
 
     def __init__(
@@ -103,12 +104,12 @@ class VerifierService(SessionIteratorMixin):
         grammars: GrammarCache | None = None,
         busy_cores: BusyCores | None = None,
     ) -> None:
-        """Create a service whose engine thread is not started. `pool` holds the KV of `target`;
-        `max_context_len` is the model's own limit.
+        """Create a service whose engine thread is not started. `pool` holds the KV of `target`.
+        `max_context_len` is the context length of the model.
 
-        Without `grammars` sessions with structured output are refused. Without a `runner`, rounds
-        are run by a `CpuModelRunner` of target and projection. `busy_cores`: CPU cores that poll
-        while there are sessions.
+        If `grammars` is None, sessions with structured output are refused. If `runner` is None, a
+        `CpuModelRunner` of `target` and `projection` runs the rounds. `busy_cores` are CPU cores
+        that are kept busy-polling while there are sessions.
         """
         self._config = config
         self._pool = pool
@@ -121,7 +122,7 @@ class VerifierService(SessionIteratorMixin):
         runner = runner or CpuModelRunner.build(config, target, projection)
         self._in_process_draft_length = runner.in_process_draft_length
         self._kv_blocks = pool.free_blocks
-        """Number of KV blocks that sessions can use, without those that the runner itself holds."""
+        """Number of KV blocks for sessions. Blocks that the runner itself holds are excluded."""
         # A session longer than the whole budget could never be admitted.
         fits = self._kv_blocks * pool.block_tokens + 1 - runner.slot_headroom.max_slots
         limits = (config.max_context_len, max_context_len, fits)
@@ -140,7 +141,7 @@ class VerifierService(SessionIteratorMixin):
         )
         runner.set_feature_allocator(self._shm_channels.reserve)
         self.outbox = Outbox(self._shm_channels, self._send_effects)
-        """Effects of the engine thread that were not performed yet."""
+        """Effects of the engine thread that were not yet performed."""
         self._exchange: DeviceExchange | None = None
         self.core, self.rounds = build_engine(
             config,
@@ -152,8 +153,9 @@ class VerifierService(SessionIteratorMixin):
             self.outbox,
             lambda spec: 0 if self._exchange is None else self._exchange.draft_length(spec),
         )
-        """State of all sessions, and the object that runs their rounds. The engine thread owns both
-        after its start; benchmarks and tests that never start it run rounds themselves."""
+        """`core` holds the state of all sessions, and `rounds` runs their rounds. The engine thread
+        owns both once it has started. Benchmarks and tests that never start it run rounds
+        themselves."""
         self.drafter_connections = DrafterConnections(
             self._identity(),
             post=self._post,
@@ -161,7 +163,7 @@ class VerifierService(SessionIteratorMixin):
             queue_bytes=config.drafter_queue_mb << 20,
             backlog=lambda: self.backlog,
         )
-        """Connections of the drafters that are attached."""
+        """Connections of the drafters."""
         if config.exchanges_on_device and projection is not None:
             self._exchange = self._make_exchange(runner)
         self._grammar_preparation = GrammarPreparation(grammars)
@@ -171,17 +173,17 @@ class VerifierService(SessionIteratorMixin):
             on_change=lambda sessions: self._busy_cores.set_busy(sessions > 0),
             grammars=self._grammar_preparation,
         )
-        """Connections of the routers, and the sessions that each follows."""
+        """Connections of the routers, and the sessions of each router."""
         self.metrics = VerifierMetrics(self.read_counters, self._gauges)
         self._loop: EngineLoop | None = None
         self._overflows = 0
         self._draining = False
         self._stopped = False
         self.lost = asyncio.Event()
-        """Set after all sessions have failed because the device is lost or the engine thread
-        hangs."""
+        """Set after the device was lost or the engine thread hung, once all sessions have
+        failed."""
         self.is_stalled = False
-        """Whether the engine thread hangs, so that nothing may wait for it."""
+        """Whether the engine thread hangs. If so, nothing may wait for it."""
         self._watchdog: Watchdog | None = None
 
     def _make_exchange(self, runner: ModelRunner) -> DeviceExchange | None:
@@ -212,7 +214,7 @@ class VerifierService(SessionIteratorMixin):
     # ---- life ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the engine thread on the running event loop; idempotent."""
+        """Start the engine thread; idempotent. Its results are sent to the running event loop."""
         self._check_device()
         if self._stopped:
             raise UnavailableError("the verifier has stopped", reason="STOPPING")
@@ -237,9 +239,9 @@ class VerifierService(SessionIteratorMixin):
             self._watchdog.start()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new sessions, and wait until routers have moved the running sessions or the
-        sessions have ended. After `timeout_s` seconds fail the remaining sessions, so that routers
-        resume them elsewhere, and return False."""
+        """Refuse new sessions, and wait until all running sessions have ended or were moved by
+        their routers. After `timeout_s` seconds fail the remaining sessions, so that routers resume
+        them on another verifier. Return whether no session had to fail."""
         self._draining = True
         self.router_streams.announce_drain(timeout_s)
         deadline = time.monotonic() + timeout_s
@@ -314,8 +316,8 @@ class VerifierService(SessionIteratorMixin):
         return 0 if self._loop is None else self._loop.backlog
 
     def read_counters(self) -> dict[str, int]:
-        """Return the monotonic counters of the engine and of all connections, by their names in
-        metrics."""
+        """Return the counters of the engine and of all connections, by their names in metrics. They
+        never decrease."""
         # The engine thread writes to the first one: only a copy at once is safe.
         counters = Counter({**self.core.counters, "commands_refused": self._overflows})
         counters.update(self.drafter_connections.counters)
@@ -331,7 +333,7 @@ class VerifierService(SessionIteratorMixin):
         return open_local_sessions(self)
 
     async def serve_sessions(self, connection: ServingConnection) -> None:
-        """Serve one router's session stream until it ends, then free all its sessions."""
+        """Serve one router's session stream until it ends, then close all its sessions."""
         self.start()
         await self.router_streams.serve_router(connection)
 
@@ -343,8 +345,7 @@ class VerifierService(SessionIteratorMixin):
         await answer
 
     async def close_session(self, session_id: SessionId) -> None:
-        """Close a session, whose stream then ends with CANCELLED. Returns when its resources are
-        free."""
+        """Close a session. Its stream ends with CANCELLED. Returns when its resources are free."""
         self.start()
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._post(CloseSession(session_id, answer=answer))
@@ -370,8 +371,9 @@ class VerifierService(SessionIteratorMixin):
 
     @staticmethod
     def _must_take(command: Command) -> bool:
-        """Return whether a command is accepted beyond MAX_COMMANDS, because there is at most one
-        per open session or connection."""
+        """Return whether a command is accepted even if MAX_COMMANDS commands wait. Such a command
+        occurs at most once for each session or connection, so the number of waiting commands stays
+        bounded."""
         unanswered_close = isinstance(command, CloseSession) and command.answer is None
         droppable = OpenSession | SetPlan | CloseSession | ProposalsReceived | MalformedMessage
         return unanswered_close or not isinstance(command, droppable)
@@ -384,12 +386,12 @@ class VerifierService(SessionIteratorMixin):
             command.shm_channel.close()
 
     def _send_effects(self, effects: list[Effect]) -> None:
-        """Pass effects to the asyncio thread. Called on the engine thread."""
+        """Pass effects to the asyncio thread. The engine thread calls this."""
         assert self._running_on is not None
         self._running_on.call_soon_threadsafe(self.perform_effects, effects)
 
     def _on_engine_ended(self) -> None:
-        """Inform the asyncio thread that the device is lost. Called on the engine thread as it
+        """Inform the asyncio thread that the device is lost. The engine thread calls this when it
         ends."""
         assert self._running_on is not None
         with contextlib.suppress(RuntimeError):  # the event loop is closed
@@ -404,8 +406,8 @@ class VerifierService(SessionIteratorMixin):
             self._refuse(command, device_lost_error())
 
     def _on_stall(self, silent_s: float) -> None:
-        """Fail all sessions because the engine thread hangs, so that routers resume them
-        elsewhere."""
+        """Fail all sessions because the engine thread hangs. Their routers then resume them on
+        another verifier. `silent_s` is the time since the thread's last progress, in seconds."""
         self.is_stalled = True
         loop, self._loop = self._loop, None
         self._close_shm_channels()
@@ -415,8 +417,8 @@ class VerifierService(SessionIteratorMixin):
         self.lost.set()
 
     def _on_shm_channel_lost(self, link_id: int) -> None:
-        """End the connection of a link whose shared-memory channel is lost. Called on the engine
-        thread."""
+        """End the connection of a link after its shared-memory channel was lost. The engine thread
+        calls this."""
         assert self._running_on is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the connection
             self._running_on.call_soon_threadsafe(self.drafter_connections.drop_link, link_id)
@@ -439,8 +441,8 @@ class VerifierService(SessionIteratorMixin):
         self.start()
 
     def perform_effects(self, effects: list[Effect]) -> None:
-        """Perform the effects of a round or a command: first the messages to drafters, joined per
-        drafter."""
+        """Perform the effects of a round or a command. Messages to drafters are sent first, all
+        messages to a drafter together."""
         for link_id, messages in messages_by_link(effects).items():
             self.drafter_connections.send_messages(link_id, *messages)
         for effect in effects:
@@ -463,8 +465,8 @@ class VerifierService(SessionIteratorMixin):
                     assert_never(effect)
 
     def _steps(self) -> int:
-        """Return a counter by which routers see progress: steps of the engine and finished grammar
-        compilations."""
+        """Return a number that grows while sessions make progress: steps of the engine plus
+        finished grammar compilations. Routers use it to detect a verifier that hangs."""
         engine = 0 if self._loop is None else self._loop.session_steps
         return engine + self.router_streams.compilations
 
@@ -509,7 +511,7 @@ class VerifierService(SessionIteratorMixin):
 
 
 def draining_error() -> UnavailableError:
-    """Return the error for sessions that a draining verifier refuses or no longer serves."""
+    """Return the error for sessions that a draining verifier refuses or stops serving."""
     return UnavailableError("the verifier is about to stop", reason="DRAINING")
 
 

@@ -1,4 +1,4 @@
-"""Builds the service from a configuration and loads the model; imports torch."""
+"""Loads the models and builds the service from a configuration. It imports torch."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def build_service(
     busy_cores: BusyCores | None = None,
     hooks: VerifierHooks | None = None,
 ) -> VerifierService:
-    """Build the service: load all models that `config` names. The service keeps `busy_cores`
-    busy-polling while it serves. `hooks` are the hooks that `config.hooks` has installed, or None.
-    Raises InvalidRequestError, NotFoundError or FailedPreconditionError if the parts do not fit
-    together."""
+    """Load all models that `config` names, and build the service. The service keeps `busy_cores`
+    busy-polling while it has sessions. `hooks` are the hooks that `config.hooks` has installed;
+    None if there are none. Raises InvalidRequestError, NotFoundError or FailedPreconditionError if
+    models or settings do not fit together."""
     times = StartTimes()
     if not config.model:
         raise InvalidRequestError("`model` must be given", reason="INVALID_CONFIG")
@@ -120,10 +120,10 @@ def build_model_runner(
     copies: WeightCopies | None = None,
     times: StartTimes | None = None,
 ) -> ModelRunner:
-    """Build the model runner: the CPU runner, or the GPU runner wherever `uses_gpu_runner`.
-    `throttle` makes the rounds last longer. `copies` fill the target's weights and have ended when
-    this returns; raises the error of a copy that failed. The times of the stages are added to
-    `times`."""
+    """Return the GPU runner if `uses_gpu_runner`, else the CPU runner. `throttle` makes the rounds
+    last longer, for tests. `copies` are the running copies of the target's weights; they have ended
+    when this returns, and the error of a failed copy is raised. The durations of the build stages
+    are added to `times`."""
     times = times or StartTimes()
     if not uses_gpu_runner(config):
         return CpuModelRunner.build(config, target, projection, throttle=throttle)
@@ -154,8 +154,8 @@ def build_model_runner(
 
 
 def uses_gpu_runner(config: VerifierConfig) -> bool:
-    """Return whether rounds need the GPU runner: on a GPU, and on a CPU for features that only it
-    has."""
+    """Return whether rounds need the GPU runner. They do on a GPU, and on a CPU if the
+    configuration has features that only this runner implements."""
     on_device = torch.device(config.device).type != "cpu"
     return (
         on_device
@@ -166,8 +166,8 @@ def uses_gpu_runner(config: VerifierConfig) -> bool:
 
 
 def _load_target(config: VerifierConfig, path: Path, copies: WeightCopies | None) -> TargetModel:
-    """Load the target, with a KV pool of the configured size or of the size that fits the device.
-    `copies` is that of `load_target`."""
+    """Load the target. Its KV pool has the configured size, or else the size that fits the device.
+    `copies` are the running copies of the weights, as in `load_target`."""
     sized = config.kv_tokens == 0 and torch.device(config.device).type == "cuda"
     return load_target(
         path,
@@ -183,7 +183,7 @@ def _load_target(config: VerifierConfig, path: Path, copies: WeightCopies | None
 
 
 def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
-    """Return the number of KV tokens that fit the device beside the loaded weights."""
+    """Return the number of tokens whose KV fits the device memory that the weights leave free."""
     # Not before it is a GPU that is served: a CPU needs no triton, which this asks for.
     from outrider.engine.device.inputs.token_masks import mask_bytes
     from outrider_verifier.model_runner.gpu_runner.shape_family import shape_family_for
@@ -239,7 +239,8 @@ def _check_head(config: VerifierConfig, target: ModelConfig) -> None:
 
 
 def _load_in_process_drafter(config: VerifierConfig, target: TargetModel) -> DraftHead:
-    """Load the head of `feature_head` on the target's device, with the target's embedding."""
+    """Load the draft head at `config.feature_head` onto the target's device. It uses the target's
+    embedding."""
     path, num_layers = config.feature_head, target.config.num_layers
     shape = load_head_config(path, num_target_layers=num_layers)
     # Only a head over the whole vocabulary can be without an output projection of its own.

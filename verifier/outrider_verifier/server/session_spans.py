@@ -1,7 +1,8 @@
-"""OpenTelemetry spans of traced sessions: the prompt, then a sample of the rounds.
+"""OpenTelemetry spans of traced sessions: one for the prompt, then one for each sampled round.
 
-The asyncio thread creates the spans from the events sent to routers, so they cost the engine thread
-no time. The span of a round lasts from the session's previous event to the event of the round.
+The asyncio thread creates the spans from the events that are sent to routers, so they cost the
+engine thread no time. The span of a round lasts from the session's previous event to the event of
+the round.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from outrider_verifier.state.effects import EventBatch, SessionEventRow
 
 @dataclass(slots=True, eq=False)
 class _TracedVerifierSession:
-    """Span and running totals of one traced session."""
+    """Span of one traced session, and the totals that are recorded when it ends."""
 
     span: RequestSpan
     last: float
-    """Wall time of the session's newest event, in seconds."""
+    """Time of the session's newest event, as a Unix time in seconds."""
     sampling: RoundTraceSampler = field(default_factory=spans.round_sampling)
     rounds: int = 0
     tokens: int = 0
@@ -38,14 +39,15 @@ class _TracedVerifierSession:
 
 
 class VerifierSpans:
-    """Traced sessions of a verifier by ticket; asyncio thread only."""
+    """Spans of the traced sessions of a verifier. Asyncio thread only."""
 
     def __init__(self) -> None:
         self.traced: dict[int, _TracedVerifierSession] = {}
         """Traced sessions by ticket."""
 
     def start_span(self, ticket: int, spec: SessionSpec) -> None:
-        """Start the span of a session that a router opens, if its trace is sampled."""
+        """Start the span of a session that a router opens. Does nothing if the session's trace is
+        not sampled."""
         if not spec.traceparent:
             return
         span = spans.start_span(
@@ -71,7 +73,7 @@ class VerifierSpans:
                 self._saw(traced, event, now)
 
     def end_span(self, ticket: int, error: OutriderError | None = None) -> None:
-        """End the span of a session that ended or whose router left; idempotent."""
+        """End the span of a session that has ended or that its router has left; idempotent."""
         traced = self.traced.pop(ticket, None)
         if traced is None:
             return

@@ -1,8 +1,8 @@
 """Data that the other packages exchange: sessions, commands, effects, round plans. It imports no
 other package of the verifier.
 
-commands.py                Commands from the asyncio thread to the engine thread, handled in order
-                           between two rounds.
+commands.py                Commands from the asyncio thread to the engine thread, which handles them
+                           in order between rounds.
 effects.py                 Effects: messages from the engine thread to the asyncio thread; a
                            round's verdicts come first.
 preemption_mode.py         PreemptionMode: recompute or swap, the ways in which preempted sessions

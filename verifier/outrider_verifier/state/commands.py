@@ -1,4 +1,5 @@
-"""Commands from the asyncio thread to the engine thread, handled in order between two rounds."""
+"""Commands from the asyncio thread to the engine thread, which handles them in order between
+rounds."""
 
 from __future__ import annotations
 
@@ -17,37 +18,41 @@ from outrider.wire.messages import FeatureLayout, Proposals, ReplicaAnswer, Sess
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeLink:
-    """One exchange connection whose drafter passed the hello checks."""
+    """An exchange connection whose drafter has passed the checks of the handshake."""
 
     link_id: int
-    """Id of the link, unique per connection; a drafter that reconnects gets a new one."""
+    """Id of the connection. A drafter that reconnects gets a new id."""
     drafter_id: DrafterId
     incarnation: str
     methods: tuple[DraftMethod, ...]
     feature_layout: FeatureLayout
     same_host: bool = False
-    """Whether the link has a shared-memory channel, for which both ends must be on one host."""
+    """Whether the link has a shared-memory channel, which both processes can have only on the same
+    host."""
     reads_shm_features: bool = False
-    """Whether the drafter reads features in the shared memory to which a device wrote them."""
+    """Whether the drafter can read features in shared memory, directly where a device has written
+    them."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """Start serving a session; `answer` completes once the session is admitted or refused."""
+    """Command to serve a session. `answer` completes when the session is opened or refused."""
 
     ticket: int
     spec: SessionSpec
     answer: asyncio.Future[None]
     form: GrammarConstraint | None = None
-    """Grammar state after the tokens emitted so far; None without structured output."""
+    """State of the grammar after the tokens that the session has emitted so far; None without
+    structured output."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """End a session and free its resources. Unknown sessions and other tickets are ignored.
+    """Command to end a session and free its resources. It is ignored if the session is unknown or
+    has another ticket.
 
-    A command with a ticket means that the owner of the stream left. A command without a ticket
-    closes the session by its id, and the session's stream ends with CANCELLED.
+    With a ticket, the command means that the session's router has left the session. Without a
+    ticket, it closes the session by its id, and the session's stream ends with CANCELLED.
     """
 
     session_id: SessionId
@@ -57,7 +62,8 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class SetPlan:
-    """Change a session's speculation plan."""
+    """Command to change a session's speculation plan. `answer` completes when the plan has
+    changed."""
 
     session_id: SessionId
     plan: SpeculationPlan
@@ -66,8 +72,8 @@ class SetPlan:
 
 @dataclass(frozen=True, slots=True)
 class SetDrafter:
-    """Assign the session opened under `ticket` to another drafter, or to none if `drafter_id` is
-    None. A `DrafterChanged` answers, unless the session has ended."""
+    """Command to assign a session to another drafter, or to none if `drafter_id` is None. The
+    engine answers with a `DrafterChanged`, unless the session has ended."""
 
     session_id: SessionId
     ticket: int
@@ -76,24 +82,26 @@ class SetDrafter:
 
 @dataclass(frozen=True, slots=True)
 class ProposalsReceived:
-    """Proposals arrived on a link. Sessions no longer wait for proposals that are invalid."""
+    """Notice that proposals arrived on an exchange link. If a proposal is invalid, its session no
+    longer waits for it."""
 
     link_id: int
     proposals: Proposals
     valid: NDArray[np.bool_]
-    """[S] whether each of the S proposals passed validation."""
+    """Whether each of the S proposals in `proposals` has passed validation, bool [S]."""
 
 
 @dataclass(frozen=True, slots=True)
 class MalformedMessage:
-    """A message that could not be decoded arrived on a link."""
+    """Notice that a message arrived on an exchange link which could not be decoded."""
 
     link_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class SessionsLostByDrafter:
-    """The drafter on a link no longer drafts for the sessions with these handles."""
+    """Notice that the drafter on an exchange link no longer drafts for the sessions with these
+    handles."""
 
     link_id: int
     handles: tuple[int, ...]
@@ -101,23 +109,24 @@ class SessionsLostByDrafter:
 
 @dataclass(frozen=True, slots=True)
 class DrafterAttached:
-    """A drafter is ready to serve sessions."""
+    """Notice that a drafter has connected and can serve sessions."""
 
     link: ExchangeLink
     shm_channel: ShmChannel | None = None
-    """Channel of the link's messages; None if they use the connection of the event loop."""
+    """Shared-memory channel for the link's messages; None if they are sent through the asyncio
+    thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterDetached:
-    """A drafter's connection is gone."""
+    """Notice that the connection of a drafter has ended."""
 
     link_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAnswered:
-    """The drafter on a link has answered the offer of an exchange between devices."""
+    """Notice that the drafter on an exchange link has answered the offer of a device exchange."""
 
     link_id: int
     answer: ReplicaAnswer
@@ -125,7 +134,7 @@ class ReplicaAnswered:
 
 @dataclass(frozen=True, slots=True)
 class StopEngine:
-    """Fail every session and end the engine thread."""
+    """Command to fail every session and end the engine thread."""
 
 
 Command = (

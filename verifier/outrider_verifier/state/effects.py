@@ -17,15 +17,16 @@ from outrider.wire.messages import EncodedMessage, VerifierMessage
 
 
 class SessionEventRow(NamedTuple):
-    """Event of one session without its tokens, which are in `EventBatch.tokens`."""
+    """Event of one session. Its tokens are in `EventBatch.tokens`."""
 
     ticket: int
     round_id: int
     num_tokens: int
     reason: int
-    """Code of the finish reason, 0 if the session continues."""
+    """Number of the finish reason as in `REASON_CODES`; 0 if the session continues."""
     flags: int
-    """DRAFTER_ATTACHED | FALLBACK | TARGET_ONLY | LOOKED_AHEAD | HIT | flags of PLANNED."""
+    """Bitwise or of DRAFTER_ATTACHED, FALLBACK, TARGET_ONLY, LOOKED_AHEAD, HIT and the bits of
+    PLANNED."""
     proposed: int
     accepted: int
 
@@ -35,16 +36,18 @@ EVENT_FIELDS: Final = len(SessionEventRow._fields)
 
 @dataclass(slots=True, eq=False)
 class EventBatch:
-    """Batch of session events. Events are added until the batch is handed to the asyncio thread."""
+    """Session events that are collected until they are passed to the asyncio thread together."""
 
     tokens: list[int] = field(default_factory=list)
-    """Tokens of all events, in the order of the events."""
+    """Tokens of all events, concatenated in the order of the events."""
     logprobs: dict[int, PathLogprobs] = field(default_factory=dict)
-    """Log-probabilities by index of the event, for sessions that request them."""
+    """Log-probabilities by index of the event. Sessions that do not request any have no entry."""
     _words: list[int] = field(default_factory=list)
-    """Fields of the last `SessionEventRow`s in a flat list, which converts to an array fastest."""
+    """Fields of the newest `SessionEventRow`s, concatenated in a flat list. Such a list converts to
+    an array faster than a list of tuples."""
     _before: list[NDArray[np.int64]] = field(default_factory=list)
-    """Arrays [n, fields] of the events before those in `_words`."""
+    """Arrays of shape [number of events, fields of `SessionEventRow`], with the events before those
+    in `_words`."""
 
     def __len__(self) -> int:
         return sum(map(len, self._before)) + len(self._words) // EVENT_FIELDS
@@ -52,9 +55,9 @@ class EventBatch:
     def add_event(
         self, event: Iterable[int], tokens: Sequence[int], logprobs: PathLogprobs | None = None
     ) -> None:
-        """Add the event of one session, given as the fields of a `SessionEventRow`.
+        """Add the event of one session. `event` contains the fields of a `SessionEventRow`.
 
-        `logprobs` may cover more than `tokens`; only those of `tokens` are kept.
+        `logprobs` may cover more tokens than `tokens`; only the entries of `tokens` are kept.
         """
         if logprobs is not None:
             self.logprobs[len(self)] = logprobs.first_tokens(len(tokens))
@@ -62,16 +65,17 @@ class EventBatch:
         self.tokens.extend(tokens)
 
     def add_events(self, events: NDArray[np.int64], tokens: Sequence[int]) -> None:
-        """Add n events without log-probabilities, as an array [fields of `SessionEventRow`, n].
+        """Add n events without log-probabilities. `events` has shape [fields of `SessionEventRow`,
+        n].
 
-        `tokens` holds the tokens of all these events, in the order of the events.
+        `tokens` contains the tokens of all these events, concatenated in the order of the events.
         """
         self._seal()
         self._before.append(events.T)
         self.tokens.extend(tokens)
 
     def columns(self) -> NDArray[np.int64]:
-        """Return all n events as an array [fields of `SessionEventRow`, n]."""
+        """Return all n events as an array of shape [fields of `SessionEventRow`, n]."""
         self._seal()
         if len(self._before) != 1:
             self._before = [np.concatenate([np.empty((0, EVENT_FIELDS), np.int64), *self._before])]
@@ -79,13 +83,14 @@ class EventBatch:
 
     @property
     def tickets(self) -> NDArray[np.int64]:
-        """Tickets of the events' sessions, [n]."""
+        """Ticket of each event's session, int64 [n]."""
         tickets: NDArray[np.int64] = self.columns()[0]
         return tickets
 
     @property
     def reasons(self) -> NDArray[np.int64]:
-        """Codes of the finish reasons as in `REASON_CODES`, [n]; 0 for a session that continues."""
+        """Number of the finish reason of each event as in `REASON_CODES`, int64 [n]; 0 if the
+        session continues."""
         reasons: NDArray[np.int64] = self.columns()[3]
         return reasons
 
@@ -101,7 +106,7 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class FailSession:
-    """End the session with this ticket with an error."""
+    """Effect that reports to a session's router that the session was ended by an error."""
 
     ticket: int
     error: OutriderError
@@ -109,7 +114,8 @@ class FailSession:
 
 @dataclass(frozen=True, slots=True)
 class DrafterChanged:
-    """Tell a session's router the session's drafter after a `SetDrafter`."""
+    """Effect that reports to a session's router which drafter the session has after a
+    `SetDrafter`."""
 
     ticket: int
     drafter_id: DrafterId | None
@@ -117,13 +123,14 @@ class DrafterChanged:
 
 @dataclass(frozen=True, slots=True)
 class SendMessage:
-    """Send a message on the exchange link with this id."""
+    """Effect that sends a message to the drafter on an exchange link."""
 
     link_id: int
     message: VerifierMessage
 
     def owned(self) -> SendMessage:
-        """Return a copy whose memory no round overwrites, so that another thread can send it."""
+        """Return a copy with memory of its own, which another thread can send after later rounds
+        have overwritten the original."""
         message = self.message
         return (
             SendMessage(self.link_id, message.copy_owned())
@@ -134,14 +141,15 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True)
 class DisconnectDrafter:
-    """End an exchange link whose drafter sends far more than was requested."""
+    """Effect that ends an exchange link whose drafter sends far more than was requested."""
 
     link_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class CompleteCommand:
-    """Complete the future of a command, with an error or, if `error` is None, with success."""
+    """Effect that completes the future of a command: with `error`, or with success if `error` is
+    None."""
 
     future: asyncio.Future[None]
     error: OutriderError | None = None
@@ -149,7 +157,7 @@ class CompleteCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
-    """Timings (seconds) and sizes of one round."""
+    """Durations (in seconds) and sizes of one round."""
 
     total_s: float
     forward_s: float
@@ -159,31 +167,31 @@ class RoundReport:
     draft_s: float = 0.0
     """Time of the in-process drafter."""
     waited_s: float
-    """Idle time before the round in which a session waited for its proposal."""
+    """Idle time before the round while a session waited for its proposal."""
     drafted_s: float
-    """Part of `waited_s` that the drafters report as time spent on the proposals that the round
-    used."""
+    """Part of `waited_s` in which, according to the drafters, they computed the proposals that the
+    round used."""
     rows: int
-    """Token rows of the target's forward."""
+    """Number of token rows of the target's forward pass."""
     verify_rows: int
-    """Sessions that decoded in the round."""
+    """Number of sessions that decoded in the round."""
     prefill_tokens: int
     emitted: int
     hit_idle_s: float | None = None
-    """Idle time between the end of the previous round and the submission of this one; None unless
-    all rows of this one are hits."""
+    """Idle time between the end of the previous round and the submission of this one. None unless
+    every decode row of this round verified a hit."""
 
     @property
     def other_s(self) -> float:
-        """Time of the round outside the models' forwards and acceptance."""
+        """Time of the round in which neither a model nor acceptance ran."""
         inside = self.forward_s + self.project_s + self.draft_s + self.accept_s
         # A device's clock and the host's may disagree by a little.
         return max(0.0, self.total_s - inside)
 
     @property
     def overhead_s(self) -> float:
-        """Time of the round and of the wait before it in which no model ran: neither the target,
-        nor the feature projection, nor a drafter."""
+        """Time in which no model ran, neither the target, nor the feature projection, nor a
+        drafter. It includes the wait before the round."""
         models_s = self.forward_s + self.project_s + self.draft_s + self.drafted_s
         return max(0.0, self.total_s + self.waited_s - models_s)
 
@@ -201,7 +209,8 @@ Post = Callable[[Effect], None]
 
 
 def messages_by_link(effects: Iterable[Effect]) -> dict[int, list[VerifierMessage]]:
-    """Return the messages of all `SendMessage`s by link id, in order, to send them together."""
+    """Return the messages of all `SendMessage`s in `effects`, grouped by link id and in their
+    order."""
     told: dict[int, list[VerifierMessage]] = {}
     for effect in effects:
         if isinstance(effect, SendMessage):

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class PreemptionMode(StrEnum):
-    """Method by which a preempted session gets its KV back."""
+    """Method by which a preempted session gets its KV back when it resumes."""
 
     SWAP = "swap"
     """The KV is copied back from host memory."""

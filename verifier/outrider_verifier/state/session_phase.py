@@ -8,19 +8,20 @@ from typing import Final
 
 
 class SessionPhase(Enum):
-    """Phase of a session. A session is in exactly one phase."""
+    """Phase of a session on a verifier. A session is in exactly one phase."""
 
     WAITING = "waiting"
-    """The session has no KV and waits for blocks to prefill: it is new, or it was preempted without
-    a copy of its KV."""
+    """The session has no KV and waits for KV blocks. It is new, or it was preempted without a copy
+    of its KV."""
     SWAPPED = "swapped"
-    """The session waits for blocks, and its KV was copied to host memory when it was preempted."""
+    """The session waits for KV blocks. Its KV was copied to host memory when it was preempted."""
     PREFILLING = "prefilling"
-    """The session has blocks, and some of its prefill tokens are not yet submitted in a round."""
+    """The session has KV blocks, and some of its tokens to prefill were not yet submitted in a
+    round."""
     DECODING = "decoding"
-    """The session has blocks, and its next round decodes."""
+    """The session has KV blocks, and its next round decodes."""
     ENDED = "ended"
-    """The session's resources are freed; an in-flight round may still contain the session."""
+    """The session has released its resources. A round in flight may still contain it."""
 
 
 # Rounds compare the phases of all rows, and Python 3.11 takes seven times as long to look a member
@@ -39,4 +40,4 @@ ALLOWED_TRANSITIONS: Final[Mapping[SessionPhase, frozenset[SessionPhase]]] = {
     DECODING: frozenset((WAITING, SWAPPED, ENDED)),
     ENDED: frozenset(),
 }
-"""Phases that may follow each phase."""
+"""Phases to which a session may change from each phase."""

@@ -1,7 +1,7 @@
 """Parses the draft acceptance rates of --simulated-acceptance, for benchmarks without weights.
 
-A round over K draft positions whose nodes are accepted with the same probability r, each given the
-one before it, emits 1 + r + r^2 + ... + r^K tokens on average.
+If each of K draft tokens is accepted with the probability r, given that the previous one was
+accepted, a round emits 1 + r + r^2 + ... + r^K tokens on average.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ _BISECTIONS = 100
 
 
 def parse_rates(text: str, num_drafts: int) -> tuple[float, ...]:
-    """Return the conditional acceptance rates of the draft positions 1 .. num_drafts.
+    """Return the acceptance rates of the draft positions 1 to `num_drafts`, each given that the
+    previous position was accepted.
 
-    `text` is "" (no simulation: no rates), a mean number of tokens a round ("2.6"), or the rates
-    themselves, one for each position ("0.8,0.6,0.4"). Raises ValueError for anything else.
+    `text` is one of three: "" for no simulation, which gives no rates; the mean number of tokens of
+    a round ("2.6"); or one rate for each position ("0.8,0.6,0.4"). Raises ValueError for anything
+    else.
     """
     if not text:
         return ()
@@ -35,7 +37,8 @@ def parse_rates(text: str, num_drafts: int) -> tuple[float, ...]:
 
 
 def rate_of_mean(mean: float, num_drafts: int) -> float:
-    """Return the rate r in [0, 1] with r^0 + r^1 + .. + r^num_drafts = mean.
+    """Return the acceptance rate r in [0, 1] of every draft position for which a round emits `mean`
+    tokens on average: r^0 + r^1 + ... + r^num_drafts = mean.
 
     Raises ValueError unless mean is in [1, num_drafts + 1].
     """

@@ -1,9 +1,9 @@
-"""Check and time paged tree attention and its companions at the shapes of Llama-3.1-8B.
+"""Check and time paged tree attention and the kernels around it at the shapes of Llama-3.1-8B.
 
-`python -m outrider_bench.gpu.checks.attention [--out FILE]` runs on the device. It measures errors
-against float64, then CUDA-graph times of 32 layers, each with a cache of its own, for launch
-parameters around those in use. Copy the configuration printed as best into
-`outrider.engine.kernels.attention.config`.
+`python -m outrider_bench.gpu.checks.attention [--out FILE]` runs on the device. First it measures
+the errors of attention against float64. Then it times CUDA graphs of 32 layers, each with a KV
+cache of its own, for launch parameters near those in use. Copy the configuration that is printed as
+best into `outrider.engine.kernels.attention.config`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TABLE_WIDTH = 528
 POOL_BLOCKS = 64 * 40
 SHORT, LONG = 512, 8192
 SLOT_BYTES = 2 * KV_HEADS * DIM * 2
-"""Bytes of keys and values of one slot of one layer in bfloat16."""
+"""Bytes of the keys and values of one token in one layer, in bfloat16."""
 VARIANTS = (
     (32, 4, 2),
     (32, 4, 3),
@@ -51,9 +51,10 @@ VARIANTS = (
     (128, 4, 3),
     (128, 8, 3),
 )
-"""Values of (block_slots, num_warps, num_stages) to try."""
+"""Values of (block_slots, num_warps, num_stages) that are timed."""
 BOUND = 5e-3
-"""Largest allowed relative error. Weights and results are rounded to 8 bits."""
+"""Largest allowed relative error. Attention weights and results are bfloat16 values, which have 8
+bits of precision."""
 
 
 class AttentionShape(NamedTuple):
@@ -70,7 +71,7 @@ class AttentionShape(NamedTuple):
 
 
 WIDE_TREE = AttentionShape(1, 64)
-"""Shape for which the best candidates are printed."""
+"""Shape of a single large tree. For this shape the ten best configurations are printed."""
 TIMED = (
     WIDE_TREE,
     *(AttentionShape(batch, nodes) for batch in (1, 8, 32, 64) for nodes in (1, 4, 6, 8)),
@@ -88,7 +89,7 @@ COMPANIONS = (AttentionShape(1, 1), AttentionShape(1, 8), AttentionShape(64, 6))
 
 
 class AttentionBucket(NamedTuple):
-    """Static input tensors of a round."""
+    """Input tensors of the attention of one round."""
 
     tables: Tensor
     slots: Tensor
@@ -99,8 +100,9 @@ class AttentionBucket(NamedTuple):
 
 
 def make_bucket(shape: AttentionShape, *, tree: bool, num_blocks: int) -> AttentionBucket:
-    """Return the inputs of sessions on scattered blocks. The parent of node i of a tree is node (i
-    - 1) // 2."""
+    """Return random inputs of sessions whose KV blocks are scattered over the pool. If `tree`, the
+    nodes of a session form a tree in which the parent of node i is node (i - 1) // 2, else a
+    chain."""
     device = torch.device("cuda", 0)
     needed = (shape.context + shape.nodes) // BLOCK_TOKENS + 1
     tables = torch.zeros((shape.batch + 1, TABLE_WIDTH), dtype=torch.int32, device=device)
@@ -131,7 +133,7 @@ def attend(
     shape: AttentionShape,
     layer: int,
 ) -> Tensor:
-    """Run the attention of one layer."""
+    """Run the attention of one layer. With `config` None the engine chooses the configuration."""
     layer %= storage.shape[1]
     return tree_attention(
         bucket.qkv[:, :HEADS],
@@ -163,9 +165,11 @@ def default_config(shape: AttentionShape) -> AttentionConfig:
 
 
 def candidates(shape: AttentionShape) -> list[AttentionConfig]:
-    """Return the default configuration, and others of VARIANTS with half to twice as many splits.
+    """Return the configurations to time: the default one, and those of VARIANTS with half to twice
+    as many splits.
 
-    One large tree can also be split by its rows, so it gets every tile height, and few splits.
+    For a single large tree, whose rows can also be split, they include every tile height and small
+    numbers of splits.
     """
     default = default_config(shape)
     parts = {max(default.splits // 2, 1), default.splits, min(2 * default.splits, 64)}
@@ -186,7 +190,8 @@ def candidates(shape: AttentionShape) -> list[AttentionConfig]:
 
 
 def reference(storage: Tensor, bucket: AttentionBucket, shape: AttentionShape) -> Tensor:
-    """Return the float64 attention of layer 0, [M, Q * d]."""
+    """Return the attention of layer 0 computed in float64, [M, Q * d], with one row for each of M
+    nodes and Q query heads."""
     index = torch.arange(shape.context + shape.nodes, device=storage.device)
     blocks = bucket.tables[bucket.slots.long()].long()
     pool = blocks[:, index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS
@@ -204,7 +209,8 @@ def reference(storage: Tensor, bucket: AttentionBucket, shape: AttentionShape) -
 
 
 def check(storage: Tensor) -> dict[str, float]:
-    """Return the relative errors by shape; print each, and whether it is too large."""
+    """Return the relative error of each shape in CHECKED, by a description of the shape. Print each
+    error, and whether it is too large."""
     errors: dict[str, float] = {}
     for shape in CHECKED:
         for tree in (False, True) if shape.nodes > 1 else (False,):
@@ -219,7 +225,9 @@ def check(storage: Tensor) -> dict[str, float]:
 
 
 def compile_all(shapes: tuple[AttentionShape, ...]) -> None:
-    """Fill Triton's disk cache with many processes, one kernel per specialisation."""
+    """Compile the candidates of these shapes in many processes, so that Triton's disk cache
+    contains them. Candidates that differ only in the number of splits mostly share a kernel, which
+    is compiled once."""
     jobs: dict[tuple[object, ...], tuple[AttentionShape, AttentionConfig]] = {}
     for shape in shapes:
         for config in candidates(shape):
@@ -273,8 +281,9 @@ def time_config(
 
 
 def sweep(storage: Tensor, budget_s: float) -> list[dict[str, Any]]:
-    """Time every candidate of every shape; print the default and the best. Stop early once
-    `budget_s` has passed."""
+    """Time every candidate of every shape in TIMED. Print the default and the best one of each
+    shape, and return the results of each shape. Shapes that are left after `budget_s` seconds are
+    not timed."""
     results = []
     started = time.perf_counter()
     print("config: block_rows, block_slots, splits, num_warps, num_stages", flush=True)
@@ -353,8 +362,8 @@ def _companions(storage: Tensor, shape: AttentionShape) -> dict[str, Callable[[i
 
 
 def time_companions(storage: Tensor) -> dict[str, float]:
-    """Return the microseconds of the other kernels, and of rotary followed by attention, by kernel
-    and shape."""
+    """Return the microseconds of each kernel around attention, and of rotary embedding followed by
+    attention, by kernel and shape."""
     results: dict[str, float] = {}
     for shape in COMPANIONS:
         name = f"B={shape.batch} N={shape.nodes}"
@@ -366,7 +375,7 @@ def time_companions(storage: Tensor) -> dict[str, float]:
 
 
 def main() -> None:
-    """Check, measure and report. Exit with an error if a result is wrong."""
+    """Check, measure and print a report. The exit status is not 0 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--budget", type=float, default=50.0, help="seconds for the sweep")

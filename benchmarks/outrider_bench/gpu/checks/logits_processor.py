@@ -39,7 +39,8 @@ SESSIONS = (1, 8, 32, 64)
 NODES = 4
 VOCABULARIES = (49_152, 128_256)
 SCALES = (0.5, 3.0)
-"""Standard deviations of the logits: of a flat distribution, and of one like a language model's."""
+"""Standard deviations of the random logits. The first one makes a flat distribution, the second one
+a distribution like a language model's."""
 HISTORY = 600
 SETTINGS: dict[str, SamplingParams] = {
     "nothing": SamplingParams(),
@@ -64,7 +65,8 @@ SETTINGS: dict[str, SamplingParams] = {
 
 
 class LogitsCase:
-    """Sessions with one parameter set and a chain of NODES rows each."""
+    """Logits and state of several sessions with the same sampling parameters. Each session has a
+    chain of NODES rows."""
 
     def __init__(
         self, params: SamplingParams, sessions: int, vocab: int, scale: float, device: torch.device
@@ -105,8 +107,9 @@ class LogitsCase:
         )
 
     def agrees(self) -> tuple[bool, bool]:
-        """Return whether all scores equal the host's bit for bit, and whether the top-p nucleus
-        agrees with float64 probabilities to 10^-4."""
+        """Return two results: whether all scores equal those of the host's logits processor bit for
+        bit, and whether top-p keeps the smallest set of tokens whose probability reaches top_p. The
+        second one is computed in float64, with a tolerance of 10^-4."""
         found = self.logits.clone()
         self.run(found)
         exact = near = True
@@ -138,7 +141,8 @@ class LogitsCase:
 
 
 def check(device: torch.device) -> list[tuple[str, bool]]:
-    """Return the checks by name, for every setting, vocabulary and scale."""
+    """Return (name of a check, whether it passed) for both checks of every setting, vocabulary and
+    scale."""
     found = []
     for name, params in SETTINGS.items():
         for vocab in VOCABULARIES:
@@ -150,7 +154,8 @@ def check(device: torch.device) -> list[tuple[str, bool]]:
 
 
 def time_settings(device: torch.device) -> list[list[object]]:
-    """Return the rows of (setting, V, scale, microseconds at each number of sessions)."""
+    """Return a table row for each setting, vocabulary and scale: [setting, V, scale, and the
+    microseconds for each number of sessions in SESSIONS]."""
     result: list[list[object]] = []
     for name, params in SETTINGS.items():
         for vocab in VOCABULARIES:
@@ -170,7 +175,7 @@ def _process_copy(case: LogitsCase) -> None:
 
 
 def main() -> None:
-    """Check, measure and report. Raises FailedPreconditionError without a CUDA device."""
+    """Check, measure and print a report. Raises FailedPreconditionError without a CUDA device."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     args = parser.parse_args()

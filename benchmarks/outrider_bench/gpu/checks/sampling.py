@@ -49,7 +49,8 @@ DISTRIBUTION_IDS = 256
 
 
 def choose_by_softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return argmax int32 [R] and probabilities float32 [R, V] of logits [R, V] by a softmax.
+    """Return the argmax, int32 [R], and the softmax probabilities, float32 [R, V], of logits
+    [R, V].
 
     This is the common way to choose a greedy token, measured for comparison with `choose_tokens`.
     """
@@ -58,7 +59,8 @@ def choose_by_softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def state_of(sessions: int, rule: int, device: torch.device) -> SamplingState:
-    """Return the state of `sessions` slots of one rule, and of the padding slot."""
+    """Return the sampling state of `sessions` slots with acceptance rule `rule`, followed by the
+    padding slot."""
     return SamplingState(
         stream_keys=torch.arange((sessions + 1) * NUM_STREAMS, device=device).view(sessions + 1, -1)
         * 7919
@@ -69,13 +71,13 @@ def state_of(sessions: int, rule: int, device: torch.device) -> SamplingState:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Return the median microseconds of one call in a graph of 16 calls."""
+    """Return the median microseconds of one call, measured in a CUDA graph of 16 calls."""
     return round(seconds(lambda _: call(), 16) * 1e6, 2)
 
 
 def kernels_of(call: Callable[[], object]) -> int:
-    """Return the number of kernels that one call launches; 0 if the profiler sees none on this
-    machine."""
+    """Return the number of kernels that one call launches; 0 if the profiler records no kernels on
+    this machine."""
     call()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -89,7 +91,8 @@ def _ints(count: int, device: torch.device) -> Tensor:
 
 
 def check(device: torch.device) -> list[tuple[str, bool]]:
-    """Return by name whether the kernels agree with their PyTorch references on this device."""
+    """Return (name of a check, whether it passed): each one compares a kernel with its PyTorch
+    reference."""
     found = []
     slots = _ints(8, device)
     for vocab in (100, 8193, *VOCABULARIES):
@@ -114,7 +117,12 @@ def _softmax_agrees(logits: Tensor) -> bool:
 
 
 def time_choices(device: torch.device) -> list[list[object]]:
-    """Return the rows of (V, rows, greedy, coupled, softmax + argmax, top-8)."""
+    """Return a table row for each vocabulary and number of rows:
+    [V, rows, and four times in microseconds].
+
+    The times are those of `choose_tokens` with the rules greedy and coupled, of softmax with
+    argmax, and of log-softmax with the 8 best candidates.
+    """
     result: list[list[object]] = []
     for vocab in VOCABULARIES:
         for rows in ROWS:
@@ -138,7 +146,7 @@ def time_choices(device: torch.device) -> list[list[object]]:
 
 
 def count_kernels(device: torch.device) -> dict[str, int]:
-    """Return the number of kernels of the two ways to choose a greedy token."""
+    """Return the number of kernels of each of the two ways to choose a greedy token, by name."""
     logits, slots = torch.randn(8, VOCAB, device=device), _ints(8, device)
     state = state_of(8, RULE_GREEDY, device)
     return {
@@ -150,8 +158,8 @@ def count_kernels(device: torch.device) -> dict[str, int]:
 
 
 def sparse_distribution(sessions: int, tokens: Tensor) -> SparseDistribution:
-    """Return distributions that give equal weight to DISTRIBUTION_IDS ids per node, of which the
-    drafted token is the first."""
+    """Return draft distributions that give the same weight to DISTRIBUTION_IDS ids of each node.
+    The first of these ids is the draft token."""
     nodes = sessions * NODES
     drafted = tokens.view(sessions, NODES).roll(-1, dims=1).reshape(nodes, 1)
     ids = (drafted + torch.arange(DISTRIBUTION_IDS, device=tokens.device) * 16).to(torch.int32)
@@ -164,7 +172,7 @@ def sparse_distribution(sessions: int, tokens: Tensor) -> SparseDistribution:
 
 
 def dense_distribution(sessions: int, device: torch.device) -> DenseChainDistribution:
-    """Return uniform distributions over every fourth id."""
+    """Return draft distributions of chains that are uniform over every fourth token id."""
     shape = (sessions + 1, NODES - 1, DRAFT_VOCAB)
     columns = torch.full((VOCAB,), -1, dtype=torch.int32, device=device)
     target_ids = _ints(DRAFT_VOCAB, device) * 4
@@ -175,10 +183,10 @@ def dense_distribution(sessions: int, device: torch.device) -> DenseChainDistrib
 
 
 def time_acceptance(device: torch.device) -> list[list[object]]:
-    """Return a row for each number of sessions: the number, and the times of five kinds of
-    acceptance in microseconds.
+    """Return a table row for each number of sessions: the number, and the microseconds of five
+    kinds of acceptance.
 
-    They are greedy acceptance of a chain and of a tree, the target-only rule, and the rejection
+    These are greedy acceptance of a chain and of a tree, the target-only rule, and the rejection
     rule with sparse and with dense draft distributions.
     """
     result: list[list[object]] = []
@@ -218,7 +226,7 @@ def time_acceptance(device: torch.device) -> list[list[object]]:
 
 
 def main() -> None:
-    """Check, measure and report. Raises FailedPreconditionError without a CUDA device."""
+    """Check, measure and print a report. Raises FailedPreconditionError without a CUDA device."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     args = parser.parse_args()

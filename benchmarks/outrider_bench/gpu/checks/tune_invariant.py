@@ -1,10 +1,11 @@
 """Tune the batch-invariant matrix product for Llama-3.1-8B.
 
 Run `python -m outrider_bench.gpu.checks.tune_invariant --out FILE` on the device to tune for. For
-each product of a forward pass and each number of rows, it times the kernel and cuBLAS without
-algorithms that split K, over more weights than the L2 cache holds, and compares the bits of both.
-For up to SKINNY_ROWS rows it also times other tiles. It prints a line for each pair, and writes
-everything to FILE as JSON.
+each product of a forward pass and each number of rows, it times the batch-invariant kernel, and
+cuBLAS restricted to algorithms that do not split K. A timing uses several weights in turn, which
+together are larger than the L2 cache. The results of both are also compared bit by bit. For up to
+SKINNY_ROWS rows other tile sizes are timed, too. It prints a line for each product and number of
+rows, and writes everything to FILE as JSON.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ PRODUCTS: Final = (*LAYER, LM_HEAD)
 
 
 def candidates(product: Product, rows: int) -> list[LinearConfig]:
-    """Return tiles whose operands and accumulators fit a multiprocessor; none for more than
-    SKINNY_ROWS rows."""
+    """Return the configurations to time: those whose tiles fit a multiprocessor's shared memory and
+    registers. For more than SKINNY_ROWS rows there are none."""
     if rows > SKINNY_ROWS:
         return []
     block_m = max(next_power_of_2(rows), 16)
@@ -72,8 +73,8 @@ def _staged(product: Product, block_m: int, tile_rows: int, block_k: int) -> lis
 
 
 def tune(product: Product, rows: int) -> dict[str, Any]:
-    """Return the microseconds of the candidates, of the present configuration and of cuBLAS, and
-    whether the last two give the same bits."""
+    """Time the candidates, the configuration in use and cuBLAS. Return the times in microseconds,
+    and whether the last two give the same bits."""
     copies = max(4, math.ceil(COPY_BYTES / product.weight_bytes))
     weights = [make_weight(product) for _ in range(copies)]
     x, options = make_inputs(product, rows)
@@ -107,7 +108,7 @@ def tune(product: Product, rows: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Tune the requested products and write the results to --out."""
+    """Tune the products that the flags select and write the results to --out."""
     parser = argparse.ArgumentParser(description="Tune the batch-invariant matrix product.")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows")

@@ -1,10 +1,10 @@
 """Tune the weight-streaming matrix product for Llama-3.1-8B and its EAGLE-3 head.
 
 Run `python -m outrider_bench.gpu.checks.tune_linear --out FILE [--quick]` on the device to tune
-for. It times candidates for every product and row tile over more weights than the L2 cache holds,
-checks the best ones against float64, and then times whole forward passes of norms and products. It
-prints lines for `outrider.engine.kernels.linear.configs.TABLE` and writes everything to FILE as
-JSON.
+for. For every product and number of rows it times candidate configurations. A timing uses several
+weights in turn, which together are larger than the L2 cache. It checks the best configurations
+against float64, and then times all norms and products of whole forward passes. It prints lines for
+`outrider.engine.kernels.linear.configs.TABLE` and writes everything to FILE as JSON.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ TIMED_ROWS = (1, 8, 16, 32, 64)
 NUM_LAYERS = 32
 FLOOR_MS = 3.49  # the target's weights at the speed of a device copy (H200)
 COPY_BYTES = 400e6
-"""Bytes of weights that a timing reads in turn, which is more than the L2 cache holds."""
+"""Total bytes of the weights that a timing uses in turn. They are larger than the L2 cache."""
 _EPS = 1e-5
 _SMS = 132
 SM_SHARED_BYTES = 224 << 10
-"""Bytes of shared memory of a multiprocessor that programs can use."""
+"""Bytes of a multiprocessor's shared memory that programs can use."""
 
 
 class Product(NamedTuple):
-    """One matrix product of a forward pass."""
+    """One matrix product of a forward pass: an input [m, k] by the transpose of a weight [n, k]."""
 
     name: str
     n: int
@@ -61,7 +61,7 @@ class Product(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Number of columns of the result."""
+        """Number of columns of the result: `n`, or half of it if the product is gated."""
         return self.n // 2 if self.gated else self.n
 
     @property
@@ -86,8 +86,12 @@ PRODUCTS = (*LAYER, LM_HEAD, *DRAFT)
 
 
 def candidates(product: Product, block_m: int, limit: int) -> list[LinearConfig]:
-    """Return the configuration in use and up to `limit` others that fill the multiprocessors in
-    whole waves. The others are spread over the best `3 * limit`."""
+    """Return the configuration in use and up to `limit` others.
+
+    The others are estimated to leave few multiprocessors idle in the last wave of programs. They
+    are taken at equal distances from the `3 * limit` best ones by this estimate, so that they
+    differ from each other.
+    """
     found: dict[LinearConfig, float] = {}
     for rows in (32, 64, 128, 256):
         for block_k in (64, 128, 256):
@@ -109,7 +113,7 @@ def candidates(product: Product, block_m: int, limit: int) -> list[LinearConfig]
 
 
 def neighbours(product: Product, config: LinearConfig) -> list[LinearConfig]:
-    """Return the configurations that differ in one parameter by one step."""
+    """Return the configurations that differ from `config` in one parameter by one step."""
     rows = config.tile_rows(product.gated)
     steps = [config._replace(num_stages=config.num_stages + step) for step in (-1, 1)]
     steps += [config._replace(num_warps=12 - config.num_warps), config._replace(swap=rows >= 64)]
@@ -160,7 +164,8 @@ def _config(
 
 
 def make_inputs(product: Product, m: int) -> tuple[Tensor, dict[str, Any]]:
-    """Return x [m, K] and the keyword arguments of the fused product, all random."""
+    """Return a random input [m, K] and the keyword arguments of the product, with a random residual
+    if it adds one."""
     device = torch.device("cuda", 0)
     options: dict[str, Any] = {"gated": product.gated}
     if product.residual:
@@ -177,8 +182,8 @@ def make_weight(product: Product) -> Tensor:
 
 
 def compile_all(jobs: Iterable[tuple[Product, LinearConfig]]) -> None:
-    """Fill Triton's disk cache with many processes. Compilation errors are reported, and occur
-    again at the timing."""
+    """Compile these pairs in many processes, so that Triton's disk cache contains their kernels. A
+    pair that fails to compile is reported, and fails again when it is timed."""
     unique = list(dict.fromkeys((p._replace(name="", n=0, k=0), c) for p, c in jobs))
     workers = min(14, os.cpu_count() or 1)
     started = time.perf_counter()
@@ -203,8 +208,8 @@ def _compile(job: tuple[Product, LinearConfig]) -> str | None:
 
 
 def seconds(launch: Callable[[int], object], launches: int, replays: int = 9) -> float:
-    """Return the seconds of one launch: the median time of a replay of a graph of launches 0, 1,
-    ..., divided by `launches`."""
+    """Return the median seconds of one launch. A CUDA graph of launch(0), launch(1), ...,
+    launch(launches - 1) is replayed `replays` times."""
     launch(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -226,8 +231,8 @@ def seconds(launch: Callable[[int], object], launches: int, replays: int = 9) ->
 def time_config(
     config: LinearConfig, x: Tensor, weights: list[Tensor], options: dict[str, Any]
 ) -> float:
-    """Return the seconds of one product in a chain of products that read distinct weights; inf if
-    it fails."""
+    """Return the seconds of one product with this configuration; inf if it fails. Successive
+    products use the weights in turn."""
 
     def launch(index: int) -> object:
         return fused_linear_triton(x, weights[index % len(weights)], config=config, **options)
@@ -242,7 +247,7 @@ def time_config(
 def reference_error(
     config: LinearConfig, x: Tensor, weight: Tensor, options: dict[str, Any]
 ) -> float:
-    """Return the largest error against float64, relative to the largest value."""
+    """Return the largest absolute error against float64, divided by the largest absolute value."""
     wide: dict[str, Any] = {k: v.double() for k, v in options.items() if isinstance(v, Tensor)}
     wide = options | wide | {"out_dtype": torch.float64}
     expected = fused_linear_torch(x.double(), weight.double(), **wide)
@@ -255,8 +260,11 @@ def _cublas(x: Tensor, weights: list[Tensor], index: int) -> Tensor:
 
 
 def tune(product: Product, jobs: dict[int, list[LinearConfig]]) -> dict[int, dict[str, Any]]:
-    """Return results by row count: the best configuration, its time and error, cuBLAS's time, and
-    all times."""
+    """Time the configurations in `jobs`, which are listed by number of rows.
+
+    Returns by number of rows: the best configuration, its time, bandwidth and error, the time of
+    cuBLAS, and all times in ascending order.
+    """
     copies = max(8, math.ceil(COPY_BYTES / product.weight_bytes))
     weights = [make_weight(product) for _ in range(copies)]
     results = {}
@@ -284,7 +292,9 @@ def tune(product: Product, jobs: dict[int, list[LinearConfig]]) -> dict[int, dic
 
 
 def run_passes(products: tuple[Product, ...], quick: bool, out: Path) -> dict[str, Any]:
-    """Tune among spread candidates, then near the best; return {product: {rows: result}}."""
+    """Time the configurations of `candidates`, then neighbours of the best ones, and write the
+    results to `out` as JSON. Return {product: {rows: result}}. If `quick`, fewer configurations are
+    timed, and only with the smallest number of rows."""
     rows = TUNED_ROWS[:1] if quick else TUNED_ROWS
     limit = 8 if quick else 20
     jobs = {p: {m: candidates(p, max(m, 16), limit) for m in rows} for p in products}
@@ -303,7 +313,7 @@ def run_passes(products: tuple[Product, ...], quick: bool, out: Path) -> dict[st
 
 
 def _merge(results: dict[int, dict[str, Any]], m: int, new: dict[str, Any]) -> None:
-    """Keep the better of two results, and the times of both."""
+    """Replace the result for `m` rows if the new one is better, and keep the times of both."""
     old = results.get(m, new)
     ranked = dict(old["ranked"]) | dict(new["ranked"])
     results[m] = dict(min(old, new, key=lambda result: float(result["us"])))
@@ -311,7 +321,7 @@ def _merge(results: dict[int, dict[str, Any]], m: int, new: dict[str, Any]) -> N
 
 
 def _near(product: Product, ranked: list[LinearConfig]) -> list[LinearConfig]:
-    """Return the best configuration, and those one step from the best two that were not timed
+    """Return the best configuration, and those neighbours of the best two that were not timed
     yet."""
     near = [step for config in ranked[:2] for step in neighbours(product, config)]
     return [config for config in dict.fromkeys([ranked[0], *near]) if config not in ranked[1:]]
@@ -326,7 +336,8 @@ def print_table(products: tuple[Product, ...], best: dict[str, Any]) -> None:
 
 
 def summarise(best: dict[str, Any]) -> None:
-    """Print the total times of a target forward and of a draft head's pass, by tuned row count."""
+    """Print the summed times of the products of a target forward and of a draft head's forward, for
+    each tuned number of rows."""
     layer = [product.name for product in LAYER]
     target = [(name, NUM_LAYERS) for name in layer] + [("lm_head", 1)]
     draft = [(name, 1) for name in ("draft_fc", "draft_qkv", *layer[1:], "draft_lm_head")]
@@ -348,8 +359,8 @@ def _config_at(best: dict[str, Any], product: Product, m: int) -> LinearConfig:
 
 
 def time_forwards(best: dict[str, Any]) -> dict[str, float]:
-    """Return the milliseconds of a graph of all norms and products of a target forward, in
-    order."""
+    """Return the milliseconds of a CUDA graph of all norms and products of a target forward, with
+    the tuned kernel ("fused") and with cuBLAS, by name and number of rows."""
     layers = [[make_weight(product) for product in LAYER] for _ in range(NUM_LAYERS)]
     lm_head = make_weight(LM_HEAD)
     norm = torch.ones(LM_HEAD.k, device="cuda", dtype=torch.bfloat16)

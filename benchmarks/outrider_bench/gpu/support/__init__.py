@@ -21,8 +21,8 @@ timeline.py                Timeline of a run of rounds: host spans, device spans
 trace.py                   Timeline files in Trace Event Format, for Perfetto and chrome://tracing.
 tree_scores.py             Draft trees ranked by bfloat16 products of probabilities, compared with
                            sums of log-probs.
-widened_files.py           Output of a widened model and head to disk, as checkpoints that load like
-                           any other.
+widened_files.py           Checkpoints of a widened model and its head, written to disk in the usual
+                           format.
 widening.py                Widening of a small Llama model and its EAGLE-3 head: same function, cost
                            of a large model.
 """

@@ -35,12 +35,13 @@ from outrider_bench.prompts import load_prompts
 from outrider_bench.report import format_table, print_progress
 
 VLLM_EMITTED: Final = {1: 1.72, 3: 2.60, 5: 3.20, 7: 3.60}
-"""Tokens per round that the vLLM measurements simulated, by draft length."""
+"""Tokens per round that were simulated in the measurements of vLLM, by draft length."""
 SPARE_SESSIONS: Final = 2
-"""Sessions admitted beyond the batch, because a session that has just ended may still hold its
-blocks."""
+"""Number of sessions admitted beyond the batch size, because a session that has just ended may
+still hold its blocks."""
 SLACK_TOKENS: Final = 96
-"""KV slots that a session may take beyond prompt and output: draft nodes, rounded up to blocks."""
+"""KV slots that a session may need beyond prompt and output, for draft nodes and for rounding up to
+whole blocks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +84,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Bench:
-    """Flags of a run, and the models loaded so far."""
+    """Flags of a run, with the models and the measurements that its benchmarks share."""
 
     args: argparse.Namespace
     memo: dict[Hashable, Any] = field(default_factory=dict)
@@ -112,22 +113,22 @@ class Bench:
 
     @property
     def repeats(self) -> int:
-        """Number of runs of a micro-benchmark."""
+        """Number of times that each micro-benchmark is repeated."""
         return self.args.repeats or (10 if self.args.quick else 40)
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of tokens of a random prompt."""
+        """Number of tokens of each random prompt."""
         return int(self.args.prompt_tokens)
 
     @property
     def output_tokens(self) -> int:
-        """Number of tokens to emit."""
+        """Maximum number of tokens of an answer."""
         return self.args.output_tokens or (64 if self.args.quick else 256)
 
     @property
     def max_tokens(self) -> int:
-        """Largest number of tokens of a prompt and its output."""
+        """Maximum number of tokens of a prompt and its answer together."""
         return self.prompt_tokens + self.output_tokens
 
     @property
@@ -141,19 +142,21 @@ class Bench:
         return tuple(self.args.drafts)
 
     def placements(self, *default: str) -> tuple[str, ...]:
-        """Return the placements to compare: those of --placements, or the given ones."""
+        """Return the placements to compare: those of --placements, or `default` if the flag is not
+        given."""
         return tuple(self.args.placements.split(",")) if self.args.placements else default
 
     def random(self) -> LoadedModels:
-        """Load the target and head with random weights."""
+        """Return the target and head with random weights, which are loaded once."""
         return self._load("random", self._load_random)
 
     def real(self) -> LoadedModels:
-        """Load the real model."""
+        """Return the real model with its head, which are loaded once."""
         return self._load("real", self._load_real)
 
     def widened(self) -> LoadedModels:
-        """Load the real model, widened to the cost of a large one."""
+        """Return the real model and head, widened to the cost of a large model. They are loaded
+        once."""
         return self._load("widened", self._load_widened)
 
     def model_files(self) -> ModelFiles:
@@ -181,15 +184,17 @@ class Bench:
         return load_model_config(self.model_files().path).eos_ids
 
     def floor_ms(self, models: LoadedModels) -> float:
-        """Return the milliseconds to read the weights of one forward pass once, at the rate of a
-        device copy."""
+        """Return the milliseconds in which the device reads the weights of one forward pass once,
+        at the bandwidth of a device copy."""
         read = weight_bytes(models.target.config, models.target.dtype)
         return round(read / DEVICE_COPY_BYTES_S * 1000.0, 4)
 
     def result(
         self, name: str, models: LoadedModels | None, **content: object
     ) -> dict[str, object]:
-        """Return a benchmark's result, with the facts that are stored with it."""
+        """Return `content` with the fields that every result has: the benchmark's name, the
+        environment, the device and, if `models` is given, the model, its dtype, its weight bytes
+        and the time to read them."""
         about: dict[str, object] = {"benchmark": f"gpu {name}", **describe()}
         about["device"] = _device_name(self.device)
         if models is not None:
@@ -270,7 +275,8 @@ class Bench:
 
 
 def wide_spec(text: str | None) -> WideSpec:
-    """Return the widened shape that a flag describes; the default for None."""
+    """Return the widened shape that the flag's value `text` describes; the default shape for
+    None."""
     if not text:
         return WideSpec()
     names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -278,13 +284,16 @@ def wide_spec(text: str | None) -> WideSpec:
 
 
 def simulated(draft_length: int) -> str:
-    """Return the SIMULATED mean number of tokens per round, as in the vLLM measurements. For other
-    draft lengths it is 1 + 0.44 x length."""
+    """Return the SIMULATED mean number of tokens per round for this draft length, as text for
+    `VerifierConfig.simulated_acceptance`.
+
+    It is the value of the vLLM measurements. For draft lengths without one it is 1 + 0.44 x length.
+    """
     return str(VLLM_EMITTED.get(draft_length, round(1.0 + 0.44 * draft_length, 2)))
 
 
 def show(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table immediately."""
+    """Print a table under a title and flush the output."""
     print(f"\n{title}\n{format_table(headers, rows)}", flush=True)
 
 

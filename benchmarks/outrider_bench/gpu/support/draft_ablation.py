@@ -30,7 +30,9 @@ def chains_by_choice(bench: Bench) -> list[dict[str, Any]]:
     """Measure draft steps and chains of five draft tokens. Each token is chosen by argmax, with or
     without a softmax before it.
 
-    Heads have the usual draft vocabulary, or the target's. A step is defined as in `gpu draft`.
+    Returns a dict of figures for each head and number of sessions. One head has the usual draft
+    vocabulary, the other one the target's vocabulary. The time of a step is computed as in
+    `outrider_bench.gpu.draft`.
     """
     found = [*_chains(bench, bench.random()), *_chains(bench, _whole_vocabulary(bench.random()))]
     title = f"idea 2: a catch-up on {NEW_ROWS} rows, a chain of {CHAIN}"
@@ -39,8 +41,8 @@ def chains_by_choice(bench: Bench) -> list[dict[str, Any]]:
 
 
 def trees_by_score(bench: Bench) -> list[dict[str, Any]]:
-    """Measure a catch-up with a tree, ranked by sums of log-probs or by products of
-    probabilities."""
+    """Measure a catch-up with a tree that is ranked by sums of log-probs or by products of
+    probabilities. Return a dict of figures for each number of sessions."""
     sessions = _at_most(bench, TREE_SESSIONS)
     found = []
     with closing(DraftBench(bench, bench.random(), max_rows=max(sessions))) as draft:
@@ -90,7 +92,8 @@ def _chain_facts(bench: Bench, draft: DraftBench, count: int, name: str) -> dict
 
 
 def _whole_vocabulary(models: LoadedModels) -> LoadedModels:
-    """Return the same target with a head that drafts over all of the target's ids."""
+    """Return the same target with a random head whose draft vocabulary is the target's
+    vocabulary."""
     target = models.target
     with torch.inference_mode():
         shape = head_shape(target.config, target.config.vocab_size)
@@ -100,8 +103,8 @@ def _whole_vocabulary(models: LoadedModels) -> LoadedModels:
 
 @contextmanager
 def choices_by(draft: DraftBench, name: str) -> Iterator[None]:
-    """Make drafts choose from probabilities if `name` is "softmax"; otherwise leave them
-    unchanged."""
+    """Context in which drafts choose tokens from softmax probabilities if `name` is "softmax". For
+    other names they choose from logits as usual."""
     logits: Callable[[Tensor], Tensor] = draft.program.forward.logits
 
     def probabilities(x: Tensor) -> Tensor:
@@ -114,8 +117,11 @@ def choices_by(draft: DraftBench, name: str) -> Iterator[None]:
 
 @contextmanager
 def scores_by(name: str) -> Iterator[None]:
-    """Make trees take their candidates by probability if `name` is "products"; otherwise leave them
-    unchanged. The scores are then added up wrongly, which does not affect the time."""
+    """Context in which trees score candidates by probability if `name` is "products". For other
+    names they use log-probs as usual.
+
+    Trees still add the scores up. This is wrong for probabilities, but does not affect the time.
+    """
 
     def products(logits: Tensor, k: int, *, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:
         best = logits.float().softmax(dim=-1).topk(k)

@@ -29,11 +29,11 @@ class Clock(Protocol):
 
 @dataclass(slots=True)
 class SessionStreamLog:
-    """Tokens and arrival times of one session as its reader received them."""
+    """Tokens of one session and the times at which its client received them."""
 
     opened: float
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """Time and number of tokens of each event."""
+    """Arrival time and number of tokens of each event."""
     tokens: list[int] = field(default_factory=list)
     stats: SpecStats = field(default_factory=SpecStats)
 
@@ -46,7 +46,7 @@ class SessionStreamLog:
 
 @dataclass(slots=True)
 class ServiceWave:
-    """Sessions of one wave, of which `concurrency` run at a time."""
+    """Results of the sessions of one wave, of which `concurrency` run at a time."""
 
     streams: list[SessionStreamLog]
     concurrency: int
@@ -55,8 +55,8 @@ class ServiceWave:
     def steady(self) -> tuple[float, float]:
         """Start and end of the steady state, in which `concurrency` sessions decode.
 
-        It ends when the last session is opened or, if all are opened at once, when the first one
-        ends.
+        It ends when the last session is opened or, if all sessions are opened at the start, when
+        the first one ends.
         """
         first = sorted(stream.arrivals[0][0] for stream in self.streams)
         start = first[self.concurrency - 1]
@@ -66,8 +66,8 @@ class ServiceWave:
 
     @property
     def round_ms(self) -> float:
-        """Median milliseconds between two events of a session in the steady state; NaN without
-        any."""
+        """Median milliseconds between two successive events of a session in the steady state; NaN
+        if there are none."""
         start, end = self.steady
         gaps = [gap for gap, _ in self._gaps(start, end)]
         return median(gaps) * 1000.0 if gaps else float("nan")
@@ -81,8 +81,8 @@ class ServiceWave:
 
     @property
     def mean_emitted(self) -> float:
-        """Mean number of tokens per round of a session; NaN without rounds. The token that prefill
-        emits belongs to no round."""
+        """Mean number of tokens that a session emits per round; NaN without rounds. The token that
+        prefill emits does not count."""
         rounds = sum(stream.stats.rounds for stream in self.streams)
         emitted = sum(stream.stats.emitted for stream in self.streams)
         return emitted / rounds if rounds else float("nan")
@@ -93,7 +93,8 @@ class ServiceWave:
         return [(stream.arrivals[0][0] - stream.opened) * 1000.0 for stream in self.streams]
 
     def summary(self) -> dict[str, object]:
-        """Return the figures of a serving benchmark. Times are in milliseconds."""
+        """Return the figures of a serving benchmark by name: throughput, rounds and latencies.
+        Times whose names end in `_ms` are in milliseconds, others in seconds."""
         between = [gap * 1000.0 for gap, _ in self._gaps(0.0, float("inf"))]
         each = [
             (s.arrivals[-1][0] - s.arrivals[0][0]) * 1000.0 / max(1, len(s.tokens) - 1)
@@ -132,15 +133,16 @@ class ServiceWave:
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Return prompts of random ids. The first few ids are left out, because they are often
-    special."""
+    """Return `count` prompts of `length` random token ids. Ids below 8 are not used, because they
+    are often special tokens."""
     generator = np.random.default_rng(seed)
     low = min(8, vocab_size - 1)
     return generator.integers(low, vocab_size, size=(count, length)).tolist()  # type: ignore[no-any-return]
 
 
 def chat_prompts(model: Path, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
-    """Return the token ids of prompts in the chat template of the model in a directory."""
+    """Return the token ids of prompts in the chat template of the model in the directory
+    `model`."""
     tokenizer = Tokenizer.load(model)
     return [
         list(tokenizer.encode_chat([{"role": "user", "content": prompt.text}]))
@@ -161,8 +163,8 @@ async def drive_sessions(
 ) -> ServiceWave:
     """Open one session per prompt and read all of them to their ends.
 
-    At most `concurrency` sessions run at a time; None: all of them. Session i samples with the seed
-    of `sampling` plus i.
+    At most `concurrency` sessions run at a time; with None all run at the same time. Session i
+    samples with the seed of `sampling` plus i.
     """
     setup, base = running.setup, sampling or SamplingParams()
     limit = min(concurrency or len(prompts), len(prompts))

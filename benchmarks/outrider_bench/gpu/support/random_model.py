@@ -1,7 +1,8 @@
 """Models built in device memory: random weights in a large shape, or a widened small model.
 
-Random weights cost the same as trained ones, but their output is meaningless: acceptance with them
-is simulated or left out. Every layer has its own weights, so that no cache holds them all.
+A forward with random weights costs as much as one with trained weights, but its output is
+meaningless. Acceptance with random weights is simulated or not measured. Every layer has its own
+weights, so that no cache holds them all.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ SHAPES: Final = {"llama-8b": LLAMA_8B, "tiny": TINY}
 
 
 def head_shape(target: ModelConfig, draft_vocab_size: int) -> HeadConfig:
-    """Return the shape of an EAGLE-3 head of the target's own width, as such heads are trained for
-    it."""
+    """Return the shape of an EAGLE-3 head with the hidden size and the head counts of the target,
+    which is the usual shape of such heads."""
     layers = target.num_layers
     return HeadConfig(
         kind="eagle3",
@@ -91,7 +92,8 @@ def build_target(
     kv_tokens: int,
     block_tokens: int = 16,
 ) -> TargetModel:
-    """Return a target with plain weights from any source of tensors."""
+    """Return a target model with unpacked weights from `source`, and with a KV pool of `kv_tokens`
+    tokens."""
     pool = KVPool(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -113,14 +115,15 @@ def random_target(
     kv_tokens: int,
     seed: int = 0,
 ) -> TargetModel:
-    """Return a target of this shape with normally distributed weights, created on the device."""
+    """Return a target model of this shape with normally distributed weights, created on the
+    device."""
     source = RandomSource(config, dtype=dtype, device=device, seed=seed)
     return build_target(source, config, dtype=dtype, device=device, kv_tokens=kv_tokens)
 
 
 class RandomSource:
-    """Source of normally distributed weights under a checkpoint's names. Each request creates a
-    tensor anew."""
+    """`TensorSource` of normally distributed weights with the tensor names of a Llama checkpoint.
+    Each call of `get` creates the tensor anew."""
 
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0
@@ -129,7 +132,8 @@ class RandomSource:
         self._normal = _normal(dtype, device, seed)
 
     def has(self, name: str) -> bool:
-        """Return whether the tensor exists: all tensors of a Llama model without biases do."""
+        """Return whether the model has a tensor of this name. It has all tensors of a Llama model
+        without biases."""
         return not name.endswith(".bias")
 
     def get(self, name: str) -> Tensor:
@@ -157,10 +161,11 @@ class RandomSource:
 def random_head(
     config: HeadConfig, embedding: Tensor, *, seed: int = 1
 ) -> tuple[Eagle3Head, FeatureProjection]:
-    """Return a head of this shape, and the verifier's part of it.
+    """Return an EAGLE-3 head of this shape, and the projection of its features, which the verifier
+    computes.
 
-    Both have normally distributed weights on the device and in the dtype of `embedding`, the
-    target's embedding [V, H]. The draft vocabulary is random and sorted.
+    Both have normally distributed weights, with the device and the dtype of `embedding`, the
+    target's embedding [V, H]. The ids of the draft vocabulary are random and sorted.
     """
     normal = _normal(embedding.dtype, embedding.device, seed)
     hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
@@ -200,7 +205,8 @@ def widened_target(
     kv_tokens: int,
     seed: int = 0,
 ) -> TargetModel:
-    """Return the widened model of a checkpoint, created on the device."""
+    """Return the checkpoint in `model` as a target model widened to `spec`, created on the
+    device."""
     generator = torch.Generator(device).manual_seed(seed)
     source = WidenedTarget(
         open_checkpoint(model),
@@ -216,9 +222,10 @@ def widened_target(
 def write_drafter_files(
     model: Path, head: Path, out: Path, spec: WideSpec, target: TargetModel
 ) -> tuple[Path, Path]:
-    """Write the files of a widened model that a drafter process needs, and return their two paths.
+    """Write the files of a widened model that a drafter process needs.
 
-    They are a directory with configuration, tokenizer and embedding, and the widened head.
+    Returns two directories in `out`: one with configuration, tokenizer and embedding of the target,
+    and one with the widened head.
     """
     wide_model, wide_head = out / "target", out / "head"
     wide_model.mkdir(parents=True, exist_ok=True)
@@ -234,8 +241,8 @@ def write_drafter_files(
 def load_in_process_drafter(
     head: Path, target: TargetModel
 ) -> tuple[Eagle3Head, FeatureProjection]:
-    """Load both parts of a head's checkpoint onto the target's device, with plain weights. Raises
-    InvalidRequestError if it is not an EAGLE-3 head."""
+    """Load an EAGLE-3 head and the projection of its features from a checkpoint onto the target's
+    device, with unpacked weights. Raises InvalidRequestError if it is not an EAGLE-3 head."""
     layers = target.config.num_layers
     both = load_head(
         head,

@@ -35,8 +35,9 @@ from outrider.transport.in_process import InprocNetwork
 
 PLAIN, FUSED, COLOCATED = "plain", "fused", "colocated"
 INPROC, SEPARATE = "separate-inproc", "separate"
-"""separate-inproc: a drafter service in this process that gets messages as objects. separate: a
-drafter process over gRPC, on a device of its own if there is one."""
+"""Placements with a separate drafter. "separate-inproc" is a drafter service in this process that
+receives messages as objects. "separate" is a drafter process over gRPC, on a device of its own if
+there is one."""
 PLACEMENTS: Final = (PLAIN, FUSED, COLOCATED, INPROC, SEPARATE)
 IN_PROCESS_PLACEMENTS: Final = (FUSED, COLOCATED)
 
@@ -50,10 +51,11 @@ _MAX_TREE_NODES = 64
 
 @dataclass(slots=True, kw_only=True)
 class LoadedModels:
-    """A target and its in-process drafter, and the paths of the files for a drafter process."""
+    """A target model and its draft head, and the paths of the files that a drafter process
+    needs."""
 
     name: str
-    """Name in the results. It states whether the weights are random."""
+    """Name of the model in the results. It states whether the weights are random."""
     target: TargetModel
     head: Eagle3Head | None = None
     projection: FeatureProjection | None = None
@@ -63,7 +65,7 @@ class LoadedModels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingSetup:
-    """Serving parameters of a benchmark."""
+    """Settings with which a benchmark serves a model."""
 
     placement: str = PLAIN
     draft_length: int = 3
@@ -73,23 +75,23 @@ class ServingSetup:
     drafter."""
     max_sessions: int = 64
     max_tokens: int = 1024
-    """Largest number of tokens of a prompt and its output."""
+    """Maximum number of tokens of a prompt and its output together."""
     cuda_graphs: bool = True
     simulated: str = ""
-    """SIMULATED acceptance: see `VerifierConfig.simulated_acceptance`."""
+    """Settings of simulated acceptance, see `VerifierConfig.simulated_acceptance`; "" for real
+    acceptance."""
     prefill_tokens: int = 2048
     drafter_device: str = ""
-    """Device of a separate drafter. "" selects the next device, or the target's if there is no
-    other."""
+    """Device of a separate drafter. "" selects another device than the target's if there is one."""
     record: bool = False
-    """Whether device spans are recorded."""
+    """Whether the start and end times of the device's work are recorded."""
     warm_buckets: bool = False
-    """Whether the graphs of every number of sessions are captured at the start. Otherwise a run
-    captures a graph when it first needs it."""
+    """Whether the CUDA graphs for every number of sessions are captured at the start. Otherwise a
+    graph is captured when it is first needed."""
     busy_polling_cores: int = 0
-    """Number of busy-polling cores of each verifier and drafter process."""
+    """Number of busy-polling cores of the verifier process and of the drafter process."""
     sampled: bool = False
-    """Whether sessions with randomized acceptance rules will be served."""
+    """Whether sessions with randomised acceptance rules will be served."""
 
     @property
     def plan(self) -> SpeculationPlan:
@@ -105,31 +107,33 @@ class ServingSetup:
 
     @property
     def drafter_id(self) -> DrafterId | None:
-        """Drafter of every session; None if it is in the verifier or there is none."""
+        """Id of the drafter of every session; None if drafts are made in the verifier or not at
+        all."""
         return DRAFTER if self.placement in (INPROC, SEPARATE) else None
 
 
 @dataclass(slots=True, kw_only=True)
 class RunningService:
-    """Verifier service that runs in this process."""
+    """Verifier service that runs in this process, with the models that it serves."""
 
     service: VerifierService
     setup: ServingSetup
     models: LoadedModels
     runner: Any = None
-    """Device engine; None if rounds run on the host's path."""
+    """`GpuModelRunner` of the service; None if the weights are packed and rounds run in
+    `CpuModelRunner`."""
     recorder: Any = None
     drafter_device: str = ""
     cores: set[int] = field(default_factory=set)
-    """CPU cores that other processes may use."""
+    """CPU cores that the service does not keep busy-polling, for use by other processes."""
     reports: list[Any] = field(default_factory=list)
     """`RoundReport` of every round."""
 
 
 @asynccontextmanager
 async def serve_models(models: LoadedModels, setup: ServingSetup) -> AsyncIterator[RunningService]:
-    """Serve the models with this setup; stop everything at the end. Raises FailedPreconditionError
-    if the models do not support the placement."""
+    """Yield a running service of these models and stop everything at the end. Raises
+    FailedPreconditionError if the models do not support the placement."""
     config = verifier_config(models, setup)
     runner = recorder = None
     if uses_device_engine(models):
@@ -168,8 +172,8 @@ async def serve_models(models: LoadedModels, setup: ServingSetup) -> AsyncIterat
 
 @contextlib.contextmanager
 def _serving_process(busy_cores: BusyCores) -> Iterator[set[int]]:
-    """Tune this process like a verifier process, and undo that at the end. Yield the cores that the
-    thread ran on before."""
+    """Tune this process like a verifier process, and undo that at the end. Yield the cores on which
+    this process could run before."""
     switch_interval = sys.getswitchinterval()
     cores = os.sched_getaffinity(0)
     tune_process()
@@ -184,7 +188,7 @@ def _serving_process(busy_cores: BusyCores) -> Iterator[set[int]]:
 
 
 def uses_device_engine(models: LoadedModels) -> bool:
-    """Return whether rounds run on the device path, which needs plain weights."""
+    """Return whether rounds run in `GpuModelRunner`. It needs unpacked weights."""
     return isinstance(models.target.weights.lm_head, PlainLinear)
 
 
@@ -212,7 +216,7 @@ def verifier_config(models: LoadedModels, setup: ServingSetup) -> VerifierConfig
 def make_runner(
     models: LoadedModels, setup: ServingSetup, config: VerifierConfig
 ) -> tuple[Any, Any]:
-    """Return the device engine of a setup, and its recorder of device spans."""
+    """Return the `GpuModelRunner` of a setup, and its recorder of device spans."""
     from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 
     from outrider.engine.device.device_timeline import DeviceRecorder
@@ -228,7 +232,7 @@ def make_runner(
 
 
 def release_runner(runner: Any) -> None:
-    """Free what the device engine took from the target's pool, and the memory of its graphs."""
+    """Free the blocks and the CUDA graphs of a `GpuModelRunner`, if there is one."""
     if runner is not None:
         runner.release()
     gc.collect()
@@ -237,7 +241,7 @@ def release_runner(runner: Any) -> None:
 
 
 def drafter_device(setup: ServingSetup, target: TargetModel) -> str:
-    """Return the device of a separate drafter."""
+    """Return the name of the device on which a separate drafter runs."""
     if setup.drafter_device:
         return setup.drafter_device
     if target.device.type != "cuda":

@@ -45,8 +45,11 @@ _LONGEST_CHAIN = 8
 def timed_ms(
     fn: Callable[[], object], device: torch.device, *, repeats: int, graphs: bool = True
 ) -> list[float]:
-    """Return the milliseconds of each of `repeats` runs of `fn`, replayed from a CUDA graph if
-    `graphs` is set. Without a CUDA device it is the wall time of plain calls."""
+    """Return the milliseconds of each of `repeats` runs of `fn`.
+
+    On a CUDA device they are measured with events, and `fn` is replayed from a CUDA graph if
+    `graphs` is set. Otherwise they are wall times of plain calls.
+    """
     cache = GraphCache(device, enabled=graphs)
 
     def body() -> tuple[()]:
@@ -73,8 +76,8 @@ def timed_ms(
 
 
 def kernel_names(fn: Callable[[], object], device: torch.device) -> list[str]:
-    """Return the names of the kernels that one call launches, without copies; none without a CUDA
-    device."""
+    """Return the names of the kernels that one call launches, without copies; an empty list without
+    a CUDA device."""
     if device.type != "cuda":
         return []
     from torch.profiler import ProfilerActivity, profile
@@ -99,7 +102,8 @@ def _wall_ms(fn: Callable[[], None]) -> float:
 
 
 class VerifyBench:
-    """Times verify rounds of rows with a given context, including acceptance and the LM head."""
+    """Times verification rounds, including LM head and acceptance, of sessions with a given context
+    length."""
 
     def __init__(
         self, models: LoadedModels, *, max_rows: int, max_tokens: int, graphs: bool
@@ -119,8 +123,11 @@ class VerifyBench:
         self._random = np.random.default_rng(0)
 
     def time_ms(self, rows: int, nodes: int, context: int, *, repeats: int) -> list[float]:
-        """Return the milliseconds of each verify round of `rows` x `nodes`. The context grows by
-        the emitted tokens, nearly always one per round."""
+        """Return the milliseconds of each of `repeats` verification rounds of `rows` sessions with
+        `nodes` nodes (the root and draft tokens) and `context` tokens each.
+
+        The context grows by the tokens that a round emits, which is nearly always one.
+        """
         slots, rounds, pool = self._runner._slots, self._runner.rounds, self._models.target.pool
         length = self._max_tokens + _ROOM
         sequences: list[KVSequence] = [pool.allocate(length) for _ in range(rows)]
@@ -172,10 +179,11 @@ class VerifyBench:
 
 
 class DraftBench:
-    """Times the head's catch-up, chain and tree on sessions with contexts of one length.
+    """Times a draft head on sessions with contexts of one length: its catch-up, in which it reads
+    newly accepted tokens, and the drafting of chains and trees.
 
-    Each call that creates inputs replaces the sessions, so functions returned earlier must not run
-    again.
+    `chain`, `tree` and `catch_up` return functions to time. Each call of them replaces the
+    sessions, so functions that were returned earlier must not be called any more.
     """
 
     def __init__(self, bench: Bench, models: LoadedModels, *, max_rows: int) -> None:
@@ -196,7 +204,7 @@ class DraftBench:
 
     @property
     def program(self) -> DraftProgram:
-        """Functions of the head."""
+        """`DraftProgram` that runs the head."""
         return self._in_process_drafter.program
 
     @property
@@ -212,15 +220,17 @@ class DraftBench:
     def chain(
         self, rows: int, length: int, *, new_rows: int, prune: bool = True
     ) -> Callable[[], ChainDraft]:
-        """Return a function that runs a catch-up on `new_rows` rows of each of `rows` sessions and
-        drafts a chain."""
+        """Return a function that runs a catch-up on `new_rows` new tokens of each of `rows`
+        sessions and drafts a chain of `length` tokens. `prune` has the same meaning as for
+        `catch_up`."""
         inputs, state = self._inputs(rows, new_rows), self._runner._slots.sampling
         return partial(self.program.draft_chain, inputs, length=length, state=state, prune=prune)
 
     def tree(
         self, rows: int, *, new_rows: int, num_nodes: int, top_k: int, depth: int
     ) -> Callable[[], TreeDraft]:
-        """Return a function that runs the same catch-up and drafts a tree."""
+        """Return a function that runs a catch-up on `new_rows` new tokens of each of `rows`
+        sessions and drafts a tree."""
         inputs, state = self._inputs(rows, new_rows), self._runner._slots.sampling
         return partial(
             self.program.draft_tree,
@@ -232,12 +242,12 @@ class DraftBench:
         )
 
     def catch_up(self, rows: int, *, new_rows: int, prune: bool) -> Callable[[], Tensor]:
-        """Return a function that runs a catch-up alone. If `prune`, dead rows stop after their KV
-        write."""
+        """Return a function that only runs a catch-up. If `prune`, rows whose output is not needed
+        stop after they have written their KV."""
         return partial(self.program.catch_up, self._inputs(rows, new_rows), prune=prune)
 
     def median_ms(self, fn: Callable[[], object]) -> float:
-        """Return the median milliseconds of a function returned by this class."""
+        """Return the median milliseconds of a function that this class has returned."""
         device = self._models.target.device
         return median(timed_ms(fn, device, repeats=self._repeats, graphs=self._graphs))
 

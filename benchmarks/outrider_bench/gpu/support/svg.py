@@ -1,6 +1,6 @@
 """SVG rendering of a timeline: one row per track, one bar per span, a scale in milliseconds.
 
-Spans of length 0 are drawn as marks.
+A span of length 0 is drawn as a mark instead of a bar.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ COLOURS = (
 _IDLE = "#c8c8c8"
 """Colour of idle spans, whose names begin with "wait"."""
 _MIN_LABEL_PX = 7.0
-"""Approximate width of a letter in pixels. Bars that are too short for their name have none."""
+"""Approximate width of a letter in pixels. A bar that is too short for the name of its span has no
+label."""
 
 
 def draw(

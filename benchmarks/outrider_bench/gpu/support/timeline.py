@@ -1,8 +1,8 @@
 """Timeline of a run of rounds: host spans, device spans, and the gaps between them.
 
-Device spans come from events (`outrider.engine.device.device_timeline`), host spans from wrapped
-methods; `offset_ms` of `device_spans` puts both on the host's clock. Without a CUDA device there
-are only host spans.
+Device spans come from CUDA events (`outrider.engine.device.device_timeline`), host spans from
+methods that a `HostTimeline` wraps. With the right `offset_ms`, `device_spans` puts device spans on
+the host's clock. Without a CUDA device there are only host spans.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from outrider_bench.gpu.support.trace import TrackSpan
 HOST, VERIFY, DRAFT, TRANSFER = "host", "GPU verify", "GPU draft", "transfers"
 TRACKS = (HOST, VERIFY, DRAFT, TRANSFER)
 DEVICE_TRACKS = {"verify": VERIFY, "round": VERIFY, "draft": DRAFT, "transfer": TRANSFER}
-"""Track of a device span, by its name. A fused round is on the verify track."""
+"""Track of a device span, by the name of the span. A fused round, which also drafts, is on the
+verify track."""
 
 
 class HostTimeline:
-    """Times calls on the host. A wrapped object behaves as before."""
+    """Records calls of methods on the host as spans."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -36,8 +37,8 @@ class HostTimeline:
         return (self._clock() - self._origin) * 1000.0
 
     def wrap(self, owner: Any, method: str, name: str, track: str = HOST) -> bool:
-        """Record every call of `owner.method` as a span `name`. Return False if there is no such
-        method."""
+        """Replace `owner.method` by a wrapper that records every call as a span called `name` on
+        `track`. Return False if there is no such method."""
         original = getattr(owner, method, None)
         if original is None:
             return False
@@ -55,8 +56,8 @@ class HostTimeline:
 
 
 def device_spans(spans: Sequence[Any], offset_ms: float = 0.0) -> list[TrackSpan]:
-    """Return the spans of a recorder (name, start_ms, end_ms) on their tracks. Spans with unknown
-    names are left out."""
+    """Convert the spans of a `DeviceRecorder` to spans on the tracks in DEVICE_TRACKS. `offset_ms`
+    is added to their times. Spans with other names are left out."""
     return [
         TrackSpan(
             DEVICE_TRACKS[span.name], span.name, span.start_ms + offset_ms, span.end_ms + offset_ms
@@ -69,8 +70,8 @@ def device_spans(spans: Sequence[Any], offset_ms: float = 0.0) -> list[TrackSpan
 def idle_gaps_us(spans: Sequence[TrackSpan]) -> list[float]:
     """Return the microseconds between the end of each verify forward and the start of the next one.
 
-    The time in which the device drafted in between is subtracted, and nothing else. A fused round
-    drafts within its own span, so all of its gap is idle.
+    Only the time in which the device drafted in the meantime is subtracted. A fused round drafts
+    within its own span, so all of the gap after it is idle.
     """
     forwards = sorted((s for s in spans if s.track == VERIFY), key=lambda s: s.start_ms)
     drafts = [s for s in spans if s.track == DRAFT]
@@ -83,13 +84,13 @@ def idle_gaps_us(spans: Sequence[TrackSpan]) -> list[float]:
 
 
 def round_overhead_us(spans: Sequence[TrackSpan]) -> float | None:
-    """Return the median gap in microseconds; None with fewer than two forwards."""
+    """Return the median of `idle_gaps_us`; None with fewer than two forwards."""
     gaps = idle_gaps_us(spans)
     return median(gaps) if gaps else None
 
 
 def split_ms(spans: Sequence[TrackSpan]) -> dict[str, float]:
-    """Return the median milliseconds of the spans of each name."""
+    """Return the median milliseconds of the spans of each name, by "track: name"."""
     by_name: dict[str, list[float]] = {}
     for span in spans:
         by_name.setdefault(f"{span.track}: {span.name}", []).append(span.ms)

@@ -25,7 +25,8 @@ class TrackSpan:
 
 
 def trace_events(spans: Iterable[TrackSpan], tracks: Sequence[str]) -> list[dict[str, Any]]:
-    """Return complete events (`ph` X) in microseconds, one thread per track, in the given order."""
+    """Return the spans as complete events (`ph` is "X") with times in microseconds. Each track is a
+    thread, and threads are sorted in the order of `tracks`."""
     numbers = {track: index for index, track in enumerate(tracks)}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "outrider"}}

@@ -20,7 +20,8 @@ from outrider_bench.gpu.support.services import INPROC, ServingSetup, serve_mode
 from outrider_bench.prompts import is_loop
 
 CERTAIN = 0.9985
-"""Probability that rounds to 1 in bfloat16, whose steps below 1 are 1/256."""
+"""Probability of each node of a test chain. It is less than 1 but is 1 when rounded to bfloat16,
+whose step below 1 is 1/256."""
 DEPTH = 12
 NODES, TOP_K = 16, 4
 PROMPTS = 12
@@ -28,12 +29,12 @@ MAX_TOKENS = 64
 
 
 def torn_tree(sums: bool) -> dict[str, int]:
-    """Return how many scores of a chain of nearly certain nodes are distinct, and how many kept
-    nodes lack an ancestor.
+    """Return two counts for a chain of nearly certain nodes of which the better half is kept: how
+    many scores are distinct (`distinct`), and how many kept nodes lack an ancestor (`torn`).
 
-    Half of the nodes, those with the best scores, are kept. Nodes with equal scores may be kept in
-    any order; the worst order, deepest first, is assumed. Products are computed in bfloat16, sums
-    in float32.
+    Scores are sums of log-probs in float32 if `sums` is set, else products of probabilities in
+    bfloat16. Nodes with equal scores may be kept in any order. The worst order, deepest first, is
+    assumed.
     """
     if sums:
         step = torch.log(torch.tensor(CERTAIN, dtype=torch.float32))
@@ -48,13 +49,13 @@ def torn_tree(sums: bool) -> dict[str, int]:
 
 
 class ProductGrowth(BeamGrowth):
-    """Tree growth ranked by bfloat16 products of probabilities. Ties go to parents, so that its
-    trees stay connected."""
+    """Tree growth that ranks nodes by bfloat16 products of probabilities. Of nodes with equal
+    products the parent comes before the child, so that trees stay connected."""
 
     def __init__(self, *, num_nodes: int, top_k: int, depth: int) -> None:
         super().__init__(num_nodes=num_nodes, top_k=top_k, depth=depth)
         self.products: list[float] = []
-        """Product of each candidate, in the order of the candidates."""
+        """Product of probabilities of each candidate, in the order of the candidates."""
 
     def _best(self) -> list[int]:
         for node in range(len(self.products), len(self._scores)):
@@ -74,8 +75,8 @@ def _bfloat16(value: float) -> float:
 
 
 def tree_acceptance(bench: Bench) -> dict[str, dict[str, object]]:
-    """Return the tokens per round of greedy trees of the real model, ranked either way. Answers
-    that loop are left out."""
+    """Return the tokens per round of the real model with greedy trees that are ranked by "products"
+    and by "sums". Answers that loop are left out."""
     models = bench.real()
     setup = sized(bench, ServingSetup(placement=INPROC, draft_length=NODES, top_k=TOP_K))
     prompts = bench.prompts()[:PROMPTS]

@@ -1,4 +1,4 @@
-"""Output of a widened model and head to disk, as checkpoints that load like any other."""
+"""Checkpoints of a widened model and its head, written to disk in the usual format."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def write_target(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> int:
-    """Write the files of the widened target to `out`.
+    """Write the files of the widened target to `out`, and return the bytes of weights that one
+    forward pass reads.
 
-    The random numbers that fill the new weights are drawn on `device`. Returns the bytes of weights
-    that one forward pass reads.
+    The random numbers that fill the new weights are drawn on `device`.
     """
     out.mkdir(parents=True, exist_ok=True)
     config = load_model_config(model)
@@ -80,7 +80,7 @@ def write_head(
     seed: int = 1,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Write the files of the widened head to `out`; `model` is the original target.
+    """Write the files of the widened head to `out`. `model` is the target before widening.
 
     The random numbers that fill the new weights are drawn on `device`.
     """
@@ -104,7 +104,7 @@ def write_head(
 
 
 def copy_tokenizer(model: Path, out: Path) -> None:
-    """Copy those files of the tokenizer that exist."""
+    """Copy the tokenizer's files from `model` to `out`. Files that do not exist are left out."""
     for name in _TOKENIZER_FILES:
         if model.is_dir() and (model / name).is_file():
             shutil.copyfile(model / name, out / name)

@@ -1,15 +1,17 @@
 """Widening of a small Llama model and its EAGLE-3 head: same function, cost of a large model.
 
-Every matrix grows to the shape of a larger model. The residual stream stays exactly zero in the
-added dimensions, so weights that read them may hold anything (noise), and weights that write to
-them must be zero. RMSNorm averages over more dimensions: with h live ones of H its weight takes the
-factor sqrt(h / H) and its eps the factor h / H. Added heads, MLP channels and layers read by random
-weights and write by zero weights; added layers stand at the end, so that tapped layers keep their
-ids. The vocabulary stays: an added row could win an argmax or take probability.
+Every matrix grows to the shape of a larger model. In the added dimensions the residual stream stays
+exactly zero. Weights that read the added dimensions may therefore have any values and are filled
+with noise; weights that write to them must be zero. RMSNorm averages over more dimensions: if h of
+H dimensions are original, its weight is multiplied by sqrt(h / H) and its eps by h / H. Added
+attention heads, MLP channels and layers have random input weights and zero output weights. Added
+layers come after the original ones, so that the layers whose features are read keep their numbers.
+The vocabulary is not widened, because an added token could win an argmax or take probability.
 
-A kernel must not profit from zeros, hence the noise. Zero by necessity are the rows that write to
-dead dimensions and the columns that read dead heads and channels in `o_proj` and `down_proj`, the
-dead rows of `fc`, and the dead columns of the embedding (which is looked up, not multiplied).
+The noise prevents kernels from gaining time by zeros. These weights must be zero: rows that write
+to added dimensions, columns of `o_proj` and `down_proj` that read added heads and channels, rows of
+`fc` for added dimensions, and columns of the embedding for them (the embedding is looked up, not
+multiplied).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from outrider.errors import InvalidRequestError
 from outrider.models.convert import hf_config
 
 NOISE_STD: Final = 0.02
-"""Standard deviation of weights that cannot change the output."""
+"""Standard deviation of the random weights that do not affect the output."""
 LAYER_MATRICES: Final = {
     "self_attn.q_proj": ("query", "hidden"),
     "self_attn.k_proj": ("kv", "hidden"),
@@ -39,7 +41,7 @@ LAYER_MATRICES: Final = {
     "mlp.up_proj": ("inner", "hidden"),
     "mlp.down_proj": ("hidden", "inner"),
 }
-"""Output and input axes of every matrix of a layer."""
+"""Output axis and input axis of each matrix of a layer."""
 LAYER_NORMS: Final = ("input_layernorm", "post_attention_layernorm")
 _LAYER_NAME: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 _WRITERS: Final = ("o_proj", "down_proj")
@@ -49,10 +51,11 @@ Base = Literal["noise", "zero", "fc"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WideSpec:
-    """Shape to widen to; the defaults cost what Llama-3.1-8B costs (without its large vocabulary).
+    """Shape to which a model is widened. The default costs as much as Llama-3.1-8B without its
+    large vocabulary.
 
-    The head dimension is kept: 64 query and 16 key/value heads of 64 are as wide as 32 and 8 of
-    128.
+    The head dimension of the small model is kept. With a head dimension of 64, 64 query heads and
+    16 KV heads are as wide as 32 and 8 heads of dimension 128.
     """
 
     hidden_size: int = 4096
@@ -71,17 +74,18 @@ def widen_target(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
-    """Return the `config.json` of the widened target, and yield its tensors one at a time.
+    """Return the `config.json` of the widened target, and an iterator of its tensors with their
+    names.
 
-    `dtype` None keeps that of the source. Raises InvalidRequestError for a model that cannot be
-    widened (not a plain Llama, or larger than `spec` somewhere).
+    `dtype` None keeps the dtype of the source. Raises InvalidRequestError for a model that cannot
+    be widened, because it is not a plain Llama or is larger than `spec` in some dimension.
     """
     wide = WidenedTarget(source, config, spec, generator, dtype=dtype, device=device)
     return hf_config(wide.config), ((name, wide.get(name)) for name in wide.names())
 
 
 class WidenedTarget:
-    """Widened target as a `TensorSource`. Tensors are created when they are requested."""
+    """`TensorSource` of the widened target. Tensors are created when they are requested."""
 
     def __init__(
         self,
@@ -99,7 +103,8 @@ class WidenedTarget:
         self._old = config
         self._canvas = _Canvas(config, spec, generator, dtype=dtype, device=device)
         self.config = _wide_config(config, spec)
-        """Configuration of the widened model; its output projection is never tied."""
+        """Configuration of the widened model. Its LM head never shares the weights of the
+        embedding."""
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
@@ -144,8 +149,9 @@ def widen_head(
     """Return the `config.json` and the tensors of the head of a widened target.
 
     `tensors` are those of the head's checkpoint, `config` is its configuration, and `target` is the
-    target's configuration before widening. An embedding of the head's own is dropped, because the
-    head reads the widened target's. Raises InvalidRequestError for a head that cannot be widened.
+    target's configuration before widening. If the checkpoint contains an embedding, it is dropped,
+    because the head reads that of the widened target. Raises InvalidRequestError for a head that
+    cannot be widened.
     """
     if config.kind != "eagle3" or config.fc_norm or config.norm_before_fc:
         raise InvalidRequestError("only EAGLE-3 heads without norms before fc can be widened")
@@ -180,7 +186,8 @@ def _head_tensor(canvas: _Canvas, name: str, tensor: Tensor) -> Tensor:
 
 
 def _layer_tensor(canvas: _Canvas, part: str, old: Tensor | None) -> Tensor:
-    """Return a tensor of a target's layer. In an added layer `old` is None."""
+    """Return a tensor of a target's layer. `old` is the original tensor, or None in an added
+    layer."""
     if part in LAYER_NORMS:
         return canvas.norm(old)
     if part not in LAYER_MATRICES:
@@ -190,7 +197,7 @@ def _layer_tensor(canvas: _Canvas, part: str, old: Tensor | None) -> Tensor:
 
 
 class _Canvas:
-    """Layout of the original values in a widened tensor, and the values that fill the rest."""
+    """Positions of the original values in widened tensors, and the values that fill the rest."""
 
     def __init__(
         self,
@@ -270,8 +277,8 @@ class _Canvas:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Return the bytes of weights that one forward pass reads: all layers and the output
-    projection."""
+    """Return the bytes of weights that one forward pass reads: those of all layers and of the LM
+    head."""
     hidden, dim = config.hidden_size, config.head_dim
     attention = (2 * config.num_heads + 2 * config.num_kv_heads) * dim * hidden
     layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden

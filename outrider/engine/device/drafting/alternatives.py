@@ -1,4 +1,4 @@
-"""Alternative candidate ids for each drafted token, ranked from draft logits.
+"""Ranks the most probable token ids at each draft position, as alternatives to the drafted token.
 
 Shapes: R rows, B sessions, c candidate ids per row, Vd draft vocabulary size.
 """
@@ -28,14 +28,16 @@ def ranked_alternatives(
     ids: Tensor,
     temperatures: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the `count` most probable target ids of each row, int32 [R, c], and their
+    """Return the c = `count` most probable target ids of each row, int32 [R, c], and their
     log-probabilities, float32 [R, c]. Ids are sorted best first and padded with -1.
 
-    Ids are ranked by softmax(logits / T); for coupled sessions they are ranked after adding the
-    noise shared with the target. logits: float32 or bfloat16 [R, Vd], already processed by the
-    logits processor, with the same number of consecutive rows for each session. owners: int32 [B],
-    the sessions' slots. following: int32 [R], the position that each row drafts for. ids: integer
-    [Vd], the target id of each column. temperatures: float32 [R], or None for 1.
+    Ids are ranked by softmax(logits / T). For sessions of the coupled rule, the noise that drafter
+    and target share is added before ranking.
+
+    logits: float32 or bfloat16 [R, Vd], already processed by the logits processor. Each session has
+    the same number of consecutive rows. owners: int32 [B], the sessions' slots. following: int32
+    [R], the position of the token that each row predicts. ids: integer [Vd], the target id of each
+    column. temperatures: float32 [R], T of each row; None for T = 1.
     """
     logprobs, columns = log_softmax_topk(logits, count, temperatures=temperatures)
     put_coupled_topk(logprobs, columns, logits, state, owners, following, ids=ids)
@@ -46,5 +48,6 @@ def ranked_alternatives(
 def best_alternatives(
     logits: Tensor, state: SamplingState, owners: Tensor, following: Tensor, *, ids: Tensor
 ) -> Tensor:
-    """Return alternative target ids, int32 [R, NUM_ALTERNATIVES]; see `ranked_alternatives`."""
+    """Return the NUM_ALTERNATIVES most probable target ids of each row, int32 [R,
+    NUM_ALTERNATIVES], ranked as by `ranked_alternatives` with T = 1."""
     return ranked_alternatives(logits, NUM_ALTERNATIVES, state, owners, following, ids=ids)[0]

@@ -1,7 +1,7 @@
-"""Level-by-level drafting of in-process chains, so that the host can mask each level by grammar.
+"""Drafts in-process chains token by token, so that the host can mask each token by a grammar.
 
-The head's logits of a level do not depend on the mask, so they are computed while the host computes
-the mask.
+Level i of a chain is its draft token i, counted from 0. The head's logits of a level do not depend
+on the grammar's mask, so the device computes them while the host computes the mask.
 
 Shapes: X session slots, B sessions of a pass, n in-process drafts per session, H hidden size, Vd
 draft vocabulary size.
@@ -27,8 +27,8 @@ from outrider.engine.kernels.sampling import choose_tokens
 
 
 class ChainLevelDrafter:
-    """Drafts chains level by level; each level runs the head and then chooses tokens. Never
-    synchronises with the host."""
+    """Drafts chains one level at a time: the head computes the logits of a level, then one token
+    per session is chosen. Never synchronises with the host."""
 
     def __init__(
         self,
@@ -41,8 +41,10 @@ class ChainLevelDrafter:
         distribution: DenseChainDistribution,
         warp: LogitsSlots,
     ) -> None:
-        """weights: the weights of the head that `program` runs. tokens: int32 [X, n], the chains to
-        write. distribution: receives the probabilities that the tokens are drawn from."""
+        """weights: the weights of the head that `program` runs. kept: the newest draft rows of each
+        session. tokens: int32 [X, n], the tensor to which the chains are written. distribution:
+        receives the probabilities that the tokens are drawn from. warp: state of the sessions'
+        logits processor."""
         self._program, self._slots, self._kept = program, slots, kept
         self._tokens, self._distribution, self._warp = tokens, distribution, warp
         dtype, device = weights.lm_head.dtype, weights.lm_head.device
@@ -57,14 +59,15 @@ class ChainLevelDrafter:
         """[X, Vd]: logits of the head for the token after each session's newest row."""
 
     def run_rows(self, rows: NewRows) -> None:
-        """Run the head over new rows to compute the logits after each session's last row."""
+        """Run the head over new draft rows, and store the head's output and logits for the last row
+        of each session."""
         x, places = self._program.catch_up(rows), rows.slots.long()
         self._features.index_copy_(0, places, x)
         self._logits.index_copy_(0, places, self._program.forward.logits(x))
 
     def run_level(self, slots: Tensor, levels: Tensor) -> None:
-        """Run the head over the tokens of the previous level, to compute the logits of these
-        levels. slots, levels: int32 [B], levels from 1."""
+        """Run the head over the chains' previous tokens to compute the logits of the given levels.
+        slots: int32 [B]. levels: int32 [B], the level of each slot's chain, at least 1."""
         places = slots.long()
         tokens = self._tokens[places].gather(1, (levels - 1).long()[:, None])
         self.run_rows(
@@ -81,11 +84,11 @@ class ChainLevelDrafter:
     def choose_tokens_at(
         self, slots: Tensor, levels: Tensor, allowed_tokens: DraftTokenMasks
     ) -> Tensor:
-        """Draft one token per session at its level under its mask, and return the tokens, int32
-        [B].
+        """Draft the token at the given level of each session's chain, among the tokens that its
+        mask allows. Return the tokens' target ids, int32 [B].
 
         The token is chosen by the session's acceptance rule, as in `DraftProgram.draft_chain`.
-        Older tokens of the chain after this level are cleared. slots, levels: int32 [B].
+        Tokens that the chain already has after this level are cleared. slots, levels: int32 [B].
         """
         places, state, vocabulary = (
             slots.long(),

@@ -1,13 +1,16 @@
-"""Interface of draft model forwards on a device, for feature heads and small models.
+"""Interface of a draft model's forward passes on a device, for EAGLE heads and small models.
 
 Every function launches kernels without reading values on the host, so that a whole draft can be one
-CUDA graph. On a CPU the same code runs on the kernels' PyTorch references.
+CUDA graph. On a CPU the same code uses the kernels' PyTorch references.
 
-Shapes: B sessions, R new rows a session, N nodes of a given tree, P = 1 + N positions (the root,
-then the nodes), M rows of one forward, F width of a feature, H width of an output, V target
-vocabulary size, Vd draft vocabulary size, L layers, G key/value heads, S pool slots, d head
-dimension, X session slots, T blocks of a block table. Row r of a session has KV slot and draft
-position r. The live row of a session is its newest row, the only row whose prediction is used.
+A draft row is one input of the draft model: a token, together with a feature if the model is an
+EAGLE head. Row r of a session has draft position r and KV slot r. The live row of a session is its
+newest row, the only one whose prediction is used.
+
+Shapes: B sessions, R new rows a session, N nodes of a proposal, P = 1 + N positions (the root, then
+the nodes), M rows of one forward, F width of a feature, H width of an output, V target vocabulary
+size, Vd draft vocabulary size, L layers, G key/value heads, S pool slots, d head dimension, X
+session slots, T blocks of a block table.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from outrider.engine.kernels.drafts.proposal_layout import ProposalLayout, layou
 
 
 class NewRows(NamedTuple):
-    """New draft rows of a batch of sessions: the first `counts` of each session's R rows."""
+    """New draft rows of a batch of sessions, whose KV is not written yet. Each session has R rows,
+    of which only the first `counts` are valid."""
 
     slots: Tensor
     """int32 [B]: session slots, which are row indices of `tables`."""
@@ -41,7 +45,8 @@ class NewRows(NamedTuple):
 
 
 class ProposalNodes(NamedTuple):
-    """Nodes of the proposals of B sessions, parents before their children."""
+    """Draft tokens of the proposals of B sessions, ordered so that parents come before their
+    children."""
 
     tokens: Tensor
     """int32 [B, N]: target ids; negative for padding nodes."""
@@ -68,16 +73,17 @@ class RowPositions(NamedTuple):
 
 
 class AttentionContext(NamedTuple):
-    """Block tables, session slots and context lengths for attention."""
+    """Block tables int32 [X, T], session slots int32 [B] and context lengths for attention."""
 
     tables: Tensor
     slots: Tensor
     context: Tensor
-    """int32 [B]: number of KV rows that every row of a session attends to."""
+    """int32 [B]: number of the session's first KV rows, which all rows of the forward attend to."""
 
 
 class DraftVocabulary(NamedTuple):
-    """Target ids that can be drafted."""
+    """Mapping between draft ids, which are the columns of the draft model's logits, and token ids
+    of the target."""
 
     target_ids: Tensor
     """int64 [Vd]: target id of every draft id."""
@@ -91,8 +97,8 @@ class DraftVocabulary(NamedTuple):
         return cls(ids, ids.int())
 
     def columns_of(self, tokens: Tensor) -> Tensor:
-        """Return the draft ids, int32, of target ids `tokens`, int32 of the same shape; -1 for
-        target ids that cannot be drafted."""
+        """Return the draft ids of the target ids `tokens`, int32 of the same shape. The result is
+        -1 for negative ids and for target ids that cannot be drafted."""
         columns = self.draft_columns[tokens.clamp(min=0).long()]
         return torch.where(tokens >= 0, columns, -1)
 
@@ -100,15 +106,16 @@ class DraftVocabulary(NamedTuple):
 class DraftForward(ABC):
     """Forward passes of a draft model over paged KV storage that the caller owns.
 
-    A session's block table must cover all rows that are written; KV of rows past its end is
-    dropped. Rows of a session with count 0 (padding) write no KV, and their outputs are undefined.
+    A session's block table must cover all rows that are written. The KV of rows past the end of the
+    table is dropped. Rows of a session with count 0 (padding) write no KV, and their outputs are
+    undefined.
     """
 
     feature_size: int
     """Width F of a feature; 0 if draft rows consist of tokens alone."""
     keeps_proposal_kv: bool = False
-    """Whether `run_proposal` writes the same KV for a chain as new rows with its tokens would, so
-    that drafts below the chain need not run its tokens again."""
+    """Whether the KV that `run_proposal` writes for a chain equals the KV of new rows with the same
+    tokens. Drafts that continue the chain then need not run its tokens again."""
 
     def __init__(
         self,
@@ -120,19 +127,20 @@ class DraftForward(ABC):
         max_len: int,
     ) -> None:
         """inv_freq: float32 [d/2], rotary frequencies. storage: [2, L, G, S, d], keys and values,
-        which must be finite. max_len: maximum number of rows of a session."""
+        all of which must be finite. max_len: maximum number of rows of a session."""
         self.vocabulary = vocabulary
         self.block_tokens = block_tokens
         self._storage, self._inv_freq, self._max_len = storage, inv_freq, max_len
 
     @property
     def first_token(self) -> int:
-        """Index in the session's text of the token of draft row 0. It is 1 for a head with
-        features, because a feature is paired with the token after it, and 0 otherwise."""
+        """Index of the session's token that draft row 0 contains. It is 1 for a head with features,
+        because a draft row pairs a feature with the token after it, and 0 otherwise."""
         return 1 if self.feature_size else 0
 
     def layout(self, rows: NewRows, *, num_steps: int = 0, step_rows: int = 1) -> DraftLayout:
-        """Return the layout of new rows and of the draft steps after them; see `draft_layout`."""
+        """Return the layout of new rows and of `num_steps` draft steps after them, with `step_rows`
+        rows per session in each step; see `draft_layout`."""
         found = draft_layout(
             rows.counts,
             rows.starts,
@@ -146,12 +154,14 @@ class DraftForward(ABC):
         return found if self.first_token else found._replace(following=found.following - 1)
 
     def proposal_layout(self, given: ProposalNodes, live: Tensor) -> ProposalLayout:
-        """Return the layout of given nodes below live rows, int32 [B]; see `layout_proposals`."""
+        """Return the layout of the nodes of proposals; see `layout_proposals`. live: int32 [B],
+        draft positions of the live rows, which are the proposals' roots."""
         found = layout_proposals(given.parents, live)
         return found if self.first_token else found._replace(following=found.following - 1)
 
     def row_positions(self, positions: Tensor, write_slots: Tensor) -> RowPositions:
-        """Return `RowPositions` of rows at draft positions int32 [M] with pool slots int64 [M]."""
+        """Return the `RowPositions` of M rows. positions: int32 [M], draft positions. write_slots:
+        int64 [M], pool slots for the rows' KV."""
         return RowPositions(positions, rotary_table(positions, self._inv_freq), write_slots)
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
@@ -174,7 +184,7 @@ class DraftForward(ABC):
         """Write the KV of new rows and return the output [B, H] of each session's live row.
 
         places: positions of the new rows, possibly followed by positions of later rows. prune:
-        whether work on rows that are not live may end after their KV is written.
+        whether rows that are not live may be left out of the computation once their KV is written.
         """
 
     @abstractmethod
@@ -191,9 +201,10 @@ class DraftForward(ABC):
     ) -> Tensor:
         """Run M drafted tokens and return their outputs [M, H].
 
-        columns: the tokens' draft ids, [M]. x: outputs of earlier rows, [B * any, H]. parents:
-        int32 [M], the row of x that each token follows; None if token i follows row i. mask: as in
-        `tree_attention`.
+        columns: the tokens' draft ids, [M]. x: outputs of the rows that the tokens follow, [any
+        number, H]. places: positions of the tokens. session: context that the tokens attend to.
+        num_nodes: number of tokens per session. parents: int32 [M], the row of x that each token
+        follows; None if token i follows row i. mask: as in `tree_attention`.
         """
 
     @abstractmethod
@@ -205,10 +216,13 @@ class DraftForward(ABC):
         below: ProposalLayout,
         sweeps: int,
     ) -> Tensor:
-        """Catch up, run the given nodes as one step, and return the outputs [B, P, H] of all
-        positions. sweeps: number of passes over the nodes, for forwards whose nodes need the
-        outputs of their parents."""
+        """Write the KV of new rows, run the nodes of the proposals together, and return the outputs
+        [B, P, H] of the live rows and the nodes.
+
+        layout: layout of the new rows. below: layout of the nodes. sweeps: number of passes over
+        the nodes, for models in which the input of a node includes the output of its parent.
+        """
 
     @abstractmethod
     def logits(self, x: Tensor) -> Tensor:
-        """Return draft logits [M, Vd], float32 or bfloat16, of outputs [M, H]."""
+        """Return the draft logits [M, Vd], float32 or bfloat16, for outputs x [M, H]."""

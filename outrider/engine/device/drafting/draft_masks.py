@@ -1,4 +1,6 @@
-"""Allowed-token masks of in-process drafts, uploaded for sessions with a grammar.
+"""Allowed-token masks for in-process drafts of sessions with a grammar.
+
+Level i consists of the draft tokens at depth i, counted from 0.
 
 Shapes: L levels that can be masked, B rows of a launch, W words of 32 target ids each, Vd draft
 vocabulary size.
@@ -20,13 +22,13 @@ from outrider.engine.kernels.drafts.token_masks import mask_drafts
 from outrider.engine.kernels.session_tensors import AllowedTokenBits
 
 Masks = NDArray[np.uint32]
-"""[<= L, W]: bits of the target ids that may be drafted at the first levels. Later levels are not
-masked."""
+"""Masks of one row, [at most L, W]: one mask for each of the first levels, with a set bit for each
+target id that may be drafted. Later levels are not masked."""
 
 
 class DraftTokenMasks:
-    """Manages static mask tensors that are filled before a launch, in stream order. Launches
-    without masked drafts upload nothing."""
+    """Static mask tensors on the device. `set_masks` fills them before a launch, in stream order.
+    Launches without masked drafts upload nothing."""
 
     def __init__(
         self,
@@ -39,9 +41,9 @@ class DraftTokenMasks:
         num_beside: int = 0,
         ring: int = 0,
     ) -> None:
-        """`target_ids`: int [Vd], the target ids of the draft vocabulary. `num_beside`: number of
-        extra int32 words that are uploaded with the masks. `ring`: maximum number of uploads in
-        progress; 0 for no limit."""
+        """`target_ids`: int [Vd], the target ids of the draft vocabulary. `num_beside`: maximum
+        number of int32 words of other data that `set_masks` uploads together with the masks.
+        `ring`: maximum number of uploads in progress; 0 for no limit."""
         self.levels = levels
         self.words = -(-vocab_size // 32)
         drafted = np.zeros(32 * self.words, dtype=np.bool_)
@@ -55,16 +57,16 @@ class DraftTokenMasks:
         self._device_words = self._bits[1:].view(-1)
         self._places = self._device_words[: levels * max_rows]
         self.beside = self._device_words[levels * max_rows : levels * max_rows + num_beside]
-        """int32 [num_beside]: the extra words of the last `set_masks` call that gave them."""
+        """int32 [num_beside]: the other data of the last `set_masks` call that had such data."""
         self._uploads = Uploader(self._device_words.numel(), device, ring=ring) if ring else None
         self._masked = False
         """Whether any row of the last `set_masks` call was masked."""
 
     def apply_masks(self, logits: Tensor, level: int, ids: Tensor) -> Tensor:
-        """Return the logits [B, Vd] of a level as float32, with tokens that its masks forbid set to
-        -inf.
+        """Return the logits [B, Vd] of a level, with -inf for tokens that its masks forbid.
 
-        ids: int64 [Vd], the target id of each column. Float32 logits are changed in place.
+        ids: int64 [Vd], the target id of each column. The result is float32, and float32 logits are
+        changed in place. Logits of levels that cannot be masked are returned unchanged.
         """
         if level >= self.levels:
             return logits
@@ -83,10 +85,12 @@ class DraftTokenMasks:
         rows: int,
         beside: NDArray[np.int32] | None = None,
     ) -> None:
-        """Set the masks of the rows of the next launch; None for rows without masks.
+        """Upload the masks for the next launch.
 
-        A level is not masked if no mask is given for it or if its mask allows no token of the draft
-        vocabulary. `beside`: int32 [<= num_beside], extra words to upload.
+        `masks`: the masks of each row, None for a row without masks. A level is not masked if no
+        mask is given for it or if its mask allows no token of the draft vocabulary. `rows`: number
+        B of rows of the launch, at least len(masks). `beside`: int32 [at most num_beside], other
+        data to upload with the masks.
         """
         given = [mask for each in masks if each is not None for mask in each[: self.levels]]
         known = np.bitwise_or.reduce(np.stack(given) & self._drafted, axis=1) if given else ()

@@ -1,8 +1,9 @@
-"""Drafting of chains and dynamic trees on static device tensors, for any `DraftForward`.
+"""Drafts chains and dynamic trees on static device tensors, with any `DraftForward`.
 
-Every function launches kernels without reading values on the host, see `draft_forward`.
+Every function launches kernels without reading values on the host. `draft_forward` defines draft
+rows and live rows.
 
-Shapes: B sessions, R new rows a session, K chain length, F frontier rows of a tree step, n tree
+Shapes: B sessions, R new rows a session, K chain length, F nodes per session of a tree step, n tree
 nodes, H width of an output, V target vocabulary size, Vd draft vocabulary size, X session slots.
 """
 
@@ -45,12 +46,13 @@ from outrider.engine.kernels.session_tensors import LogitsProcessorState, Sampli
 
 
 class ChainLevels(NamedTuple):
-    """Features and logits of the K rows of each chain, the live row first."""
+    """Features and logits of the K rows that predict the tokens of each chain. The first of them is
+    the session's live row."""
 
     features: tuple[Tensor, ...]
-    """Output features of the K rows, each [B, H]."""
+    """Outputs of the draft model, one tensor [B, H] for each of the K rows."""
     logits: tuple[Tensor, ...]
-    """Draft logits of the K rows, each [B, Vd], after the logits processor."""
+    """Draft logits after the logits processor, one tensor [B, Vd] for each of the K rows."""
 
 
 class ChainDraft(NamedTuple):
@@ -64,24 +66,25 @@ class ChainDraft(NamedTuple):
     """The distributions that the tokens were drawn from, in a form that can be sent to the
     verifier. None unless `distribution_limits` are given."""
     alternatives: Tensor | None = None
-    """int32 [B, K, NUM_ALTERNATIVES]: alternative target ids at each level, best first, padded with
-    -1. None unless requested."""
+    """int32 [B, K, NUM_ALTERNATIVES]: the most probable target ids at each position of the chain,
+    best first, padded with -1. None unless requested."""
     levels: ChainLevels | None = None
-    """Features and logits of the chain rows. None unless requested."""
+    """Features and logits of the rows that predict the tokens. None unless requested."""
 
 
 class DraftProgram:
     """Drafts chains and trees with one `DraftForward`, as functions of device tensors.
 
     A session's block table must cover the rows up to live + K - 1 (chains) or live + (depth - 1) *
-    F (trees), where `live` is the position of the session's live row.
+    F (trees), where `live` is the position of the session's live row (its newest row).
     """
 
     def __init__(self, forward: DraftForward) -> None:
         self.forward = forward
 
     def catch_up(self, rows: NewRows, *, prune: bool = True) -> Tensor:
-        """Write the KV of new rows without drafting; see `DraftForward.catch_up`."""
+        """Write the KV of new rows and return the output [B, H] of each session's live row, without
+        drafting. prune: see `DraftForward.catch_up`."""
         forward, layout = self.forward, self.forward.layout(rows)
         places = forward.row_positions(layout.positions, layout.write_slots)
         return forward.catch_up(rows, layout, places, prune=prune)
@@ -103,20 +106,22 @@ class DraftProgram:
         given: Tensor | None = None,
         prune: bool = True,
     ) -> ChainDraft:
-        """Catch up, then draft a chain of `length` tokens by each session's acceptance rule.
+        """Write the KV of new rows, then draft a chain of `length` tokens for each session.
 
-        Greedy and target-only sessions take the most probable token, coupled sessions add the
-        target's noise, and rejection sessions draw from softmax(logits / T).
+        The session's acceptance rule decides how its tokens are chosen. Greedy and target-only
+        sessions take the most probable token. Coupled sessions take the most probable token after
+        adding the noise shared with the target. Rejection sessions draw from softmax(logits / T).
 
-        state: sampling state by session slot. warp: state of the logits processor; None to leave
-        the logits as they are. draft_distributions: float32 [X, >= K, Vd] by slot and level, to
-        which the distributions are written for `accept_sampled`; None to keep none.
-        distribution_limits: limits of the distributions to draw from and to return; all sessions
-        must then follow the rejection rule, unless `mixed_rules` is set. mixed_rules: sessions of
-        other rules choose their tokens as they do without limits. drawing: slots, noise keys and
-        uncounted tokens to sample with; None to use the slots of the rows. allowed_tokens: masks of
-        the tokens that may be drafted at each level; None to allow all. with_others: whether to
-        return alternatives. with_levels: whether to return the features and logits of each level.
+        state: sampling state, indexed by session slot. warp: state of the logits processor; None to
+        leave the logits as they are. draft_distributions: float32 [X, at least K, Vd], to which the
+        distribution at each position of a session's chain is written for `accept_sampled`; None to
+        keep none. distribution_limits: size limits of distributions. If given, tokens are drawn
+        from distributions of limited size, which are returned; all sessions must then follow the
+        rejection rule, unless `mixed_rules` is set. mixed_rules: whether sessions of other rules
+        are allowed, too; they choose their tokens as they do without limits. drawing: sampling
+        state for rows whose session slot is not the slot of their block table; None if the slots
+        are the same. allowed_tokens: masks of the tokens that may be drafted; None to allow all.
+        with_others: whether to return alternatives. with_levels: whether to return `ChainLevels`.
         given: int32 [B, K], draft ids that replace drafted tokens; -1 keeps the drafted token.
         prune: see `DraftForward.catch_up`.
         """
@@ -190,11 +195,12 @@ class DraftProgram:
         drawing: DraftSampling | None = None,
         allowed_tokens: DraftTokenMasks | None = None,
     ) -> TreeDraft:
-        """Catch up, then draft a dynamic tree of `num_nodes` nodes as EAGLE-2 does.
+        """Write the KV of new rows, then draft a dynamic tree of `num_nodes` nodes for each
+        session, as EAGLE-2 does.
 
-        Nodes are ranked by the sum of log softmax(logits / T) along their path. If `coupled` is
-        set, nodes of coupled sessions are ranked after adding the noise shared with the target;
-        leave it False only if no session is coupled. top_k: children per node. depth: number of
+        Nodes are ranked by the sum of log softmax(logits / T) along their path. coupled: whether
+        any session may follow the coupled rule. Nodes of such sessions are ranked after adding the
+        noise shared with the target. top_k: maximum number of children per node. depth: number of
         levels. state, warp, drawing: as in `draft_chain`. allowed_tokens: masks of the first level;
         other levels are not masked.
         """

@@ -1,7 +1,8 @@
-"""Forward of an EAGLE-3 head (Li et al., 2025), one decoder layer over features of the target.
+"""Forward pass of an EAGLE-3 head (Li et al., 2025), one decoder layer over features of the target.
 
-Shapes: B sessions, R new rows a session, H hidden size, M rows of a step, N rows of a forward, Q
-query heads, d head dimension, Vd draft vocabulary size. Row i pairs feature f_i with token t_{i+1}.
+Shapes: B sessions, R new rows a session, H hidden size, M rows of a draft step, N rows of a forward
+pass, Q query heads, d head dimension, Vd draft vocabulary size. Draft row i pairs feature f_i with
+token t_{i+1}.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from outrider.engine.kernels.norm import rms_norm
 
 
 class HeadForward(DraftForward):
-    """`DraftForward` of an EAGLE-3 head. Its outputs are features that stand in for the
-    target's."""
+    """`DraftForward` of an EAGLE-3 head. Its outputs are predicted features, which drafted tokens
+    use in place of features of the target."""
 
     def __init__(
         self, weights: HeadWeights, *, storage: Tensor, block_tokens: int, max_len: int
     ) -> None:
-        """storage: keys and values of one layer; the other arguments are those of
+        """storage: keys and values of one layer, [2, 1, G, S, d]. The other arguments are those of
         `DraftForward`."""
         super().__init__(
             DraftVocabulary(weights.target_ids, weights.draft_columns),
@@ -71,7 +72,8 @@ class HeadForward(DraftForward):
         mask: Tensor | None = None,
         parents: Tensor | None = None,
     ) -> Tensor:
-        """Run drafted tokens, each with its parent's output as its feature; see `DraftForward`."""
+        """Run drafted tokens. The feature of each token is its parent's output. See
+        `DraftForward.run_step`."""
         block = self._block_inputs(columns, x, ids=self.weights.target_ids, rows=parents)
         return self._step(block, places, session, num_nodes=num_nodes, mask=mask)
 
@@ -83,7 +85,8 @@ class HeadForward(DraftForward):
         below: ProposalLayout,
         sweeps: int,
     ) -> Tensor:
-        """Catch up and run all nodes of the proposals together, `sweeps` times; see `DraftForward`.
+        """Write the KV of new rows, then run all nodes of the proposals together, `sweeps` times;
+        see `DraftForward.run_proposal`.
 
         In the first sweep the feature of every node is the output of the root; in later sweeps it
         is the parent's output of the sweep before. After k sweeps the outputs of the first k levels
@@ -106,8 +109,8 @@ class HeadForward(DraftForward):
     def catch_up(
         self, rows: NewRows, layout: DraftLayout, places: RowPositions, *, prune: bool = True
     ) -> Tensor:
-        """Write the KV of new rows and return the output of each live row. prune: rows that are not
-        live skip all other work."""
+        """Write the KV of new rows and return the output [B, H] of each live row. prune: whether
+        only the KV is computed for rows that are not live."""
         block = self._inputs(rows)
         session = AttentionContext(rows.tables, rows.slots, rows.starts)
         num_rows = rows.tokens.shape[1]

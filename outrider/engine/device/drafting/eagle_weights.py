@@ -1,7 +1,7 @@
 """Weight tensors of an EAGLE-3 head, for kernels that fuse several of its modules.
 
-H hidden size, I MLP size, Q query heads, G key/value heads, d head dimension, V target vocabulary,
-Vd draft vocabulary.
+Shapes: H hidden size, I MLP size, Q query heads, G key/value heads, d head dimension, V target
+vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.errors import FailedPreconditionError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadWeights:
-    """Weight tensors of one EAGLE-3 head. Projections are [out, in]."""
+    """Weight tensors of one EAGLE-3 head. The weight of a projection has shape [out, in]."""
 
     config: HeadConfig
     embedding: Tensor
@@ -32,7 +32,8 @@ class HeadWeights:
     post_norm: Tensor
     """[H]: norm weight before the MLP."""
     final_norm: Tensor
-    """[H]: norm weight before lm_head, and for the next feature if `norm_output` is set."""
+    """[H]: norm weight before `lm_head`. If `config.norm_output` is set, the output feature is
+    normalised with it, too."""
     qkv: Tensor
     """[(Q + 2G) * d, 2H]: query rows, then keys, then values."""
     qkv_bias: Tensor | None
@@ -57,7 +58,8 @@ class HeadWeights:
         """Return the weight tensors of a loaded head.
 
         The tensors are shared with the head, whose query, key and value weights become views of the
-        fused `qkv`. Raises FailedPreconditionError for other kinds of heads and for packed weights.
+        fused `qkv`. Raises FailedPreconditionError for other kinds of heads and for weights that
+        are packed for oneDNN.
         """
         if not isinstance(head, Eagle3Head):
             raise FailedPreconditionError(
@@ -89,7 +91,7 @@ class HeadWeights:
 
     @property
     def query_rows(self) -> int:
-        """Number Q * d of query rows of `qkv`, which come first."""
+        """Q * d, the number of query rows of `qkv`. They are its first rows."""
         return self.config.num_heads * self.config.head_dim
 
     @property
@@ -106,7 +108,8 @@ class HeadWeights:
 
 
 def can_extract(head: DraftHead) -> bool:
-    """Return whether `HeadWeights.from_head` accepts this head (EAGLE-3 with plain projections)."""
+    """Return whether `HeadWeights.from_head` accepts this head: an EAGLE-3 head whose weights are
+    not packed for oneDNN."""
     if not isinstance(head, Eagle3Head):
         return False
     block = head.block.weights

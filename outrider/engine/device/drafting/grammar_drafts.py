@@ -1,6 +1,6 @@
-"""In-process drafts of sessions with a grammar, drafted with masks and read back by the host.
+"""In-process drafts of sessions with a grammar, drafted under masks and read back by the host.
 
-Chains are drafted level by level, trees in one pass.
+Chains are drafted one level (position in the chain, from 0) at a time, trees in one pass.
 
 Shapes: B rows of a pass, n in-process drafts per session, W words of a token mask.
 """
@@ -24,9 +24,9 @@ from outrider.engine.device.transfer.uploads import upload_int32s
 
 
 class GrammarDraftBuffer:
-    """Host access to the in-process drafts of sessions with a grammar.
+    """Lets the host make, read and replace the in-process drafts of sessions with a grammar.
 
-    Reads wait for the device, so this class is used for such sessions only.
+    Reading drafts waits for the device, so other sessions do not use this class.
     """
 
     def __init__(
@@ -68,12 +68,13 @@ class GrammarDraftBuffer:
     def start_drafts(
         self, slots: Sequence[int], allowed_tokens: Sequence[Masks | None], *, seen: bool = False
     ) -> None:
-        """Draft again from the committed text: the first token of each chain, or whole trees. Does
-        not wait.
+        """Start new drafts for these slots after their committed tokens: the first token of each
+        chain, or whole trees. Does not wait for the device.
 
-        `allowed_tokens`: masks [1, W] of the first level by slot; None to allow all tokens. `seen`:
-        whether the round has already run the head over its rows (chains only). The noise is the
-        same as that of an unmasked draft, so a token that the mask allows is drawn again.
+        `allowed_tokens`: for each slot, the mask [1, W] of the first level, or None to allow all
+        tokens. `seen`: whether the round has already run the head over its accepted tokens (chains
+        only). The noise is the same as without a mask, so a token that was drafted before is
+        drafted again if the mask allows it.
         """
         if self._levels is not None and seen:
             self.choose_level(slots, 0, allowed_tokens)
@@ -86,8 +87,9 @@ class GrammarDraftBuffer:
     def choose_level(
         self, slots: Sequence[int], level: int, allowed_tokens: Sequence[Masks | None]
     ) -> None:
-        """Draft one level of the slots' chains under these masks, and run the head for the next
-        level. Does not wait."""
+        """Draft the token at `level` of each slot's chain under its mask, then run the head to
+        compute the logits of the next level. Does not wait for the device. `allowed_tokens`: for
+        each slot, the mask [1, W], or None to allow all tokens."""
         rows = self._tell(slots, level, allowed_tokens)
         drafted = self._graphs.run_graph(("choose", rows), lambda: self._choose(rows))
         self._slots_drafted, self._drafted = slots, self._downloads.start_download(drafted)
@@ -95,43 +97,47 @@ class GrammarDraftBuffer:
             self._graphs.run_graph(("step", rows), lambda: self._step(rows))
 
     def has_token(self, token: int) -> bool:
-        """Return whether a target id is in the head's vocabulary. If it is, a mask that allows only
-        this id makes the head draft it."""
+        """Return whether the head can draft this target id. If it can, a mask that allows only this
+        id makes the head draft it."""
         return self._masks.has_token(token)
 
     def replace_tokens(self, slots: Sequence[int], tokens: NDArray[np.int32], level: int) -> None:
-        """Replace the drafts up to this level by tokens int32 [len(slots), n], and run the head
-        again for the next level. Does not wait."""
+        """Replace the chains of these slots, then run the head over the token at `level` to compute
+        the logits of the next level. Does not wait for the device. tokens: int32 [len(slots), n],
+        target ids; -1 for absent nodes at the end of a chain."""
         self.write_chains(slots, tokens)
         rows = self._tell(slots, level)
         self._graphs.run_graph(("step", rows), lambda: self._step(rows))
 
     def has_started(self, slots: Sequence[int]) -> bool:
-        """Return whether the newest pass included all of these slots."""
+        """Return whether the newest pass over chains drafted a token for each of these slots."""
         return set(slots) <= set(self._slots_drafted)
 
     def read_chains(self) -> dict[int, int]:
-        """Return the tokens that the newest pass drafted, by slot. Waits for that pass."""
+        """Wait for the newest pass over chains, and return a dictionary from each of its slots to
+        the token that it drafted there."""
         assert self._drafted is not None
         return dict(zip(self._slots_drafted, self._drafted.wait_array().tolist(), strict=False))
 
     def read_trees(self, slots: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the tokens and parents, int32 [len(slots), n] each, of the trees that the next
-        round of these slots verifies. Absent nodes have token -1 and parent PADDING_NODE. Waits for
-        the device."""
+        """Wait for the device, and return the tokens and the parents of the trees that the next
+        round of these slots verifies, int32 [len(slots), n] each. Absent nodes have token -1 and
+        parent PADDING_NODE."""
         tokens, parents = self.drafter.read_trees(slots)
         return tokens.numpy(), parents.numpy()
 
     def write_chains(self, slots: Sequence[int], tokens: NDArray[np.int32]) -> None:
-        """Replace the chains that the next round of these slots verifies by tokens int32
-        [len(slots), n]; -1 for absent nodes at the end of a chain. Does not wait."""
+        """Replace the chains that the next round of these slots verifies. Does not wait for the
+        device. tokens: int32 [len(slots), n], target ids; -1 for absent nodes at the end of a
+        chain."""
         rows, width = bucket_for(len(slots), ROW_BUCKETS), tokens.shape[1]
         absent = np.full((rows - len(slots)) * width, -1, dtype=np.int32)
         upload_int32s(self._given[: rows * (1 + width)], self._padded(slots, rows), tokens, absent)
         self._graphs.run_graph(("given drafts", rows), lambda: self._put(rows))
 
     def warm_up(self) -> None:
-        """Compile and capture all bucket sizes, with padding rows only."""
+        """Compile the kernels and capture the graphs of all bucket sizes, by passes over padding
+        rows."""
         for rows in buckets_up_to(ROW_BUCKETS, self._max_sessions):
             nowhere = [self.drafter.padding] * rows
             self.start_drafts(nowhere, ())

@@ -1,4 +1,4 @@
-"""Draft head inside the verifier process (colocated and fused placement).
+"""Draft head inside the verifier process, for the placements `colocated` and `fused`.
 
 The head's KV uses the same slots and block tables as the target's pool. All draft shapes share this
 KV, so a session can change its shape at the cost of one round without drafts.
@@ -32,7 +32,7 @@ from outrider.spec.plan import tree_depth
 
 
 class InProcessDraftShape(NamedTuple):
-    """Shape of the drafts that the head makes for every session and round."""
+    """Shape of the drafts of an in-process drafter."""
 
     num_nodes: int
     """Number n of draft tokens per session, without the root."""
@@ -48,15 +48,15 @@ class InProcessDraftShape(NamedTuple):
 
     @property
     def levels(self) -> int:
-        """Number of levels of the drafts."""
+        """Number of draft tokens on the longest path of a draft."""
         if not self.is_tree:
             return self.num_nodes
         return tree_depth(self.num_nodes, self.depth)
 
     @property
     def extra_slots(self) -> int:
-        """Number of KV slots that may be written past the slots that the host knows to be
-        committed. They cover two unfinished rounds and the steps of the next drafts."""
+        """Maximum number of KV slots that the device may use after those that the host knows to be
+        committed: the nodes of two rounds in flight, and the steps of the next drafts."""
         width = min(self.top_k, self.num_nodes) if self.is_tree else 1
         return 2 * (1 + self.num_nodes) + max(0, self.levels - 1) * width
 
@@ -74,11 +74,11 @@ class InProcessDrafter:
         shapes: Sequence[InProcessDraftShape],
         max_len: int,
     ) -> None:
-        """`shapes`: shapes of the drafts, each with a different number of nodes. Rounds with
-        sessions in a grammar use the first shape."""
+        """`shapes`: shapes of the drafts, each with a different number of nodes. Rounds that
+        include a session with a grammar use the first shape."""
         self.shape = shapes[0]
         self._shapes = {1 + shape.num_nodes: shape for shape in shapes}
-        """Draft shapes by number of nodes per row, including the root."""
+        """Maps the number of nodes of a draft, including the root, to the draft shape."""
         self.weights = weights = HeadWeights.from_head(head)
         device, config = pool.storage.device, head.config
         self.slots = slots
@@ -103,8 +103,8 @@ class InProcessDrafter:
         """int32 [X, n]: parents of `tokens` (see `ConstrainedTree`), PADDING_NODE for absent nodes.
         None if all shapes are chains."""
         self.distribution: DenseChainDistribution | None = None
-        """The distributions that chains were drawn from, by session slot. None if the first shape
-        is a tree; the rejection rule then judges drafts as target-only."""
+        """The distributions that chains were drawn from, indexed by session slot. None if the first
+        shape is a tree; sessions of the rejection rule then use the target-only rule."""
         self.logits_slots = LogitsSlots(
             count, config.draft_vocab_size, device, draft_columns=weights.draft_columns
         )
@@ -115,9 +115,10 @@ class InProcessDrafter:
             hidden_size=config.hidden_size,
             dtype=pool.storage.dtype,
         )
-        """Draft rows that rounds of the first shape committed, stored to draft from them again."""
+        """The draft rows that each session's last round of the first shape committed. They are
+        stored so that drafts can be made from them again."""
         self.levels: ChainLevelDrafter | None = None
-        """Level-by-level drafter of the first shape; None if that shape is a tree."""
+        """Drafts chains of the first shape token by token; None if that shape is a tree."""
         self.padding = slots.padding
         """Device slot of padding rows."""
         if any(shape.is_tree for shape in shapes):
@@ -142,12 +143,14 @@ class InProcessDrafter:
 
     @property
     def shapes(self) -> Sequence[InProcessDraftShape]:
-        """Shapes of the drafts. The first shape is that of rounds with sessions in a grammar."""
+        """Shapes of the drafts. Rounds that include a session with a grammar use the first
+        shape."""
         return tuple(self._shapes.values())
 
     @property
     def first_tokens(self) -> Tensor:
-        """int32 [X, nodes of the first shape]: view of `tokens` for the first shape."""
+        """int32 [X, num_nodes of the first shape]: a view of the columns of `tokens` that drafts of
+        the first shape use."""
         return self.tokens[:, : self.shape.num_nodes]
 
     def parents_of(self, num_nodes: int) -> Tensor | None:
@@ -164,25 +167,26 @@ class InProcessDrafter:
     def receive_drafts(
         self, slots: Tensor, *, num_nodes: int, rejection: bool
     ) -> DenseChainDistribution | None:
-        """Return the distributions of the drafts; None for trees. The drafts are already in
-        `tokens`."""
+        """Return the distributions that the drafts were drawn from, or None for trees. The drafts
+        are already in `tokens`, so nothing is received."""
         return None if self._shapes[num_nodes].is_tree else self.distribution
 
     def flag_undrafted(self, flags: Tensor) -> Tensor:
-        """Return the flags int32 [B] unchanged, because the host knows which rows have no draft."""
+        """Return the acceptance flags, int32 [B], unchanged, because the host knows which rows have
+        no draft."""
         return flags
 
     def begin_rows(self) -> None:
         """Do nothing, because rows need no preparation."""
 
     def write_rows(self, rows: NewRows) -> None:
-        """Write the KV of rows whose predictions are not needed."""
+        """Write the KV of draft rows after which nothing is drafted."""
         self.program.forward.write_rows(rows)
 
     def draft_round(self, rows: NewRows, *, num_nodes: int, sampled: bool) -> None:
-        """Catch up on new rows and draft for each of their sessions. num_nodes: nodes per row of
-        the draft shape, including the root. sampled: whether any session may process its logits or
-        need the distributions of its drafts."""
+        """Write the KV of new draft rows and draft for each of their sessions. num_nodes: number of
+        nodes of the draft shape, including the root. sampled: whether any session may use the
+        logits processor or need the distributions of its drafts."""
         shape = self._shapes[num_nodes]
         if sampled and shape is self.shape:
             self.kept.store_rows(rows)
@@ -205,21 +209,21 @@ class InProcessDrafter:
             self.first_tokens[:, shape.num_nodes :].index_fill_(0, slots, -1)
 
     def store_catch_up(self, rows: NewRows) -> None:
-        """Store these rows for drafts that are made later. If the drafts are chains, also run the
-        head over the rows."""
+        """Store these draft rows for drafts that are made later. If the drafts are chains, also run
+        the head over the rows."""
         self.kept.store_rows(rows)
         if self.levels is not None:
             self.levels.run_rows(rows)
 
     def draft_stored(self, slots: Tensor, allowed_tokens: DraftTokenMasks) -> None:
-        """Catch up on the stored rows of these slots, int32 [B], and draft trees with their first
-        level masked. Replaces drafts that have not been verified."""
+        """Draft trees from the stored draft rows of these slots, int32 [B], under masks for the
+        first level. The trees replace the current drafts of the slots."""
         rows = self.kept.rows_of(slots)
         self._draft_trees(rows, self.shape, sampled=True, allowed_tokens=allowed_tokens)
 
     def read_trees(self, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the tokens and parents of the first shape's trees on the host, int32 [len(slots),
-        n] each. Waits for the device."""
+        """Wait for the device, and return the tokens and the parents of these slots' trees on the
+        host, int32 [len(slots), num_nodes of the first shape] each."""
         assert self._parents is not None
         chosen, count = list(slots), self.shape.num_nodes
         return self.tokens.cpu()[chosen, :count], self._parents.cpu()[chosen, :count]

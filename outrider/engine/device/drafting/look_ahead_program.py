@@ -1,14 +1,18 @@
 """Look-ahead drafting on static device tensors: drafts for outcomes of an unverified proposal.
 
-The draft model runs over a proposal that is being verified, with its tokens given. The output at
-each position predicts the token after it; with a feature head it is also the feature of the
-branches that start there. A branch is drafted like a session (`DraftProgram.draft_chain` or
-`draft_tree`) over its own block table, which starts with the blocks of the session. At most one
-partly filled block of the prefix is copied.
+An outcome is a possible end of a round: an accepted path of the proposal and the next token. The
+draft model runs over the tokens of a proposal while the target verifies it. Its output at a
+position predicts the token after it; the output of an EAGLE head is also the feature for drafts
+that continue there.
 
-Shapes: B sessions or branches, R rows of a branch's path, N nodes of a proposal, P = 1 + N
+A branch is the draft for one outcome. It is made like the draft of a session
+(`DraftProgram.draft_chain` or `draft_tree`), with a block table of its own that begins with the
+blocks of the session. At most one partly filled block of the prefix is copied.
+
+Shapes: B sessions or branches, R new draft rows of a branch, N nodes of a proposal, P = 1 + N
 positions (the root, then the nodes), c candidates a position, F width of a feature, X session
-slots, T blocks of a table, S blocks of a branch's own, V branches with blocks.
+slots, T blocks of a table, V branches that blocks are reserved for, S blocks reserved for each of
+them.
 """
 
 from __future__ import annotations
@@ -28,37 +32,38 @@ from outrider.engine.kernels.session_tensors import LogitsProcessorState, Sampli
 
 
 class CandidateScores(NamedTuple):
-    """Candidates for the next token at each position. Positions without a node hold arbitrary
-    values."""
+    """Candidates for the token after each position of a proposal. Positions without a node hold
+    arbitrary values."""
 
     tokens: Tensor
     """int32 [B, P, c]: target ids, best first, padded with -1."""
     logprobs: Tensor
     """float32 [B, P, c]: log-probabilities of `tokens`; -inf for padding."""
     features: Tensor
-    """[B, P, F]: the feature of the first row below each position."""
+    """[B, P, F]: the feature of the first draft row after each position."""
 
 
 class OutcomeRows(NamedTuple):
-    """Paths of branches; rows past a branch's count are padding but must be finite."""
+    """New draft rows of branches, one branch for each outcome. Rows after the first `counts` rows
+    of a branch are padding, but their features must be finite."""
 
     owners: Tensor
     """int32 [B]: the session slot of each branch."""
     counts: Tensor
-    """int32 [B]: number of new rows, the last of which is the row of the outcome's next token; 0
-    for padding."""
+    """int32 [B]: number of new rows of each branch. The last of them contains the outcome's next
+    token. 0 for padding."""
     starts: Tensor
-    """int32 [B]: draft position of the first new row."""
+    """int32 [B]: draft position of each branch's first new row."""
     tokens: Tensor
-    """int32 [B, R]: target ids of the path, padded with -1."""
+    """int32 [B, R]: target id of each row's token, padded with -1."""
     sources: Tensor
     """int32 [B, R]: index of each row's feature among the stored features."""
     draft_keys: Tensor
-    """int64 [B]: keys of the DRAFT noise stream."""
+    """int64 [B]: key of each branch's DRAFT noise stream."""
 
 
 class LookAheadProgram(DraftProgram):
-    """A `DraftProgram` that also drafts for outcomes of unverified proposals."""
+    """A `DraftProgram` that can also draft for outcomes of unverified proposals."""
 
     def score_proposals(
         self,
@@ -70,11 +75,11 @@ class LookAheadProgram(DraftProgram):
         sweeps: int,
         warp: LogitsProcessorState | None = None,
     ) -> CandidateScores:
-        """Catch up, run the given proposals and return the `count` best next tokens at every
-        position.
+        """Write the KV of new rows, run the draft model over the given proposals, and return the
+        `count` most probable tokens after every position.
 
-        Tokens are ranked by softmax(logits / T); for coupled sessions they are ranked after adding
-        the noise shared with the target. state, warp: as in `DraftProgram.draft_chain`. sweeps: see
+        Tokens are ranked by softmax(logits / T). For coupled sessions, the noise shared with the
+        target is added before ranking. state, warp: as in `DraftProgram.draft_chain`. sweeps: see
         `DraftForward.run_proposal`. A session's block table must cover the rows up to live + N.
         """
         forward, vocabulary, num_nodes = (
@@ -115,14 +120,16 @@ class LookAheadProgram(DraftProgram):
         counted: bool,
         below_chains: bool,
     ) -> tuple[NewRows, DraftSampling]:
-        """Return the rows to draft branches from, each branch as a session of its own, and their
-        sampling state.
+        """Return the draft rows of branches, in a form in which each branch is a session of its
+        own, and the sampling state of these rows.
 
-        tables: int32 [X, T], block tables of the sessions. scratch: int32 [V, S + 1], the blocks of
-        each branch, the last being a padding block. A branch's own blocks must hold all rows that
-        it writes, from the block of its first row on. held: [any, F], stored features. counted:
-        whether penalties must count the tokens of the paths. below_chains: whether the paths belong
-        to scored chains, whose KV some forwards already have.
+        rows: the branches' new rows. tables: int32 [X, T], block tables of the sessions. scratch:
+        int32 [V, S + 1], the S blocks reserved for each branch, followed by a padding block. A
+        branch's blocks must be enough for all rows that it writes, counted from the beginning of
+        the block of its first new row. held: [any number, F], stored features, which `rows.sources`
+        indexes. counted: whether penalties must count the tokens of `rows`. below_chains: whether
+        the outcomes are those of chains that `score_proposals` has run. If the model keeps their KV
+        (`DraftForward.keeps_proposal_kv`), only the last row of each branch is returned.
         """
         uncounted = self.forward.vocabulary.columns_of(rows.tokens) if counted else None
         if below_chains and self.forward.keeps_proposal_kv:

@@ -1,6 +1,6 @@
 """Newest draft rows of every session, kept on the device as input of later drafts.
 
-Shapes: X session slots, R rows of a session at most, B sessions of a pass, H hidden size.
+Shapes: X session slots, at most R rows of a session, B sessions of a pass, H hidden size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from outrider.engine.device.slots.session_slots import DeviceSessionSlots
 
 
 class RecentRows:
-    """Static tensors with the newest rows of each slot, written and read in stream order."""
+    """Static tensors with the newest draft rows of each session slot, written and read in stream
+    order."""
 
     def __init__(
         self, slots: DeviceSessionSlots, *, max_rows: int, hidden_size: int, dtype: torch.dtype
@@ -27,14 +28,14 @@ class RecentRows:
         """Number of kept rows, their first position, and their tokens, int32 [X, 2 + R]."""
 
     def store_rows(self, rows: NewRows) -> None:
-        """Store new rows of each session, which replace its stored rows."""
+        """Replace the stored rows of each session in `rows` by its new rows."""
         slots, width = rows.slots.long(), rows.tokens.shape[1]
         self._features[:, :width].index_copy_(0, slots, rows.features.to(self._features.dtype))
         words = torch.cat((rows.counts[:, None], rows.starts[:, None], rows.tokens), dim=1)
         self._words[:, : 2 + width].index_copy_(0, slots, words.int())
 
     def rows_of(self, slots: Tensor) -> NewRows:
-        """Return the stored rows of these slots, int32 [B]."""
+        """Return the stored draft rows of these slots, int32 [B]."""
         words = self._words[slots.long()]
         # Kernels need contiguous vectors and matrices.
         return NewRows(

@@ -1,4 +1,5 @@
-"""RoundDrafter protocol: a drafter whose drafts a round's graphs read on the verifier's device.
+"""RoundDrafter: protocol of drafters whose drafts the graphs of a round read on the verifier's
+device.
 
 Shapes: X session slots, n drafts per session, B sessions of a launch.
 """
@@ -18,7 +19,8 @@ from outrider.engine.kernels.acceptance.randomized import (
 
 
 class RoundDrafter(Protocol):
-    """Drafter that keeps its drafts on the verifier's device, by session slot.
+    """Protocol of a drafter whose drafts lie on the verifier's device, in tensors indexed by
+    session slot.
 
     Its functions are recorded in CUDA graphs, so they launch kernels and read no values on the
     host.
@@ -30,7 +32,7 @@ class RoundDrafter(Protocol):
         ...
 
     def parents_of(self, num_nodes: int) -> Tensor | None:
-        """Return the parents of the drafts, int32 [X, >= num_nodes - 1], for rounds with
+        """Return the parents of the drafts, int32 [X, at least num_nodes - 1], for rounds with
         `num_nodes` nodes per row, including the root. None if the drafts are chains."""
         ...
 
@@ -46,25 +48,26 @@ class RoundDrafter(Protocol):
         """Write the drafts of the sessions in `slots`, int32 [B], to `tokens`, and return the
         distributions that they were drawn from.
 
-        Returns None if there are no distributions; the rejection rule then judges the drafts as
-        target-only. num_nodes: nodes per row, including the root. rejection: whether the round may
-        have sessions of the rejection rule (see `AcceptanceMode.REJECTION`).
+        Returns None if there are no distributions; sessions of the rejection rule then use the
+        target-only rule. num_nodes: nodes per row, including the root. rejection: whether the round
+        may have sessions of the rejection rule (see `AcceptanceMode.REJECTION`).
         """
         ...
 
     def flag_undrafted(self, flags: Tensor) -> Tensor:
-        """Return the flags int32 [B] of the rows of the last `receive_drafts`. UNDRAFTED is added
-        for rows that had no draft on the device, if the host cannot know this."""
+        """Return the acceptance flags (`DeviceAcceptance.flags`), int32 [B], of the rows of the
+        last `receive_drafts` call. A drafter on another device adds UNDRAFTED to the flags of rows
+        for which it had no draft, because the host cannot know them."""
         ...
 
     def begin_rows(self) -> None:
-        """Begin the rows of a launch. `write_rows` follows for prompts, if there are any, and then
-        `draft_round`."""
+        """Prepare for the draft rows of a launch. The caller then passes rows of prompts, if there
+        are any, to `write_rows`, and afterwards the rows to draft for to `draft_round`."""
 
     def write_rows(self, rows: NewRows) -> None:
-        """Process rows whose predictions are not needed."""
+        """Process draft rows of prompts after which nothing is drafted."""
 
     def draft_round(self, rows: NewRows, *, num_nodes: int, sampled: bool) -> None:
-        """Process rows and draft after the last row of each session. num_nodes: nodes per row of
-        the next round, including the root. sampled: whether any session may process its logits or
-        need the distributions of its drafts."""
+        """Process draft rows and draft after the last row of each session. num_nodes: nodes per row
+        of the next round, including the root. sampled: whether any session may use the logits
+        processor or need the distributions of its drafts."""

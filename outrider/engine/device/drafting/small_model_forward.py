@@ -1,7 +1,7 @@
-"""Forward of a small draft model, whose rows are tokens and whose KV is always exact.
+"""Forward pass of a small language model as draft model.
 
 Shapes: B sessions, R new rows a session, N nodes of a given tree, H hidden size, M rows of a step,
-V target vocabulary size. Row r holds token t_r at position r.
+V target vocabulary size. Draft row r consists of token t_r alone, without a feature.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class ModelForward(DraftForward):
         block_tokens: int,
         max_len: int,
     ) -> None:
-        """`vocab_size`: vocabulary size of the target, at most that of the model; the other
+        """`vocab_size`: vocabulary size of the target, at most that of the model. The other
         arguments are those of `DraftForward`.
 
-        The model needs plain weights and attention to the whole context. Sliding windows are not
-        supported, because trees use attention masks.
+        The model's weights must not be packed for oneDNN, and each token must attend to the whole
+        context. Sliding windows are not supported, because trees use attention masks.
         """
         super().__init__(
             DraftVocabulary.identity(vocab_size, storage.device),
@@ -63,8 +63,8 @@ class ModelForward(DraftForward):
         self._program = TargetProgram(model, storage=storage)
 
     def write_rows(self, rows: NewRows) -> None:
-        """Write the KV of new rows. The width of the rows must divide into equal chunks of at most
-        64 rows."""
+        """Write the KV of new rows. The number R of rows per session must be a multiple of ceil(R /
+        64), because the rows attend in equal chunks of at most 64."""
         layout, size = self.layout(rows), rows.tokens.shape[1]
         chunks = -(-size // _CHUNK_ROWS)
         assert size % chunks == 0, size
@@ -79,8 +79,8 @@ class ModelForward(DraftForward):
         self._run(rows.tokens, [group], rows.tables)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return logits float32 [M, V] of outputs [M, H], without ids beyond the target's
-        vocabulary."""
+        """Return the logits, float32 [M, V], for outputs x [M, H], without columns for ids beyond
+        the target's vocabulary."""
         found = self._program.logits_of(x)
         return (
             found
@@ -91,8 +91,8 @@ class ModelForward(DraftForward):
     def catch_up(
         self, rows: NewRows, layout: DraftLayout, places: RowPositions, *, prune: bool = True
     ) -> Tensor:
-        """Run all new rows and return the output of each live row. `prune` is ignored because it
-        would save little."""
+        """Run all new rows and return the output [B, H] of each live row. `prune` is ignored,
+        because it would save little."""
         return self._run(rows.tokens, [_new(rows, layout)], rows.tables)[layout.live_rows]
 
     def run_step(
@@ -106,8 +106,8 @@ class ModelForward(DraftForward):
         mask: Tensor | None = None,
         parents: Tensor | None = None,
     ) -> Tensor:
-        """Run drafted tokens; see `DraftForward`. `x` and `parents` are not needed beside the
-        KV."""
+        """Run drafted tokens; see `DraftForward.run_step`. `x` and `parents` are ignored, because
+        the model knows earlier tokens by their KV."""
         group = RowGroup(
             slots=session.slots,
             context=session.context,
@@ -124,8 +124,8 @@ class ModelForward(DraftForward):
         below: ProposalLayout,
         sweeps: int,
     ) -> Tensor:
-        """Run new rows and nodes in one forward; see `DraftForward`. The outputs are exact for any
-        `sweeps`."""
+        """Run new rows and the nodes of the proposals in one forward pass; see
+        `DraftForward.run_proposal`. `sweeps` is ignored, because one pass gives exact outputs."""
         if given.are_chains:
             return self._given_chains(rows, given)
         (batch, num_nodes), new = given.tokens.shape, rows.tokens.numel()

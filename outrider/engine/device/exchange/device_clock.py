@@ -1,8 +1,8 @@
 """DeviceClock: converts time stamps of a device to the host's clock, for timelines.
 
-The device is asked for its time, and the host reads its own clock before and after. The offset can
-be wrong by at most half of the time between the two readings. Clocks drift apart afterwards, so the
-offset is measured again with each exchange that opens.
+The offset between the clocks is measured: the host reads its own clock, then the device's, then its
+own again. The offset can be wrong by at most half of the time between the two host readings. The
+clocks drift apart afterwards, so the offset is measured again whenever an exchange opens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DeviceClock:
     """Converts time stamps of a device to the clock of `outrider.timeline`."""
 
     def __init__(self, device: torch.device) -> None:
-        """Measure the offset for the first time, which may compile a kernel."""
+        """Measure the offset between the clocks. The first measurement may compile a kernel."""
         is_cuda = device.type == "cuda"
         with torch.inference_mode(False):
             self._moment = torch.zeros(1, dtype=torch.int64, pin_memory=is_cuda)
@@ -37,18 +37,20 @@ class DeviceClock:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._offset_ns = 0
         self.error_s = 0.0
-        """Upper bound of the error of the offset when it was measured, in seconds."""
+        """Upper bound of the error of the measured offset, in seconds. It does not include drift
+        after the measurement."""
         self._read()
         self.measure()
 
     def measure(self) -> None:
-        """Measure the clock offset; takes about a millisecond."""
+        """Measure the offset between the clocks again. This takes about a millisecond."""
         error_ns, self._offset_ns = min(self._compare() for _ in range(_TRIES))
         self.error_s = error_ns * 1e-9
         logger.info("device clock measured", extra={"error_us": round(error_ns * 1e-3, 1)})
 
     def host_time(self, stamp_ns: int) -> float:
-        """Return the `time.perf_counter` seconds of a device time stamp in nanoseconds."""
+        """Convert a device time stamp in nanoseconds to the host's time, in seconds of
+        `time.perf_counter`."""
         return (stamp_ns + self._offset_ns) * 1e-9
 
     def _compare(self) -> tuple[int, int]:

@@ -1,9 +1,10 @@
-"""Draft model of one verifier on another GPU: it follows the verifier's rounds by exchange buffers.
+"""Draft model that serves one verifier from another GPU and reads its rounds from exchange buffers.
 
-The replica uses the slots, block tables and KV slots of the verifier's sessions, so the verifier's
-host manages both. It does the work of an in-process drafter after each round. Its host only
-launches work: first the changes of slots and blocks that the verifier's host announces, then the
-graphs of a round, which wait for that round on the device.
+The replica copies the verifier's session slots and block tables and uses the same KV slot numbers,
+so the verifier's host manages both KV caches. After each round the replica does the work of an
+in-process drafter. Its own host only launches work: first the changes of slots and blocks that the
+verifier's host announces, then the graphs of a round, which wait on the device until the data of
+that round arrive.
 
 Shapes: X session slots, T blocks of a table, L layers, S KV slots, G key/value heads, d head
 dimension.
@@ -67,20 +68,21 @@ class ReplicaSlots(NamedTuple):
 
 
 class ReplicaRound(NamedTuple):
-    """Shape and options of a round. The verifier sends them by message before the data arrive in
-    the exchange buffers."""
+    """Shape and options of a round. The verifier sends them by message before the round's data
+    arrive in the exchange buffers."""
 
     rows: int
     """Number of rows to draft for, including padding of the bucket; 0 for none."""
     chunks: int
     """Number of prefill chunks, including padding of the bucket; 0 for none."""
     is_sampled: bool
-    """Whether any session processes its draft logits or draws its drafts."""
+    """Whether any session uses the logits processor or draws its draft tokens at random."""
     is_ahead: bool = False
-    """Whether to draft for outcomes of the next round while that round runs."""
+    """Whether to draft also for outcomes of the next round, while that round runs on the
+    verifier."""
     has_rejection: bool = False
-    """Whether any session has the rejection rule, so that its drafts come with distributions; only
-    in a round that `is_sampled`."""
+    """Whether any session has the rejection rule. Its drafts are then sent with their
+    distributions. Only set if `is_sampled` is."""
 
 
 class DraftReplica:
@@ -99,9 +101,9 @@ class DraftReplica:
         cuda_graphs: bool = True,
         timeout_us: int = 5_000_000,
     ) -> None:
-        """`make_forward`: builds the draft model for a KV storage [2, L, G, S, d] and a maximum
-        number of rows of a session. `kv_shape`: (L, G, d). `timeout_us`: microseconds to wait for
-        an announced round."""
+        """`make_forward`: function that builds the draft model for a KV storage [2, L, G, S, d] and
+        a maximum number of rows of a session. `kv_shape`: (L, G, d). `timeout_us`: maximum time
+        that the device waits for an announced round, in microseconds."""
         self.exchange_shape, self._sizes = shape, slots
         self._vocab_size, self._device = vocab_size, device
         count, self._padding = shape.num_slots, shape.num_slots - 1
@@ -147,8 +149,8 @@ class DraftReplica:
         ids = vocabulary.target_ids
         self._ids_increase = bool((ids[1:] > ids[:-1]).all())
         self.distribution_limits: DistributionLimits | None = None
-        """Limits of the distributions for the rejection rule; None if drafts have no
-        distributions."""
+        """Size limits of the draft distributions of sessions with the rejection rule; None if
+        drafts have no distributions."""
         if shape.distribution_entries:
             self.distribution_limits = DistributionLimits(max_ids=shape.distribution_entries)
         self._warp = LogitsSlots(
@@ -164,24 +166,26 @@ class DraftReplica:
     def attach(self, own: SharedMemory, peer: SharedMemory) -> None:
         """Start the exchange with a verifier, in stream order.
 
-        Rounds are read from `own` memory, and drafts are written to the memory of the `peer`;
-        `detach` closes both.
+        own: memory of this process, in which the verifier writes its rounds. peer: memory of the
+        verifier, in which this process writes drafts. `detach` closes both.
         """
         self._side.attach(verdicts=own, drafts=peer)
 
     @property
     def is_open(self) -> bool:
-        """Whether all announced rounds have arrived, by the device's last report."""
+        """Whether an exchange is in progress and no announced round has been missed, according to
+        the device's last report."""
         return self._side.is_open
 
     @property
     def has_next_round(self) -> bool:
-        """Whether `launch_round` would not block. On CUDA it never does, because the graphs wait on
-        the device; on a CPU the thread waits."""
+        """Whether `launch_round` would return without waiting for the verifier. On CUDA it always
+        does, because the graphs wait on the device. On a CPU the calling thread waits for the
+        round."""
         return self._device.type == "cuda" or is_round_there(self._verdicts, self.state)
 
     def detach(self) -> None:
-        """End the exchange and close the buffers. Cancels waits on the device, then waits for
+        """End the exchange and close its memory. Cancels waits on the device, then waits for
         launched work."""
         self._side.detach()
         self._followed.slot_of.fill_(NO_SLOT)
@@ -199,7 +203,7 @@ class DraftReplica:
         """Begin a session in a slot.
 
         num_rows: number of draft rows whose KV is already in `blocks`. history: the session's
-        tokens so far, for penalties; tokens of later rounds are added on the device. Raises
+        tokens so far, which penalties need. Tokens of later rounds are added on the device. Raises
         InvalidMessageError for slots, blocks or rows out of range.
         """
         self._check(slot, 0, blocks)
@@ -256,8 +260,8 @@ class DraftReplica:
 
     @torch.inference_mode()
     def launch_round(self, announced: ReplicaRound) -> None:
-        """Launch the drafting after a round of the verifier; the graphs wait for that round. Raises
-        InvalidMessageError for a round that the buffers cannot hold."""
+        """Launch the graphs that draft after a round of the verifier. They wait for that round on
+        the device. Raises InvalidMessageError for a round that the buffers cannot hold."""
         shape = self.exchange_shape
         if not (
             0 <= announced.rows <= shape.max_rows and 0 <= announced.chunks <= shape.max_chunks
@@ -273,8 +277,9 @@ class DraftReplica:
         self._launch(announced)
 
     def capture_steps(self) -> Iterator[None]:
-        """Compile the kernels and capture all graphs in steps, see `GraphCache.capture_steps`. Call
-        this before `attach`, because rounds would wait too long for compilation."""
+        """Return an iterator that compiles the kernels and captures all graphs, one step in each
+        iteration; see `GraphCache.capture_steps`. Run it before `attach`, because rounds would wait
+        too long for compilation."""
         shape, steps = self.exchange_shape, self.graphs.capture_steps
         yield from steps("wait", self._wait)
         for chunks in _buckets(shape.max_chunks):

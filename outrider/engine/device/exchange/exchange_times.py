@@ -1,8 +1,9 @@
-"""Idle time of rounds whose drafts pass between devices, from the clock of the verifier's device.
+"""Idle time of the verifier's device before rounds whose drafts come from another device.
 
-The idle time before a round lasts from the end of the previous round's acceptance to the begin of
-the round's forward, without the time that the drafter's kernels took to draft. It is the cost of
-the exchange: to write, transfer, read and check accepted rows, and the same for drafts.
+The idle time before a round is the time from the end of acceptance in the previous round to the
+beginning of the round's forward pass, by the clock of the verifier's device, minus the time that
+the drafter's kernels took. What remains is the cost of the exchange: accepted rows and drafts are
+written, transferred, read and checked.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ wrong."""
 
 
 class ExchangedRound(NamedTuple):
-    """Times of one round that verified drafts of another device, in seconds."""
+    """Times of one round that verified drafts of another device, in seconds. `idle_s` is the idle
+    time before the round, without the drafting time `drafting_s`."""
 
     rows: int
     """Number of decode rows, including padding of the bucket."""
@@ -44,31 +46,36 @@ class ExchangedRound(NamedTuple):
     drafting_s: float
     """Time of the drafter's kernels; 0 if all drafts had been made before the round began."""
     hits: int
-    """Number of sessions whose drafts had been made for the outcome of the round before."""
+    """Number of sessions whose draft had been made by look-ahead for the outcome that the previous
+    round had."""
     waited_s: float
     """Time that the round waited for drafts."""
 
 
 class ExchangeTimes:
-    """Reads the round times of a verifier's side of an exchange, each round once."""
+    """Reads the times of the rounds of an exchange on the verifier's side, each round once."""
 
     def __init__(self, history: NDArray[np.int64]) -> None:
         """`history`: see `RoundHistory`."""
         self._history = RoundHistory(history)
         self.spans: RoundSpans | None = None
-        """Marks each round on the timeline; None to record nothing."""
+        """Object that marks each round on the timeline; None to mark nothing."""
         self.answered = 0
-        """Number of rounds so far that found drafts, of the rounds whose times were kept."""
+        """Number of rounds so far that looked for drafts and found some. Rounds whose times were
+        overwritten before they were read are not counted."""
         self.late = 0
-        """Number of rounds so far that waited for drafts and found none, of the rounds whose times
-        were kept."""
+        """Number of rounds so far that waited for drafts and found none. Rounds whose times were
+        overwritten before they were read are not counted."""
         self.hits = 0
-        """Number of drafts so far that had been made for the outcome of the round before."""
+        """Number of verified drafts so far that had been made by look-ahead for the outcome that
+        the previous round had."""
         self._last: NDArray[np.int64] | None = None
 
     def take_rounds(self) -> Iterator[ExchangedRound]:
-        """Yield the rounds since the last call, oldest first, as far as they are kept. Rounds
-        without drafts, or with another number of rows than the round before, are left out."""
+        """Yield the rounds since the last call, oldest first. Some rounds are left out: those
+        without drafts, those with another number of rows than the round before, those with an
+        impossible drafting time, and those whose times, or the times of the round before, were
+        overwritten before they were read."""
         for row in self._history.take_rows():
             if self.spans is not None:
                 self.spans.mark_round(row)
@@ -86,7 +93,7 @@ class ExchangeTimes:
                     yield found
 
     def forget(self) -> None:
-        """Reset the history, before the rounds of another exchange."""
+        """Clear the history. Call this before the rounds of another exchange."""
         self._history.forget()
         self._last = None
 

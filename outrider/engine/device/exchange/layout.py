@@ -1,10 +1,11 @@
-"""Layout of exchange buffers: what lies where in the memory that drafter and verifier share. Pure.
+"""Layout of exchange buffers: offsets of the arrays in the memory that drafter and verifier share.
 
-See `outrider.engine.kernels.exchange.buffers` for what the arrays are. A buffer begins with the
-number of a round; its banks follow.
+The module `outrider.engine.kernels.exchange.buffers` describes the content of the arrays. A buffer
+begins with a round number, which is followed by its banks. A bank holds the data of one round.
 
-B decode rows of a round, N nodes of a row (the root included), K = N - 1 drafts, Q prefill chunks
-of P tokens, H width of a feature, X session slots of the verifier, E entries of a distribution.
+Shapes: B decode rows of a round, N nodes of a row (the root included), K = N - 1 draft tokens, Q
+prefill chunks of P tokens, H width of a feature, X session slots of the verifier, E entries of a
+distribution (a token id and a count each).
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class BufferField(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """Arrays of a bank, in order, and the number of banks."""
+    """Layout of an exchange buffer: the arrays of a bank in order, the size of a bank in bytes, and
+    `depth`, the number of banks."""
 
     fields: tuple[BufferField, ...]
     bank_bytes: int
@@ -81,11 +83,11 @@ class BufferLayout:
 
 
 def distribution_entries(wanted: int, *, num_slots: int, draft_length: int) -> int:
-    """Return E, the number of entries per distribution: at most `wanted`, and limited so that all
-    distributions fit into 64 MiB, but at least 1 if `wanted` is not 0.
+    """Return E, the number of entries per distribution: `wanted`, or fewer if the distributions of
+    all slots would exceed 64 MiB, but at least 1 if `wanted` is not 0.
 
-    The verifier needs this memory three more times: for a private copy and two workspaces of
-    acceptance.
+    The verifier needs the same amount of memory three more times: for a private copy and for two
+    workspaces of acceptance.
     """
     room = _MAX_DISTRIBUTION_BYTES // (num_slots * draft_length * _ENTRY_BYTES)
     return min(wanted, max(room, 1))
@@ -111,12 +113,13 @@ class ExchangeShape:
     distribution_entries: int
     """E: maximum number of entries of a distribution; 0 if drafts have no distributions."""
     fan_out: int = 0
-    """F: number of outcomes per session for which the drafter drafts while a round runs; 0 for
-    none."""
+    """F: number of outcomes per session for which the drafter drafts while a round runs; 0 for no
+    look-ahead."""
     ahead_rows: int = 0
-    """Maximum number of decode rows of a round for whose outcomes the drafter drafts."""
+    """Maximum number of decode rows of a round with look-ahead. For outcomes of larger rounds the
+    drafter makes no drafts."""
     depth: int = 8
-    """Number of rounds that the verifier may be ahead of its drafter."""
+    """Maximum number of rounds that the verifier may be ahead of its drafter."""
 
     def __post_init__(self) -> None:
         for name in (

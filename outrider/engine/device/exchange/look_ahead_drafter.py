@@ -1,13 +1,15 @@
-"""Drafts for outcomes of a round that the verifier still runs, on the drafter's device alone.
+"""Makes drafts for outcomes of a round while the verifier runs it, on the drafter's device alone.
 
-An outcome of the chain that is being verified is the number of its accepted tokens and the next
-token. While the verifier runs, the drafter drafts for the most probable outcomes, each as a branch
-of its own (`LookAheadProgram.fork_outcomes`). Outcomes are ranked by the summed log-probabilities
-of their tokens. If one of them comes true, the next round verifies its draft. The rows of the round
-then contain the number and the digest of this outcome, and the drafter continues from there.
+An outcome of a chain that is being verified consists of the number of its accepted tokens and the
+next token. While the verifier runs, the drafter drafts for the most probable outcomes, each as a
+branch of its own (`LookAheadProgram.fork_outcomes`). Outcomes are ranked by the summed
+log-probabilities of their tokens. If a round ends with one of these outcomes, the next round
+verifies the draft made for it. The rows that the verifier sends then contain the index of the
+outcome and the digest of its prefix, and the drafter continues after that draft.
 
-R rows of a round, K tokens of a chain, P = K + 1 places where it may end, F outcomes of a session,
-C candidates per place, Y session slots, T blocks of a table, Vd draft vocabulary.
+Shapes: R rows of a round, K tokens of a chain, P = K + 1 places in a chain after which acceptance
+may end, F outcomes of a session, C candidates per place, Y session slots, T blocks of a table, Vd
+draft vocabulary.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class _Outcomes(NamedTuple):
 
 
 class LookAheadDrafter:
-    """Drafts for outcomes of the chains that were drafted last. Never synchronises with the
+    """Makes drafts for outcomes of the chains that were drafted last. Never synchronises with the
     host."""
 
     def __init__(
@@ -63,8 +65,9 @@ class LookAheadDrafter:
         first_block: int,
     ) -> None:
         """`tables`: int32 [Y, T], block tables. `outcomes`: F. `length`: K. `max_rows`: maximum
-        number of rows of a round. `first_block`: the first of the drafter's own KV blocks, of which
-        `blocks_needed` gives the number; the block before them is for padding."""
+        number of rows of a round. `first_block`: index of the first KV block that is reserved for
+        branches. `blocks_needed` returns the number of these blocks. The block before them receives
+        the KV of padding."""
         self._program, self._tables, self._sampling = program, tables, sampling
         self._outcomes, self._length = outcomes, length
         device, slots = tables.device, len(tables)
@@ -81,12 +84,13 @@ class LookAheadDrafter:
 
     @staticmethod
     def blocks_needed(*, outcomes: int, length: int, max_rows: int, block_tokens: int) -> int:
-        """Return the number of KV blocks for the branches of a round."""
+        """Return the number of KV blocks that the branches of a round need: `outcomes` branches for
+        each of `max_rows` rows, with drafts of `length` tokens."""
         return max_rows * outcomes * _branch_blocks(length, block_tokens)
 
     def chosen_columns(self, taken: TakenRows) -> Tensor:
-        """Return the draft ids of the drafts that the verifier has chosen for its next round, int32
-        [R, K]; -1 for rows that verify a new draft."""
+        """Return the look-ahead drafts that the verifier verifies in its next round, as draft ids
+        int32 [R, K]. Rows that need a new draft have -1."""
         slots, outcome = taken.slots.long(), taken.outcomes
         place = outcome.clamp(0, self._outcomes - 1).long()[:, None]
         digests = self._digests[slots].gather(1, place)[:, 0]
@@ -102,10 +106,12 @@ class LookAheadDrafter:
         drafted: ChainDraft,
         warp: LogitsProcessorState | None,
     ) -> tuple[Tensor, Tensor]:
-        """Draft for outcomes of these chains. Return the digests of the outcomes' prefixes, int64
-        [R, F], and the drafted tokens, int32 [R, F, K]; -1 for outcomes without a draft.
+        """Draft for outcomes of the chains in `drafted`. Return the digest of each outcome's
+        prefix, int64 [R, F], and the tokens drafted for it, int32 [R, F, K], which are -1 for
+        outcomes without a draft.
 
-        `drafted` must have its levels. warp: as in `DraftProgram.draft_chain`.
+        taken: the rows of the round. rows: the same rows as input of the draft model. drafted: the
+        chains drafted from them, with `levels`. warp: as in `DraftProgram.draft_chain`.
         """
         places, live, features = self.rank_outcomes(rows, drafted, warp)
         batch, length, outcomes = len(rows.slots), self._length, self._outcomes
@@ -146,8 +152,8 @@ class LookAheadDrafter:
     def rank_outcomes(
         self, rows: NewRows, drafted: ChainDraft, warp: LogitsProcessorState | None
     ) -> tuple[_Outcomes, Tensor, Tensor]:
-        """Return the most probable outcomes, the position of each live row, int32 [R], and the
-        features [R, P, H] of all positions (H: feature width)."""
+        """Return the most probable outcomes of the chains in `drafted`, the draft position of each
+        live row, int32 [R], and the features after all places, [R, P, H] (H: feature width)."""
         forward, state = self._program.forward, self._sampling
         levels, (batch, length) = drafted.levels, drafted.tokens.shape
         assert levels is not None
@@ -203,10 +209,13 @@ class LookAheadDrafter:
 def rank_outcomes(drafted: Tensor, tokens: Tensor, logprobs: Tensor, *, count: int) -> _Outcomes:
     """Return the `count` most probable outcomes of each chain.
 
-    drafted: int32 [R, K]. tokens, logprobs: int32 and float32 [R, P, C], candidates of each
-    position, best first, padded with -1 and -inf. An outcome consists of a number of accepted
-    tokens of the chain and the next token. The next token differs from the chain's token at that
-    position; after the whole chain it may be any token.
+    An outcome consists of a number of accepted tokens of the chain and the next token. The next
+    token differs from the chain's token at that position; after the whole chain it may be any
+    token.
+
+    drafted: int32 [R, K], the chains. tokens: int32 [R, P, C], candidates for the next token after
+    each place, best first, padded with -1. logprobs: float32 [R, P, C], their log-probabilities,
+    padded with -inf.
     """
     batch, length = drafted.shape
     is_next = tokens[:, :length] == drafted[..., None]

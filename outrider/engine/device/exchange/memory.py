@@ -1,9 +1,10 @@
 """Memory that two processes of one host share, and that kernels of both their devices reach.
 
-*Device memory* lies on one process's device and is mapped by the other's, over NVLink or PCIe peer
-access. It is allocated by CUDA's virtual memory management and passed on as a file descriptor, so
-it remains valid after the process that allocated it has ended. *Host memory*, for devices without
-peer access, lies in pinned pages that both devices map. On a CPU it is plain shared memory.
+*Device memory* lies on the device of one process. The other process maps it for its own device,
+over NVLink or PCIe peer access. It is allocated by CUDA's virtual memory management and passed on
+as a file descriptor, so it remains valid after the process that allocated it has ended. *Host
+memory*, for devices without peer access, lies in pinned pages that both devices map. On a CPU it is
+plain shared memory.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class SharedMemory(Protocol):
 
     @property
     def address(self) -> int:
-        """Address for kernels of this process's device (on a CPU, for its threads)."""
+        """Address of the memory as kernels of this process's device use it (on a CPU, as its
+        threads do)."""
         ...
 
     @property
@@ -52,8 +54,8 @@ class SharedMemory(Protocol):
         ...
 
     def make_descriptor(self) -> int:
-        """Return a new file descriptor to pass to the peer; the caller closes it. Only the side
-        that allocated the memory can make one."""
+        """Return a new file descriptor to pass to the peer. The caller must close it. Only the
+        process that allocated the memory can make one."""
         ...
 
     def close(self) -> None:
@@ -68,9 +70,9 @@ def allocate_on_device(num_bytes: int, device: torch.device) -> SharedMemory:
 
 
 def map_device_memory(descriptor: int, num_bytes: int, device: torch.device) -> SharedMemory:
-    """Map memory of another device or process for kernels of `device`. The caller keeps the
-    descriptor. Raises UnavailableError if `device` cannot access the memory or if it is too
-    small."""
+    """Map memory of another device or process for kernels of `device`. The caller remains the owner
+    of the descriptor. Raises UnavailableError if `device` cannot access the memory or if the memory
+    is smaller than `num_bytes`."""
     return _DeviceMemory.from_descriptor(descriptor, num_bytes, device)
 
 
@@ -88,9 +90,9 @@ def allocate_on_host(num_bytes: int, device: torch.device) -> SharedMemory:
 
 
 def map_host_memory(descriptor: int, num_bytes: int, device: torch.device) -> SharedMemory:
-    """Map host memory that a peer allocated. The caller keeps the descriptor. Raises
-    InvalidMessageError if the memory has another size or if the peer could shrink it, and
-    UnavailableError if `device` cannot map it."""
+    """Map host memory that a peer allocated. The caller remains the owner of the descriptor. Raises
+    InvalidMessageError if the memory is smaller than `num_bytes` or if the peer could shrink it,
+    and UnavailableError if `device` cannot map it."""
     try:
         size = os.fstat(descriptor).st_size
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -113,21 +115,21 @@ def allocate_memory(num_bytes: int, device: torch.device, *, on_device: bool) ->
 def map_memory(
     descriptor: int, num_bytes: int, device: torch.device, *, on_device: bool
 ) -> SharedMemory:
-    """Map memory that a peer allocated. The caller keeps the descriptor. Raises the errors of
-    `map_device_memory` or `map_host_memory`."""
+    """Map memory that a peer allocated. The caller remains the owner of the descriptor. Raises the
+    errors of `map_device_memory` or `map_host_memory`."""
     return (map_device_memory if on_device else map_host_memory)(descriptor, num_bytes, device)
 
 
 def new_buffer(layout: BufferLayout, device: torch.device) -> ExchangeBuffer:
-    """Return a buffer without memory; see `attach_buffer`."""
+    """Return a buffer that has no memory yet. `attach_buffer` gives it memory."""
     with torch.inference_mode(False):
         addresses = torch.zeros(1 + len(layout.fields), dtype=torch.int64, device=device)
     return ExchangeBuffer(addresses, layout.depth, layout.bank_bytes)
 
 
 def attach_buffer(buffer: ExchangeBuffer, layout: BufferLayout, memory: SharedMemory) -> None:
-    """Place a buffer in `memory`, in order of the current stream. On a CPU the buffer's views must
-    not be used after the memory is closed."""
+    """Give `memory` to a buffer: kernels launched later in the current stream use it. On a CPU the
+    buffer's views must not be used after the memory is closed."""
     start = memory.address
     first = start + NUMBER_BYTES
     words = [start, *(first + each.offset for each in layout.fields)]
@@ -147,8 +149,8 @@ def attach_buffer(buffer: ExchangeBuffer, layout: BufferLayout, memory: SharedMe
 
 
 def detach_buffer(buffer: ExchangeBuffer) -> None:
-    """Remove a buffer from its memory, in order of the current stream. The exchange that uses the
-    buffer must be closed."""
+    """Take the memory away from a buffer, in order of the current stream. The exchange that uses
+    the buffer must have been closed before."""
     buffer.addresses.zero_()
     buffer.views.clear()
 

@@ -1,10 +1,11 @@
-"""Drafter on another GPU, as seen by the verifier's graphs: drafts come in, accepted rows go out.
+"""Verifier's side of a drafter on another GPU: it receives drafts and sends accepted rows.
 
 `RemoteDrafter` takes the place of an in-process drafter: rounds verify drafts that never pass
-through the host, and the state of the next round stays on the device. Its counterpart in the
-drafter process is `DraftReplica`, which reads the rows of each round.
+through the host, and the state that the next round needs stays on the device. Its counterpart in
+the drafter process is `DraftReplica`, which reads the accepted rows of each round.
 
-X session slots, B rows of a bucket, n drafts, R rows of a launch, H width of a feature.
+Shapes: X session slots, B rows of a bucket, n drafts per session, R rows of a launch, H width of a
+feature.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from outrider.spec.sampling import SamplingParams
 
 
 class ReplicaHost(Protocol):
-    """Interface for calls from the verifier's host to the host of a `DraftReplica`. Calls arrive in
-    order and do not wait; see `DraftReplica` for their effects."""
+    """Interface by which the verifier's host calls functions of a `DraftReplica` in the drafter
+    process. Calls return without waiting and are executed in order."""
 
     def begin_session(
         self,
@@ -60,16 +61,16 @@ class ReplicaHost(Protocol):
         num_rows: int,
         history: TokenHistory,
     ) -> None:
-        """Begin a session in a slot."""
+        """See `DraftReplica.begin_session`."""
 
     def add_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
-        """Add KV blocks to a session."""
+        """See `DraftReplica.add_blocks`."""
 
     def end_session(self, slot: int) -> None:
         """End the session of a slot."""
 
     def launch_round(self, announced: ReplicaRound) -> None:
-        """Announce a round that the verifier has launched."""
+        """Announce a round that the verifier has launched; see `DraftReplica.launch_round`."""
 
 
 class RemoteDrafter:
@@ -81,13 +82,14 @@ class RemoteDrafter:
     def __init__(
         self, shape: ExchangeShape, *, vocab_size: int, device: torch.device, timeout_us: int
     ) -> None:
-        """`timeout_us`: microseconds that a round waits for drafts."""
+        """`timeout_us`: maximum time that a round waits for drafts, in microseconds."""
         self.exchange_shape = shape
         self.padding = shape.num_slots - 1
         self.vocab_size, self.device = vocab_size, device
         self._side = ExchangeSide(shape, device, timeout_us=timeout_us)
         self._verdicts, self.drafts = self._side.verdicts, self._side.drafts
-        """The buffer that the drafter's device reads, and the one that it writes."""
+        """The verdict buffer, which the drafter's device reads, and the draft buffer, which it
+        writes."""
         self.state = self._side.state
         self.times = ExchangeTimes(self.state.history.numpy())
         """Times of the rounds of this exchange."""
@@ -95,7 +97,8 @@ class RemoteDrafter:
             shape.num_slots, shape.draft_length, shape.distribution_entries, device
         )
         self.chosen = new_chosen_drafts(shape.num_slots, shape.draft_length, device)
-        """Drafts for outcomes that came true, which the next rounds verify."""
+        """Look-ahead drafts for the outcomes with which rounds ended. The next round of each
+        session verifies them."""
         self.tokens = new_taken_tokens(shape.num_slots, shape.draft_length, device)
         """int32 [X, n]: the drafts that each session's next round verifies; -1 for absent nodes."""
         with torch.inference_mode(False):
@@ -115,26 +118,29 @@ class RemoteDrafter:
 
     @property
     def is_open(self) -> bool:
-        """Whether the exchange has missed no round, as of the last round on the device."""
+        """Whether a drafter is attached and no round has been missed, according to the device's
+        last report."""
         return self._side.is_open
 
     @property
     def is_late(self) -> bool:
-        """Whether the last round on the device ran without the drafter's drafts."""
+        """Whether the last round that waited for drafts ran without them, according to the device's
+        last report."""
         return self._side.is_late
 
     def attach(self, own: SharedMemory, peer: SharedMemory, host: ReplicaHost) -> None:
-        """Exchange with a drafter from the next round on, in stream order.
+        """Start the exchange with a drafter, in stream order.
 
-        Drafts are read from `own` memory, and rounds are written to the memory of the `peer`;
-        `detach` closes both. `host` receives the announcements for the drafter's host.
+        own: memory of this process, in which the drafter writes drafts. peer: memory of the
+        drafter, in which this process writes its rounds. `detach` closes both. host: interface to
+        the drafter's host, which must learn of sessions and rounds.
         """
         self._side.attach(verdicts=peer, drafts=own)
         self.chosen.outcomes.fill_(NOT_CHOSEN)
         self._host = host
 
     def detach(self) -> None:
-        """End the exchange and close the buffers. Waits for launched work."""
+        """End the exchange and close its memory. Waits for launched work."""
         self._side.detach()
         self.times.forget()
         self._host = None
@@ -150,10 +156,11 @@ class RemoteDrafter:
         digest: int,
         history: TokenHistory = EMPTY_HISTORY,
     ) -> None:
-        """Begin or resume a session that the drafter drafts for.
+        """Begin or resume a session that the drafter drafts for. Does nothing if no drafter is
+        attached.
 
         num_rows: number of draft rows whose KV is already in `blocks`. digest: digest of the
-        session's prefix. history: the session's tokens so far, for penalties.
+        session's prefix. history: the session's tokens so far, which penalties need.
         """
         if self._host is None:
             return
@@ -174,8 +181,8 @@ class RemoteDrafter:
             self._host.end_session(slot)
 
     def announce_round(self, shape: RoundShape, *, rejection: bool) -> None:
-        """Announce a launched round that uses this drafter's drafts. `rejection`: whether any of
-        its sessions, including prompts, has the rejection rule."""
+        """Announce a launched round to the drafter, which drafts after it. `rejection`: whether any
+        session of the round, including sessions in prefill, has the rejection rule."""
         if self._host is not None:
             rejection = rejection and shape.is_sampled
             rows, most = shape.rows + shape.chunks, self.exchange_shape.ahead_rows
@@ -190,8 +197,9 @@ class RemoteDrafter:
     def receive_drafts(
         self, slots: Tensor, *, num_nodes: int, rejection: bool
     ) -> SparseDistribution | None:
-        """Wait for the drafts of these sessions, int32 [B], on the device and take them. Returns
-        their distributions if any session has the rejection rule."""
+        """Wait on the device for the drafts of the sessions in `slots`, int32 [B], and copy them to
+        `tokens`. Return their distributions, or None if `rejection` is not set or drafts have no
+        distributions."""
         del num_nodes
         lengths = self._static(self._lengths, len(slots))
         wait_drafts(self.drafts, self.state, slots, self.chosen.outcomes, padding=self.padding)
@@ -222,8 +230,8 @@ class RemoteDrafter:
         return self._distributions.with_ranges(ranges)
 
     def flag_undrafted(self, flags: Tensor) -> Tensor:
-        """Return the flags int32 [B] of the rows of the last `receive_drafts`, with UNDRAFTED added
-        for rows without a draft."""
+        """Return the acceptance flags, int32 [B], of the rows of the last `receive_drafts` call,
+        with UNDRAFTED added for rows without a draft."""
         return torch.add(flags, self._static(self._lengths, len(flags)) == 0, alpha=UNDRAFTED)
 
     def _static(self, known: dict[int, Tensor], *shape: int) -> Tensor:
@@ -236,17 +244,19 @@ class RemoteDrafter:
         return found
 
     def begin_rows(self) -> None:
-        """Begin the rows of a launch."""
+        """Prepare for the rows of a launch. Closes the exchange if the drafter is so late that the
+        verdict buffer has no free bank for them."""
         self._has_chunks = False
         reserve_bank(self.drafts, self.state, depth=self._verdicts.depth)
 
     def write_rows(self, rows: NewRows) -> None:
-        """Send the drafter the rows of prompt chunks, after which it does not draft."""
+        """Send the drafter draft rows of prefill chunks, after which it does not draft."""
         self._has_chunks = True
         self._put(CHUNK_ROWS, rows, self.exchange_shape.max_chunks, rows.tokens.shape[1])
 
     def draft_round(self, rows: NewRows, *, num_nodes: int, sampled: bool) -> None:
-        """Send the drafter the rows to draft for, and end the round."""
+        """Send the drafter the rows after which it drafts, and then the round's number, which tells
+        it that the data are complete."""
         del num_nodes, sampled
         shape = self.exchange_shape
         advance_digests(self.digests, rows.slots, rows.tokens, rows.counts)

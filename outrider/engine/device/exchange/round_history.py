@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from outrider.engine.kernels.exchange.buffers import ROUND_TIMES
 
 READ_EVERY_S: Final = 0.05
-"""Interval in seconds at which a history must be read. A device runs fewer rounds in this time than
-it keeps."""
+"""Maximum interval in seconds between two reads of a history. No round is missed, because a device
+runs fewer rounds in this time than the history has rows."""
 _NUMBER: Final = ROUND_TIMES.index("number")
 
 
@@ -24,8 +24,8 @@ class RoundHistory:
         self._last = 0
 
     def take_rows(self) -> NDArray[np.int64]:
-        """Return the rows [n, 10] of the rounds since the last call, oldest first, as far as they
-        are kept."""
+        """Return the history rows, int64 [n, 10], of the rounds since the last call, oldest first.
+        Rows that newer rounds have overwritten are missing."""
         rows = self._history.copy()
         numbers = rows[:, _NUMBER]
         # Behind the copy: a row that the device was writing at that time has not its number yet.
@@ -36,6 +36,6 @@ class RoundHistory:
         return ordered
 
     def forget(self) -> None:
-        """Reset the history, before the rounds of another exchange."""
+        """Clear the history. Call this before the rounds of another exchange."""
         self._history[:] = 0
         self._last = 0

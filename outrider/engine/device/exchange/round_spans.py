@@ -1,4 +1,4 @@
-"""RoundSpans: the steps of an exchange's rounds on a device, as spans of a timeline."""
+"""RoundSpans: marks the steps of an exchange's rounds on a device as spans of a timeline."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ the peer."""
 
 
 class MarkSpan(Protocol):
-    """Function like `outrider.timeline.mark_span`, for a fixed track."""
+    """Protocol of a function that marks a span on one track of the timeline, like
+    `outrider.timeline.mark_span`."""
 
     def __call__(self, name: str, began: float, n: int, *, ended: float) -> None:
-        """Mark a span from `began` to `ended`, in seconds of `time.perf_counter`."""
+        """Mark a span from `began` to `ended`, in seconds of `time.perf_counter`. `n`: a number to
+        show with the span, here the number of decode rows."""
 
 
 class RoundSpans:
@@ -37,13 +39,14 @@ class RoundSpans:
     def __init__(
         self, clock: DeviceClock, steps: tuple[str, str, str, str], mark: MarkSpan
     ) -> None:
-        """`steps`: names of the steps, in order. `mark`: called for each step of a round."""
+        """`steps`: names of the four steps of a round, in order. `mark`: called for each step of
+        each round."""
         self._clock, self._steps, self._mark = clock, steps, mark
         self._last_wait = 0
 
     def mark_round(self, row: NDArray[np.int64]) -> None:
-        """Mark the steps of a round, given its row of the history. Rounds must be passed in
-        order."""
+        """Mark the steps of one round. Rounds must be passed in order. row: the round's row of
+        `ExchangeState.history`."""
         begin, rows = int(row[_BEGIN]), max(0, int(row[_ROWS]))
         first = _WITHOUT_WAIT if begin == self._last_wait else 0
         self._last_wait = begin

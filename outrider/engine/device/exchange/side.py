@@ -1,5 +1,4 @@
-"""ExchangeSide: buffers, round numbers and lifetime of one side of an exchange, the same for
-drafter and verifier."""
+"""ExchangeSide: buffers, state and lifetime of one side of an exchange, in drafter or verifier."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from outrider.engine.kernels.exchange.buffers import new_state
 
 
 class ExchangeSide:
-    """Buffers and state that kernels of this process's device use. The buffers have no memory until
-    `attach`."""
+    """One side of an exchange: the buffers and the state that kernels of this process's device use.
+    The buffers have no memory until `attach` is called."""
 
     def __init__(self, shape: ExchangeShape, device: torch.device, *, timeout_us: int) -> None:
         """`timeout_us`: maximum duration of a wait on the device, in microseconds."""
@@ -31,16 +30,17 @@ class ExchangeSide:
 
     @property
     def is_open(self) -> bool:
-        """Whether no round was missed since `attach`, by the device's last report."""
+        """Whether an exchange is attached and no round has been missed since, according to the
+        device's last report."""
         return bool(self._memory) and bool(self._host_control[2])
 
     @property
     def is_late(self) -> bool:
-        """Whether the last wait timed out, by the device's last report."""
+        """Whether the last wait on the device timed out, according to the device's last report."""
         return bool(self._memory) and not self._host_control[3]
 
     def attach(self, *, verdicts: SharedMemory, drafts: SharedMemory) -> None:
-        """Start the exchange through this memory, in stream order; `detach` closes the memory."""
+        """Start an exchange through this memory, in stream order. `detach` closes the memory."""
         for buffer, layout, memory in zip(
             (self.verdicts, self.drafts), self._layouts, (verdicts, drafts), strict=True
         ):

@@ -1,4 +1,4 @@
-"""CUDA graph cache by key, with an eager mode of the same code."""
+"""Cache of CUDA graphs, one for each key, with an eager mode of the same code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GraphCache:
     def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
         self.enabled = enabled and device.type == "cuda"
         self.sealed = False
-        """Whether new keys are run eagerly in place of being captured."""
+        """Whether functions of new keys run eagerly instead of being captured."""
         self._calls = driver_for(device)
         self._captured: dict[Hashable, tuple[Any, Any, torch.cuda.CUDAGraph]] = {}
         """By key: the prepared graph for `DriverInterface.launch`, the static results, and the
@@ -48,8 +48,9 @@ class GraphCache:
 
     @contextmanager
     def capture_by(self, trial: TrialCapture) -> Iterator[None]:
-        """Within the `with` block, `run_graph` only captures the graphs of new keys, by means of
-        `trial`, which discards them. No graph runs, and the cache does not change."""
+        """Return a context in which `run_graph` passes functions of new keys to `trial`, which
+        captures them and discards the graphs. These functions are not executed, and the cache does
+        not change."""
         self._trial = trial
         try:
             yield
@@ -60,8 +61,8 @@ class GraphCache:
         return key in self._captured
 
     def run_graph(self, key: Hashable, fn: Callable[[], T]) -> T:
-        """Run the graph of `key` and return the results of `fn`. With graphs enabled, a key always
-        returns the same tensors.
+        """Run the graph of `key` and return the results of `fn`. With graphs enabled, every call
+        for a key returns the same tensors.
 
         The first call for a key runs `fn` eagerly, which also compiles the kernels, and captures
         the graph afterwards. A capture executes nothing, so effects happen once.
@@ -94,11 +95,11 @@ class GraphCache:
         return static
 
     def capture_steps(self, key: Hashable, fn: Callable[[], T]) -> Iterator[None]:
-        """Do the first `run_graph` of a key in steps, which take some milliseconds each once the
-        kernels are compiled.
+        """Return an iterator that does the work of the first `run_graph` call for a key in two
+        steps, one in each iteration. Once the kernels are compiled, a step takes some milliseconds.
 
-        A thread can do other work between the steps. Does nothing if graphs are disabled or the key
-        is already captured.
+        A thread can do other work between the steps. The iterator does nothing if graphs are
+        disabled or the key is already captured.
         """
         if not self.enabled or key in self._captured:
             return

@@ -1,4 +1,4 @@
-"""Compilation of the kernels of many graphs at once, before the first of them is captured."""
+"""Compiles the kernels of many graphs in parallel, before the first graph is captured."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 def compile_kernels(
     graphs: GraphCache, device: torch.device, run: Callable[[Callable[[], bool]], None]
 ) -> None:
-    """Compile the kernels of all graphs of `run` in parallel, into Triton's cache on disk.
+    """Compile the kernels of all graphs that `run` requests, in parallel, into Triton's cache on
+    disk.
 
-    `run` calls `graphs.run_graph` for graphs that are not captured, with any inputs. Nothing is
-    executed, so weights need not be loaded yet. The argument of `run` is
-    `KernelCompiler.wait_cached`, with which `run` can skip graphs whose kernels are already cached.
-    Kernels that cannot be found in this way are compiled by the first run of their graph. Does
-    nothing if graphs are disabled.
+    `run` requests a graph by a call of `graphs.run_graph`, with any inputs. No kernel is executed,
+    so weights need not be loaded yet. The argument of `run` is `KernelCompiler.wait_cached`, with
+    which `run` can skip graphs whose kernels are already cached. Kernels that are not found in this
+    way are compiled later, by the first run of their graph. Does nothing if graphs are disabled.
     """
     if not graphs.enabled:
         return

@@ -1,6 +1,6 @@
-"""Bounded set of batch shapes of a device's rounds. Pure.
+"""Bounded set of batch shapes in which the rounds of an engine run.
 
-All shapes are captured before the first request; no request can add one.
+All shapes are captured before the first request, and no request can add one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from outrider.engine.device.graphs.shapes import (
 
 
 class ShapeFamily:
-    """Batch shapes of one engine, all captured at startup."""
+    """All batch shapes of one engine, for which CUDA graphs are captured at startup."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class ShapeFamily:
 
         max_rows: maximum number of sessions of a round.
 
-        max_prefill_tokens: number of prompt tokens per round that the engine's scheduler plans
-        with. Shapes have as many prefill chunks as these tokens need, but at most MAX_CHUNKS.
+        max_prefill_tokens: the scheduler's budget of prompt tokens per round. Shapes have as many
+        prefill chunks as these tokens need, but at most MAX_CHUNKS.
 
         max_nodes: maximum number of nodes of a row whose drafts come from the host (the drafter
         process or an n-gram lookup), the root included; 1 without such drafts.
@@ -74,8 +74,8 @@ class ShapeFamily:
         has_sampled_acceptance: whether the engine serves acceptance rules that draw random numbers
         (`AcceptanceMode.SAMPLED`).
 
-        has_remote_distributions: whether drafts on the device come from another device, with the
-        distributions that they were drawn from.
+        has_remote_distributions: whether the drafts of `DraftKind.IN_PROCESS` come from another
+        device together with the distributions that they were drawn from.
         """
         self._max_rows = max_rows
         self._max_nodes = max_nodes
@@ -98,8 +98,8 @@ class ShapeFamily:
         self._cache: dict[tuple[int, int, DraftKind, AcceptanceMode, bool, int], RoundShape] = {}
 
     def max_rows(self, nodes: int) -> int:
-        """Return the maximum number of rows of one launch whose drafts from the host have up to
-        `nodes` nodes each."""
+        """Return the maximum number of decoding sessions of one launch whose drafts from the host
+        have up to `nodes` nodes each, including the root."""
         most = self._most_rows.get(nodes)
         if most is None:
             most = self._most_rows[nodes] = self._max_rows_of(nodes)
@@ -114,8 +114,8 @@ class ShapeFamily:
 
     @property
     def max_in_process_tree_rows(self) -> int:
-        """Maximum number of rows of one launch with trees of the in-process drafter; 0 without such
-        trees."""
+        """Maximum number of decoding sessions of one launch with trees of the in-process drafter; 0
+        without such trees."""
         return min(self._max_rows, MAX_IN_PROCESS_TREE_ROWS) if self._in_process_tree_nodes else 0
 
     @property
@@ -125,13 +125,14 @@ class ShapeFamily:
         return self._short_chain_nodes
 
     def allows_short_chains(self, rows: int) -> bool:
-        """Return whether rounds of this number of sessions may have shorter chains."""
+        """Return whether rounds with this number of decoding sessions may use the shorter chains of
+        `short_chain_nodes`."""
         return bool(self._short_chain_nodes) and rows >= MIN_SHORT_CHAIN_ROWS
 
     @property
     def max_prefill_tokens(self) -> int:
-        """Maximum number of prompt tokens of a round. Unused tokens of a session's chunk count,
-        too."""
+        """Maximum number of prompt tokens of a round. The unused token rows of a chunk that is not
+        full count, too."""
         return self._max_chunks * CHUNK_TOKENS
 
     def allows_prefill(self, draft_kind: DraftKind, nodes: int, chunks: int) -> bool:
@@ -160,7 +161,7 @@ class ShapeFamily:
 
         nodes: maximum number of nodes of a row, including the root.
 
-        has_features: whether the features of any row are kept.
+        has_features: whether the features of any row are needed after the round.
         """
         key = (rows, nodes, draft_kind, acceptance_mode, has_features, chunks)
         shape = self._cache.get(key)

@@ -1,4 +1,4 @@
-"""Batch shapes (buckets) of rounds, the keys of CUDA graphs. Pure.
+"""Batch shapes (buckets) of rounds, which are the keys of their CUDA graphs.
 
 Every bucket has a captured graph, so there are few buckets. The rows of a round are decoding
 sessions, with N nodes each, and prefill chunks. A prefill chunk has up to CHUNK_TOKENS consecutive
@@ -14,29 +14,29 @@ from enum import StrEnum
 from typing import Final
 
 ROW_BUCKETS: Final = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of decoding sessions of a round. Unused rows compute for the padding slot."""
+"""Numbers of decoding sessions of a round. Unused rows run with the padding slot."""
 CHAIN_BUCKETS: Final = (2, 3, 4, 5, 6, 8)
-"""Numbers of nodes of a row with a chain, including the root. Unused nodes are absent, and a longer
-chain runs as a tree."""
+"""Numbers of nodes of a row with a chain, including the root. Unused nodes have token -1, and a
+longer chain runs as a tree."""
 TREE_BUCKETS: Final = (8, 17, 33, 64, 65, 129)
 """Numbers of nodes of a row with a tree, the root included."""
 CHUNK_TOKENS: Final = 32
-"""Prompt tokens of a prefill chunk. It is small, because the unused rows of a chunk take time, too,
-which matters beside many sessions."""
+"""Number of prompt tokens of a prefill chunk. It is small, because the unused token rows of a chunk
+that is not full take time, too, and delay the decoding sessions of the round."""
 CHUNK_BUCKETS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-"""Numbers of prefill chunks of a round without decoding sessions; unused chunks are absent. A
-verifier captures those up to its token budget (`ShapeFamily`)."""
+"""Numbers of prefill chunks of a round without decoding sessions; unused chunks are padding. A
+verifier captures only the sizes that its token budget needs (`ShapeFamily`)."""
 MAX_CHUNKS: Final = CHUNK_BUCKETS[-1]
 """Maximum number of prefill chunks of a round."""
 MIXED_ROW_BUCKETS: Final = (4, 8, 16, 32, 64, 128, 256)
-"""Numbers of decoding sessions of a round with prefill chunks. There are few, because each is
-captured with every number of prefill chunks."""
+"""Numbers of decoding sessions of a round with prefill chunks. There are few sizes, because each is
+captured with every size of MIXED_CHUNK_BUCKETS."""
 MIXED_CHAIN_BUCKETS: Final = (4, 5, 6, 8)
-"""Numbers of nodes of a row with a chain in a round with prefill chunks. There are few, for the
-same reason as MIXED_ROW_BUCKETS."""
+"""Numbers of nodes of a row with a chain in a round with prefill chunks. There are few sizes, for
+the same reason as in MIXED_ROW_BUCKETS."""
 FEW_CHAIN_BUCKETS: Final = (5, 8)
 """Chain buckets of a verifier with an in-process drafter, where few sessions have drafts from the
-host. Prefill chunks never share a launch with drafts from the host there."""
+host. In such a verifier prefill chunks never share a launch with drafts from the host."""
 FEW_TREE_BUCKETS: Final = (17, 65, 129)
 """Tree buckets of a verifier with an in-process drafter."""
 MIXED_CHUNK_BUCKETS: Final = (1, 2, 3, 5, 8, 16, 24, 32, 40, 48, 64, 96, 128)
@@ -44,8 +44,8 @@ MIXED_CHUNK_BUCKETS: Final = (1, 2, 3, 5, 8, 16, 24, 32, 40, 48, 64, 96, 128)
 prefix cache needs 1; the other small sizes leave few rows unused for chat prompts of 42 to 243
 tokens, and the large ones are for long prompts and bursts."""
 MANY_CHUNKS: Final = 16
-"""Rounds with decoding sessions and more prefill chunks than this have fewer bucket sizes: their
-time is that of the prompts, so a few unused rows of other sessions hardly count."""
+"""Rounds with decoding sessions and more prefill chunks than this have fewer bucket sizes. The
+prompts determine their duration, so some unused rows of decoding sessions hardly add to it."""
 MANY_CHUNKS_ROW_BUCKETS: Final = (8, 32, 64, 128, 256)
 """Numbers of decoding sessions of a round with more than MANY_CHUNKS prefill chunks."""
 MANY_CHUNKS_CHAIN_BUCKETS: Final = (5, 8)
@@ -78,15 +78,15 @@ class DraftKind(StrEnum):
 
 
 class AcceptanceMode(StrEnum):
-    """Part of the acceptance that runs on the device."""
+    """Kind of acceptance that the graph of a round computes."""
 
     MATCH = "match"
-    """Greedy and coupled rows whose logits are not processed by the logits processor: a comparison
-    of tokens."""
+    """Draft tokens are compared with the tokens that the target chooses. This serves greedy and
+    coupled sessions that do not use the logits processor."""
     SAMPLED = "sampled"
-    """Any rule and any logits processor."""
+    """Acceptance for sessions of any rule, with or without the logits processor."""
     REJECTION = "rejection"
-    """SAMPLED in rounds with sessions of the rejection rule. It is a mode of its own only if drafts
+    """As SAMPLED, for rounds with sessions of the rejection rule. This mode is used only if drafts
     and their distributions come from another device."""
 
 
@@ -107,7 +107,7 @@ class RoundShape:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether rows may have any rule and any logits processor."""
+        """Whether sessions may have any acceptance rule and use the logits processor."""
         return self.acceptance_mode is not AcceptanceMode.MATCH
 
     @property
@@ -117,7 +117,8 @@ class RoundShape:
 
     @property
     def can_be_undrafted(self) -> bool:
-        """Whether in-process drafting may be postponed until the host has seen the outcome."""
+        """Whether in-process drafting may be postponed until the host has read the result of the
+        round."""
         return self.draft_kind is DraftKind.IN_PROCESS and self.is_sampled
 
     @property
@@ -127,7 +128,7 @@ class RoundShape:
 
     @property
     def result_words(self) -> int:
-        """Number of int32 words of the result of a row whose acceptance runs on the device."""
+        """Number of int32 words of one decoding row in `VerifyOutput.result`."""
         return 2 + 2 * self.nodes
 
 
@@ -139,6 +140,6 @@ def bucket_for(value: int, sizes: Sequence[int]) -> int:
 
 
 def buckets_up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return the buckets in which all values up to `most` run."""
+    """Return the bucket sizes that are needed for all values up to `most`."""
     smaller = [size for size in sizes if size < most]
     return (*smaller, bucket_for(most, sizes))

@@ -1,6 +1,6 @@
-"""Upload of remote drafters' draft distributions into static device memory.
+"""Uploads the draft distributions that drafter processes send into static device memory.
 
-Shapes: B rows of a bucket, N nodes a row.
+Shapes: B decoding rows of a bucket, N nodes per row, including the root.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from outrider.engine.kernels.acceptance.randomized import SparseDistribution
 from outrider.spec.draft_distribution import DraftDistribution
 
 MAX_FULL_DISTRIBUTIONS: Final = 64
-"""Maximum number of rows of a launch whose distributions may all have the maximum size."""
+"""Memory is reserved for the distributions of at most this number of rows, each of the maximum
+size."""
 _STEP: Final = 4096
 """Entries are uploaded in multiples of this number, so that uploads have few sizes."""
 
@@ -28,8 +29,9 @@ _STEP: Final = 4096
 class DistributionInputs:
     """Static memory for the draft distributions of one launch, shared by the graphs of all shapes.
 
-    A graph reads its offsets and the entries between them. Distributions that do not fit are left
-    out, and their rows use the target-only rule.
+    The entries (token ids and counts) of all distributions lie one after another. Each bucket has a
+    tensor of offsets, which tell its graph where the entries of each node are. Distributions that
+    do not fit are left out, and their rows use the target-only rule.
     """
 
     def __init__(self, *, max_rows: int, device: torch.device) -> None:
@@ -41,7 +43,8 @@ class DistributionInputs:
         self._offsets: dict[tuple[int, int], _Offsets] = {}
 
     def distribution_of(self, rows: int, nodes: int) -> SparseDistribution:
-        """Return the distributions that the graph of a bucket reads."""
+        """Return the static tensors from which the graph of a bucket reads distributions. The
+        bucket has B = `rows` rows with N = `nodes` nodes each."""
         offsets = self._offsets_of(rows, nodes).tensor
         return SparseDistribution.of_offsets(self._ids, self._counts, offsets)
 
@@ -52,10 +55,11 @@ class DistributionInputs:
         nodes: int,
         part: int = 0,
     ) -> None:
-        """Upload the distributions of n <= B rows of a bucket, in stream order.
+        """Upload the distributions of the first n <= B rows of a bucket, in stream order.
 
-        Each distribution belongs to a draft of fewer than N nodes. `part`: index of this launch
-        within its round.
+        `distributions`: the distributions of each row's draft, which has fewer than N nodes; None
+        for a row without distributions. `rows`: B. `nodes`: N. `part`: index of this launch within
+        its round.
         """
         offsets = self._offsets_of(rows, nodes)
         held = self._assigned(distributions) if distributions else []

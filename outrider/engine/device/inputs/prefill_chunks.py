@@ -1,8 +1,8 @@
 """Prefill chunks of a round, batched with the decoding sessions.
 
 Shapes: Q prefill chunks of a bucket, P = CHUNK_TOKENS token rows of a prefill chunk, X session
-slots, T blocks of a block table. Several prefill chunks of one prompt in a round are consecutive:
-each attends to the KV that the chunks before it write.
+slots, T blocks of a block table. If a round has several prefill chunks of one prompt, they are
+consecutive, and each attends to the KV that the chunks before it write.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ class PrefillChunkInput(NamedTuple):
     following: int
     """Prompt token after the chunk; NO_TOKEN at the end of the prompt, where a token is sampled."""
     allowed: NDArray[np.uint32] | None = None
-    """[1, W]: allowed-token mask of the sampled token; None if every token is allowed."""
+    """[1, W]: allowed-token mask of the sampled token, in W words of 32 token ids each; None if
+    every token is allowed."""
 
 
 def cut_chunks(
     slot: int, prompt: NDArray[np.int32], start: int, end: int
 ) -> list[PrefillChunkInput]:
-    """Return the prefill chunks of the prompt tokens from `start` up to `end`, `end` excluded."""
+    """Return the prefill chunks for the prompt tokens from `start` up to `end`, `end` excluded, of
+    the session in `slot`."""
     chunks: list[PrefillChunkInput] = []
     for first in range(start, end, CHUNK_TOKENS):
         stop = min(first + CHUNK_TOKENS, end)
@@ -53,10 +55,11 @@ def cut_chunks(
 
 
 class PrefillChunkInputs:
-    """Static tensors of a bucket's prefill chunks; unused chunks are padding."""
+    """Static input tensors of the prefill chunks of a bucket. Unused chunks are padding."""
 
     def __init__(self, chunks: int, *, padding: int, device: torch.device) -> None:
-        """`padding`: slot of absent prefill chunks."""
+        """`chunks`: number Q of prefill chunks of the bucket. `padding`: session slot of unused
+        chunks."""
         self.num_chunks, self._padding = chunks, padding
         fields, cells = _FIELDS * chunks, chunks * CHUNK_TOKENS
         self._buffer = int32_zeros(fields + 2 * cells, device)
@@ -66,11 +69,12 @@ class PrefillChunkInputs:
         chunk."""
         grids = self._buffer[fields:].view(2, chunks, CHUNK_TOKENS)
         self.tokens, self.following = grids
-        """int32 [Q, P] each: tokens, and the token after each of them; NO_TOKEN for unused rows and
-        where the following token is not known yet."""
+        """int32 [Q, P] each: the tokens of each chunk, and the token after each of them. NO_TOKEN
+        for unused token rows, and where the following token is not known yet."""
 
     def fill_chunks(self, chunks: Sequence[PrefillChunkInput]) -> None:
-        """Upload n <= Q prefill chunks, in stream order; the others become padding."""
+        """Upload up to Q prefill chunks, in stream order. The remaining chunks of the bucket become
+        padding."""
         words = self._uploader.stage_int32s()
         fields = words[: _FIELDS * self.num_chunks].reshape(_FIELDS, -1)
         grids = words[fields.size :].reshape(2, self.num_chunks, CHUNK_TOKENS)
@@ -86,7 +90,8 @@ class PrefillChunkInputs:
         self._uploader.start_upload(self._buffer)
 
     def row_group(self, tables: Tensor, *, block_tokens: int) -> RowGroup:
-        """Return the prefill chunks as rows of a forward; `tables` is int32 [X, T]."""
+        """Return the token rows of the prefill chunks as a group for the target's forward pass.
+        `tables`: int32 [X, T], the block tables of all session slots."""
         layout = tree_layout(
             None,
             self.starts,
@@ -102,7 +107,8 @@ class PrefillChunkInputs:
         return RowGroup(self.slots, self.starts, layout, CHUNK_TOKENS)
 
     def live_rows(self) -> Tensor:
-        """Return the index of each prefill chunk's last row among the Q * P rows, int64 [Q]."""
+        """Return the index of each prefill chunk's last token among the Q * P token rows, int64
+        [Q]."""
         first = torch.arange(
             0, self.tokens.numel(), CHUNK_TOKENS, dtype=torch.int64, device=self.counts.device
         )
@@ -115,12 +121,13 @@ class PrefillChunkInputs:
         return positions
 
     def ended_slots(self) -> Tensor:
-        """Return the slots of prompts that end with their chunk, int64 [Q]; the padding slot for
-        other chunks."""
+        """Return the session slot of each chunk with which a prompt ends, int64 [Q]. Other chunks
+        have the padding slot."""
         return torch.where(self.ends > 0, self.slots, self._padding).long()
 
     def set_first_tokens(self, sequence: SequenceState, first: Tensor) -> None:
-        """Make the first tokens int32 [Q] the roots of the prompts that end."""
+        """Set the root and the length of each session whose prompt ends with its chunk. `first`:
+        int32 [Q], the token after each chunk, which becomes the root."""
         ends, where = self.ends > 0, self.ended_slots()
         # The padding slot may be written several times; it keeps its state.
         lengths = torch.where(ends, self.next_positions() + 1, 1)

@@ -1,6 +1,6 @@
-"""Host-to-device inputs of a bucket's rows: static tensors, uploaded when they change.
+"""Static input tensors of a bucket's decoding rows: session slots and drafts, uploaded by the host.
 
-B rows of the bucket, N nodes a row.
+Shapes: B decoding rows of the bucket, N nodes per row, including the root.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ NO_TOKEN = -1
 
 
 class RoundInputs:
-    """Slots and drafts of a bucket's rows; unused rows are padding."""
+    """Static tensors with the session slots and drafts of a bucket's rows. Unused rows are
+    padding."""
 
     def __init__(
         self,
@@ -52,8 +53,9 @@ class RoundInputs:
         """The slots of the last upload."""
 
     def fill_rows(self, rows: RoundRows, drafts: DraftKind, part: int = 0) -> None:
-        """Upload the slots and drafts of n <= B rows, in stream order; the others become padding.
-        `part`: index of this launch within its round."""
+        """Upload the session slots and drafts of up to B rows, in stream order. The remaining rows
+        of the bucket become padding. `drafts`: kind of the bucket's drafts; only drafts from the
+        host are uploaded. `part`: index of this launch within its round."""
         slots = rows.slots
         if drafts is DraftKind.CHAIN or drafts is DraftKind.TREE:
             words = self._stage(slots, part)
@@ -92,8 +94,8 @@ class RoundInputs:
 
 
 def int32_zeros(size: int, device: torch.device) -> Tensor:
-    """Return zeros int32 [size] for static inputs, writable inside and outside of inference
-    mode."""
+    """Return a tensor of zeros, int32 [size], for static inputs. It can be written inside and
+    outside of inference mode."""
     # Tensors made in inference mode could only be written in inference mode.
     with torch.inference_mode(False):
         return torch.zeros(size, dtype=torch.int32, device=device)

@@ -1,6 +1,6 @@
-"""Columns of a round's decoding rows: sessions and the host's drafts for them.
+"""Decoding rows of a round: the session slot of each row, and the draft that the host has for it.
 
-Shapes: n rows, D nodes of all drafts together without roots, W words of a token mask.
+Shapes: n rows, D draft tokens of all rows together, W words of a token mask.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NONE: Final = np.empty(0, dtype=np.int32)
 
 
 class RoundRow(NamedTuple):
-    """One session's row of a round."""
+    """One decoding session of a round: its slot and its draft."""
 
     slot: int
     tree: DraftTree | None = None
@@ -29,15 +29,16 @@ class RoundRow(NamedTuple):
 
 
 class RoundRows(NamedTuple):
-    """Decoding rows of one launch, as columns."""
+    """Decoding rows of one launch, stored as one array for each field of `RoundRow`."""
 
     slots: list[int]
     counts: NDArray[np.int64]
-    """[n]: number of nodes of each row's draft, 0 without a draft."""
+    """[n]: number of draft tokens of each row, 0 without a draft."""
     tokens: NDArray[np.int32]
     """[D]: draft tokens, row after row."""
     parents: NDArray[np.int32]
-    """[D]: index of each node's parent within the same draft."""
+    """[D]: index of each draft token's parent among the tokens of the same draft; -1 for children
+    of the root."""
     distributions: Sequence[DraftDistribution | None] | None = None
     """[n]: draft distributions; None if no row has one."""
     allowed_tokens: Sequence[NDArray[np.uint32] | None] | None = None
@@ -46,7 +47,7 @@ class RoundRows(NamedTuple):
 
     @classmethod
     def of_rows(cls, rows: Sequence[RoundRow]) -> RoundRows:
-        """Return the columns of a list of rows."""
+        """Build the arrays from a list of rows."""
         trees = [row.tree for row in rows if row.tree is not None]
         return cls(
             slots=[row.slot for row in rows],
@@ -65,14 +66,14 @@ class RoundRows(NamedTuple):
 
     @property
     def max_nodes(self) -> int:
-        """Number of nodes of the largest draft."""
+        """Number of tokens of the largest draft, without the root; 0 if there are no drafts."""
         if len(self.slots) == 1:
             return len(self.tokens)
         return int(self.counts.max()) if len(self.tokens) else 0
 
     @property
     def draft_kind(self) -> DraftKind:
-        """Kind of draft that covers all rows: NONE, CHAIN or TREE."""
+        """NONE if no row has a draft, CHAIN if all drafts are chains, otherwise TREE."""
         if not len(self.tokens):
             return DraftKind.NONE
         if len(self.slots) == 1:

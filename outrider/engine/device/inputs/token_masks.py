@@ -22,7 +22,8 @@ Masks = NDArray[np.uint32]
 
 
 def mask_bytes(max_sessions: int, max_nodes: int, in_process_nodes: int, vocab_size: int) -> int:
-    """Return the device memory of `AllowedTokenMasks`, in bytes."""
+    """Return the number of bytes of device memory that `AllowedTokenMasks` needs with these
+    arguments."""
     rows, words = _rows(max_sessions, max_nodes, in_process_nodes), -(-vocab_size // 32)
     return 4 * words * (_first(rows, words) + rows)
 
@@ -40,8 +41,8 @@ def _first(rows: int, words: int) -> int:
 
 
 class AllowedTokenMasks:
-    """Static mask tensors, filled before a launch in stream order. One upload holds the offset of
-    each row's bits, followed by the bits."""
+    """Static mask tensors on the device, filled before a launch in stream order. One upload
+    contains the index of the mask of each row of logits, followed by the masks."""
 
     def __init__(
         self,
@@ -64,18 +65,19 @@ class AllowedTokenMasks:
         self._device_words = bits[1:].view(-1)
         self._places, places = rows, self._device_words[:rows]
         self.chunks = AllowedTokenBits(bits, places[:MAX_CHUNKS])
-        """Masks by prefill chunk."""
+        """Masks for the logits of prefill chunks, indexed by chunk."""
         self.decoding = AllowedTokenBits(bits, places[MAX_CHUNKS:])
-        """Masks by row of logits of the decoding sessions."""
+        """Masks for the logits of decoding sessions, indexed by row of logits."""
 
     def fill_masks(
         self, rows: Sequence[Masks | None], nodes: int, chunks: Sequence[Masks | None]
     ) -> None:
-        """Set the masks of a launch.
+        """Upload the masks of a launch. Does nothing if there are none.
 
-        rows: for each decoding row the masks of its root and nodes; nodes: number of nodes of every
-        row of the launch; chunks: for each prefill chunk the mask of the token after it. None for a
-        session without a grammar and where the mask is not needed.
+        rows: for each decoding row, the masks of the tokens after its root and after each node, or
+        None for a session without a grammar. nodes: number of nodes of every row of the launch,
+        including the root. chunks: for each prefill chunk, the mask of the token after it, or None
+        if no mask is needed.
         """
         given = [masks for masks in (*rows, *chunks) if masks is not None]
         if not given:

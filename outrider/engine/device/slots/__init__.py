@@ -1,4 +1,4 @@
-"""Per-session state on the device, by slot.
+"""State of each session on the device, indexed by session slot.
 
 free_slots.py              Free list of session slots.
 logits_slots.py            Logits-processor state of each session slot: parameters and counts of

@@ -1,4 +1,4 @@
-"""Free list of session slots. Pure."""
+"""Free list of session slots."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from outrider.errors import ResourceExhaustedError
 
 
 class FreeSlots:
-    """Free list of the slots 0 .. count - 1. Slot `count` is the padding slot, which is never
-    handed out."""
+    """Free list of the session slots 0 to count - 1. Slot `count` is the padding slot, which is
+    never returned by `take_slot`."""
 
     def __init__(self, count: int, *, reason: str) -> None:
         """`count`: number of session slots. `reason`: reason of the error that is raised when all
@@ -27,8 +27,8 @@ class FreeSlots:
         return self._free.pop()
 
     def return_slot(self, slot: int) -> None:
-        """Return a slot to the free list. The caller must own it; free slots and the padding slot
-        fail an assertion."""
+        """Return a slot to the free list. The caller must have taken it. An assertion fails for
+        slots that are free and for the padding slot."""
         assert 0 <= slot < self.padding, f"slot {slot} is no session's"
         assert slot not in self._free, f"slot {slot} is free already"
         self._free.append(slot)

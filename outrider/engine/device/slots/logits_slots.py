@@ -1,6 +1,6 @@
 """Logits-processor state of each session slot: parameters and counts of emitted tokens.
 
-An entry is an id with a bias or a ban.
+An entry of a slot is a token id with a logit bias or a ban.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from outrider.errors import InvalidRequestError
 from outrider.spec.sampling import MAX_BANNED_IDS, MAX_BIASED_IDS, SamplingParams
 
 MAX_INITIAL_BANS: Final = 256
-"""Maximum number of ids that a session may ban until a position."""
+"""Maximum number of token ids that a session may ban up to a given position, such as stop ids below
+a minimum length."""
 MAX_ENTRIES: Final = MAX_BANNED_IDS + MAX_BIASED_IDS + MAX_INITIAL_BANS
 NO_END: Final = 2**31 - 1
-"""End position of a ban without end."""
+"""End position that marks a ban without end."""
 _WORDS: Final = 9
 """Number of int32 words of a slot beside its entries: top-p (2), penalties (3), min-p floor, flags,
 top-k, number of entries."""
@@ -38,12 +39,14 @@ Ids = Sequence[int] | NDArray[np.integer]
 
 
 def logits_slot_bytes(num_sessions: int, num_columns: int) -> int:
-    """Return the device memory of `LogitsSlots` in bytes, without its small per-slot fields."""
+    """Return the number of bytes of device memory that `LogitsSlots` needs, without its small
+    per-slot fields."""
     return (num_sessions + 1) * (4 * num_columns + 12 * MAX_ENTRIES)
 
 
 def check_initial_bans(ids: Ids) -> None:
-    """Raise InvalidRequestError if more than MAX_INITIAL_BANS ids are banned until a position."""
+    """Raise InvalidRequestError if `ids`, the token ids that are banned up to a given position, are
+    more than MAX_INITIAL_BANS."""
     if len(ids) > MAX_INITIAL_BANS:
         raise InvalidRequestError(
             f"at most {MAX_INITIAL_BANS} stop ids can be banned below a minimum length, "
@@ -53,7 +56,8 @@ def check_initial_bans(ids: Ids) -> None:
 
 
 class LogitsSlots:
-    """Writes the logits-processor state of slots on the device, in stream order."""
+    """Logits-processor state of all session slots on the device. Changes are written in stream
+    order."""
 
     def __init__(
         self,
@@ -63,9 +67,9 @@ class LogitsSlots:
         *,
         draft_columns: Tensor | None = None,
     ) -> None:
-        """`count`: number of slots, including padding. `columns`: number of columns of the logits.
-        `draft_columns`: int32, the column of every target id, -1 for ids without a column; None if
-        columns are target ids."""
+        """`count`: number of slots, including the padding slot. `columns`: number of columns of the
+        logits. `draft_columns`: int32 [vocabulary size of the target], the column of each target
+        id, -1 for ids without a column; None if columns are target ids."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -90,7 +94,7 @@ class LogitsSlots:
         self._flags = [0] * count
 
     def has_logits_processing(self, slot: int) -> bool:
-        """Return whether the slot's session changes its logits."""
+        """Return whether the session of the slot uses the logits processor."""
         return self._flags[slot] != 0
 
     def begin_session(
@@ -106,8 +110,8 @@ class LogitsSlots:
     ) -> None:
         """Write the state of a slot's new session.
 
-        prompt_ids, output_ids: its tokens so far. banned_first: ids that are banned at positions
-        below `banned_until`. allowed_tokens: whether the session has a grammar. Raises
+        prompt_ids, output_ids: the session's tokens so far. banned_first: token ids that are banned
+        at positions below `banned_until`. allowed_tokens: whether the session has a grammar. Raises
         InvalidRequestError for more banned ids than `check_initial_bans` allows.
         """
         check_initial_bans(banned_first)
@@ -130,8 +134,8 @@ class LogitsSlots:
             self.count_tokens([slot], [output_ids])
 
     def count_tokens(self, slots: Sequence[int], tokens: Sequence[Ids]) -> None:
-        """Add tokens to the output counts of the slots' sessions. Sessions without penalties are
-        skipped."""
+        """Add tokens to the output counts of sessions, which penalties need. `tokens`: the tokens
+        to add for each slot. Sessions without penalties are skipped."""
         held = [
             (slot, self._columns_of(ids))
             for slot, ids in zip(slots, tokens, strict=True)

@@ -43,8 +43,9 @@ BLOCKS_PER_WRITE: Final = 64
 class DeviceSessionSlots:
     """Allocates session slots and writes their state to the device, in stream order.
 
-    Changes reach the device with `upload_changes`, which needs one copy and one launch for many of
-    them: with hundreds of sessions, several begin in every round.
+    Changes are collected on the host until `upload_changes` writes them to the device. It writes
+    many changes by one copy and one launch, because several sessions begin in every round if there
+    are hundreds of them.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class DeviceSessionSlots:
         graphs: bool = True,
     ) -> None:
         """`max_len`: maximum number of KV slots of a session. `max_nodes`: maximum number of nodes
-        of a row. `in_process_nodes`: nodes of a row with in-process drafts. `graphs`: whether slots
-        are written by a CUDA graph, on a CUDA device."""
+        of a row, including the root. `in_process_nodes`: number of nodes of a row with in-process
+        drafts; 0 without an in-process drafter. `graphs`: whether slots are written by a CUDA graph
+        if the device is a CUDA device."""
         pool.use_block_tables()
         self._free = FreeSlots(max_sessions, reason="SESSIONS_EXHAUSTED")
         self.padding = self._free.padding
@@ -89,7 +91,7 @@ class DeviceSessionSlots:
             vocab_size=vocab_size,
             device=device,
         )
-        """Masks of the tokens that grammars allow, filled for each launch."""
+        """Masks of the tokens that grammars allow, which are filled for each launch."""
         self._pool, self._device, self._blocks = pool, device, blocks
         # An even number of words keeps fields of 64 bits aligned in every row.
         self._width = _FIELDS + blocks + blocks % 2
@@ -143,15 +145,15 @@ class DeviceSessionSlots:
         length: int = 1,
         root: int = 0,
     ) -> None:
-        """Set the state of a slot's new session, with `length` committed tokens of which the last
-        is `root`; `upload_changes` writes it to the device."""
+        """Set the state of a slot's new session. `length`: number of its committed tokens. `root`:
+        the last of them. The state reaches the device with the next `upload_changes`."""
         self._begun[slot] = self._row(slot, kv.blocks, sampling, length=length, root=root)
 
     def upload_changes(self, added: Sequence[tuple[int, int, Sequence[int]]] = ()) -> None:
-        """Write new sessions and added KV blocks to the device.
+        """Write the state of new sessions and the KV blocks added to sessions to the device.
 
-        `added`: for each session its slot, the number of blocks already in its block table, and the
-        blocks to append.
+        `added`: one tuple for each session that gets blocks: its slot, the number of blocks already
+        in its block table, and the blocks to append.
         """
         places: list[int] = []
         held: list[int] = []

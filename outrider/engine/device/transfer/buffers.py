@@ -1,4 +1,4 @@
-"""Pinned staging buffers for uploads and downloads; plain memory on a CPU.
+"""Pinned staging buffers for uploads and downloads. On a CPU they are not pinned.
 
 A round may consist of several launches, called parts. Each part has its own rings of buffers, so
 that a ring advances by one buffer per round, however many parts a round has.
@@ -40,12 +40,12 @@ class _StagingBuffer(NamedTuple):
 
 
 class Uploader:
-    """Non-blocking copies of int32 words to the device, with at most `ring` copies of each part in
-    progress."""
+    """Copies int32 words to the device without blocking. At most `ring` copies of each part of a
+    round may be in progress."""
 
     def __init__(self, size: int, device: torch.device, *, ring: int = NUM_STAGING_BUFFERS) -> None:
         """`size`: maximum number of elements of one upload. `ring`: maximum number of uploads of
-        one part in progress."""
+        one part that are in progress at the same time."""
         self._size, self._pinned, self._num_buffers = size, device.type == "cuda", ring
         self._calls = driver_for(device)
         self._rings = [self._ring()]
@@ -56,7 +56,8 @@ class Uploader:
         return _Ring((self._size,), torch.int32, pinned=self._pinned, count=self._num_buffers)
 
     def stage_int32s(self, part: int = 0) -> NDArray[np.int32]:
-        """Return uninitialised memory [size] for the next `start_upload`."""
+        """Return uninitialised host memory [size], from which the next `start_upload` copies.
+        `part`: index of the launch within its round."""
         while len(self._rings) <= part:
             self._rings.append(self._ring())
         self._staged = self._rings[part].take()
@@ -76,14 +77,15 @@ class Uploader:
 
 
 class HostMirror:
-    """int32 words that the host writes and the device reads after the next `upload_int32s`."""
+    """Array of int32 words in host memory, and its copy on the device, which `upload_int32s`
+    updates."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         """Allocate `size` words, all 0."""
         self._calls = driver_for(device)
         self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.array: NDArray[np.int32] = self._staged.numpy()
-        """Host copy of the words; must not be written before the last upload is complete."""
+        """The words in host memory. They must not be written before the last upload is complete."""
         self.words = torch.zeros(size, dtype=torch.int32, device=device)
 
     def upload_int32s(self, count: int) -> None:
@@ -111,8 +113,8 @@ class DownloadBuffer:
         self._calls.copy_tensor(place, tensor)
 
     def wait_copy(self, like: Tensor) -> Tensor:
-        """Return the last copy of a tensor with the shape and dtype of `like`. Waits for all work
-        on the current stream."""
+        """Wait for all work on the current stream, and return the last copy of a tensor with the
+        shape and dtype of `like`."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return self._places[like.shape, like.dtype]
@@ -132,18 +134,18 @@ class PendingDownload:
         return self._arrival is None or self._arrival.over
 
     def wait_tensor(self) -> Tensor:
-        """Return the host copy. Waits for the download.
+        """Wait for the download, and return the host copy.
 
-        The copy is overwritten NUM_STAGING_BUFFERS downloads of the same part and shape later,
-        unless it lies in memory given by `last_into`.
+        The copy is overwritten by the NUM_STAGING_BUFFERS-th later download of the same part and
+        shape, unless it lies in memory given as `last_into` of `Downloader.start_downloads`.
         """
         if self._arrival is not None:
             self._arrival.wait()
         return self._buffer.tensor
 
     def wait_array(self) -> NDArray[np.generic]:
-        """Return the host copy as a numpy array, with bfloat16 as uint16 bit patterns; see
-        `wait_tensor`."""
+        """Wait for the download, and return the host copy as a numpy array, which has uint16 bit
+        patterns for bfloat16. See `wait_tensor`."""
         if self._arrival is not None:
             self._arrival.wait()
         return self._buffer.array
@@ -196,7 +198,7 @@ class _Ring:
 
 
 class Downloader:
-    """Non-blocking copies to pinned memory."""
+    """Copies tensors from the device to pinned host memory without blocking."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda, self._calls = device.type == "cuda", driver_for(device)
@@ -218,10 +220,12 @@ class Downloader:
         *,
         last_into: NDArray[np.uint8] | None = None,
     ) -> list[PendingDownload]:
-        """Begin to copy tensors to the host; a wait for one waits for all.
+        """Begin to copy tensors to the host, in stream order. Waiting for one of the results waits
+        for all.
 
-        `last_into`: pinned memory of the size of the last tensor, to which that tensor is copied.
-        Nothing else may write to the memory while the result is in use.
+        `part`: index of the launch within its round. `last_into`: pinned memory of the size of the
+        last tensor, to which that tensor is copied. Nothing else may write to the memory while the
+        result is in use.
         """
         among = tensors if last_into is None else tensors[:-1]
         buffers = [self._copy(tensor, part) for tensor in among]

@@ -1,12 +1,12 @@
 """CUDA driver calls that keep the GIL, for the thread that launches rounds.
 
 Torch releases the GIL during every device call, if only for microseconds. The launching thread
-makes about six such calls a round; each of them lets a busy event loop take the GIL, which it
-releases only when it has nothing left to do. Of a round of 2.7 ms the launching thread waited for
-more than 1 ms (decision 9). The calls of a round (graph launch, copies to and from pinned memory,
-events) are therefore made here with the GIL held; only waiting for the device releases it.
+makes about six such calls a round. Each of them lets a busy event loop take the GIL, which the loop
+releases only when it has nothing left to do. In a round of 2.7 ms the launching thread waited more
+than 1 ms for the GIL (decision 9). The calls of a round (graph launch, copies to and from pinned
+memory, events) are therefore made here with the GIL held; only waiting for the device releases it.
 
-Without a usable driver, or on a CPU, torch makes the same calls.
+Without a usable driver, and on a CPU, the same interface is implemented with torch.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class DriverInterface(Protocol):
         alive."""
 
     def launch(self, prepared: Any) -> None:
-        """Replay a prepared graph. Graphs that use torch's random numbers would draw the same
-        numbers again."""
+        """Replay a prepared graph. A graph must not use torch's random numbers, because every
+        replay may draw the same ones."""
 
     def copy_tensor(self, to: Tensor, source: Tensor) -> None:
         """Copy `source` to `to`, which has the same size and dtype. One of them is in pinned
@@ -72,12 +72,13 @@ class DriverInterface(Protocol):
         ...
 
     def pin_memory(self, address: int, size: int) -> bool:
-        """Pin `size` bytes of whole pages at `address`; return whether that succeeded."""
+        """Pin `size` bytes of host memory at `address`, both multiples of the page size. Return
+        whether that succeeded."""
         ...
 
 
 class DriverError(RuntimeError):
-    """Error of a failed driver call; after a device is lost every later call fails, too."""
+    """Error of a failed driver call. After a device is lost, every later call fails, too."""
 
 
 class _DriverMark:
@@ -135,7 +136,7 @@ class DriverCalls:
 
     @staticmethod
     def check(code: int, name: str) -> None:
-        """Raise DriverError if `code` says that the call `name` failed."""
+        """Raise DriverError if `code`, the result of the driver function `name`, is an error."""
         if code:
             raise DriverError(f"{name}: CUDA error {code}")
 
@@ -171,8 +172,8 @@ class DriverCalls:
         return _DriverMark(self)
 
     def pin_memory(self, address: int, size: int) -> bool:
-        """See `DriverInterface`. The driver is called directly, because an error of the CUDA
-        runtime would be raised by its next launch."""
+        """See `DriverInterface`. The driver is called directly, because the CUDA runtime would
+        report an error of this call again at the next kernel launch."""
         return not self.without_lock.cuMemHostRegister_v2(address, size, _PORTABLE)
 
 
@@ -224,8 +225,8 @@ class TorchCalls:
 
 
 def driver_for(device: torch.device) -> DriverInterface:
-    """Return the driver interface for threads whose current device is `device`. Other threads get
-    torch's implementation, which checks every tensor's device."""
+    """Return the driver interface for calls of this thread on `device`. If `device` is not the
+    current device of the thread, it is torch's implementation, which works for any device."""
     if device.type != "cuda" or device.index not in (None, torch.cuda.current_device()):
         return _BY_TORCH
     return cuda_interface()
@@ -247,6 +248,7 @@ _BY_TORCH: Final = TorchCalls()
 
 
 def current_stream() -> int:
-    """Return the current stream of the current device, by torch's shortcut for kernel launches."""
+    """Return the handle of the current stream of the current device, by a fast internal function of
+    torch."""
     raw: int = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
     return raw

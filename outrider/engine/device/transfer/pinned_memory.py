@@ -1,4 +1,5 @@
-"""Pins host memory that another owner allocated, so that device copies of it are asynchronous."""
+"""Pins host memory that was not allocated by torch, so that copies from and to it are
+asynchronous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asynchronous uploads that are independent of rounds, in any number."""
+"""Asynchronous uploads to the device, of which any number may be in progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MIN_WORDS: Final = 256
 
 
 class StagingMemory(NamedTuple):
-    """Pinned memory, and the event after the last copy from it."""
+    """Pinned host memory for uploads, and `free`, the event after the last copy from it."""
 
     device: torch.device
     tensor: Tensor
@@ -35,16 +35,17 @@ def make_staging(device: torch.device, size: int) -> StagingMemory:
 
 
 class StagingPool:
-    """Pool of pinned memory for all threads. It keeps as much memory as was ever in use at once."""
+    """Pool of pinned memory for all threads. It never frees memory, so it grows to the largest
+    amount that was in use at the same time."""
 
     def __init__(self, make: Callable[[torch.device, int], StagingMemory] = make_staging) -> None:
-        """`make`: allocates memory for a device and a number of words."""
+        """`make`: function that allocates memory for a device and a number of words."""
         self._make = make
         self._held: dict[tuple[torch.device, int], deque[StagingMemory]] = {}
         """Free staging memory by device and size, least recently used first."""
 
     def take(self, device: torch.device, count: int) -> StagingMemory:
-        """Take memory of at least `count` words that no copy reads."""
+        """Take memory of at least `count` words from which no copy is in progress."""
         size = max(_MIN_WORDS, 1 << (count - 1).bit_length())
         held = self._held.setdefault((device, size), deque())
         try:
@@ -57,8 +58,8 @@ class StagingPool:
         return self._make(device, size)
 
     def give_back(self, staging: StagingMemory) -> None:
-        """Return staging memory to the pool. It is taken again once the copy from it is
-        complete."""
+        """Return staging memory to the pool. `take` returns it again only after the last copy from
+        it is complete."""
         self._held[staging.device, len(staging.array)].append(staging)
 
 
@@ -69,9 +70,10 @@ def upload_int32s(out: Tensor, *parts: NDArray[np.int32]) -> None:
     """Copy the concatenated `parts` to `out`, int32 [n], in stream order. `parts` may be changed
     after the call.
 
-    The parts must have n words in total. On a CUDA device each call takes pinned memory that no
-    copy reads, so nothing waits and nothing is overwritten. numpy fills the memory: torch would
-    wake its thread pool for more than 32,768 words, which took up to 5 ms of a round.
+    The parts must have n words in total. On a CUDA device each call takes pinned memory from which
+    no copy is in progress, so the call does not wait and overwrites nothing. The memory is filled
+    by numpy, because torch would wake its thread pool for more than 32,768 words, which took up to
+    5 ms of a round.
     """
     assert out.dtype is torch.int32
     count = out.shape[0]

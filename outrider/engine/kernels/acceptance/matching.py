@@ -3,12 +3,13 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Token-matching acceptance (greedy, coupled) on the device, and the commit of a round.
 
-At a node where the target chose y, the child whose token is y is accepted and the walk continues
-there. If there is none, y is emitted (`outrider.engine.acceptance`, greedy and coupled). Rules with
-random acceptance are in `outrider.engine.kernels.acceptance.randomized`.
+Acceptance starts at the root. At a node where the target chose the token y, the child whose token
+is y is accepted and becomes the next node. If there is no such child, y is emitted as the last
+token of the round. `outrider.engine.acceptance` has the same rules on the host. Rules with random
+acceptance are in `outrider.engine.kernels.acceptance.randomized`.
 
-Shape suffixes: B sessions of the bucket, N nodes per session including the root, M = B * N rows, X
-session slots (the last one is the padding slot).
+Shape suffixes: B sessions of the batch bucket, N nodes per session including the root, M = B * N
+rows (one per node), X session slots (the last one is the padding slot).
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ INVALID_OUTPUT = 4
 """Flag: the row of the last accepted node has no finite logit. The final token is 0, a
 placeholder."""
 UNDRAFTED = 8
-"""Flag: the drafter on another device had no draft for the row, so the row decoded without drafts.
-The round adds this flag; acceptance does not set it."""
+"""Flag: the drafter on another device had no draft for the session, so it decoded without drafts.
+The engine's round sets this flag, not the acceptance functions."""
 _RESAMPLED = tl.constexpr(RESAMPLED)
 _INVALID_OUTPUT = tl.constexpr(INVALID_OUTPUT)
 
@@ -54,8 +55,8 @@ class DeviceAcceptance(NamedTuple):
     counts: Tensor
     """int32 [B]: number of accepted nodes + 1, which is also the number of emitted tokens."""
     rows: Tensor
-    """int32 [B, N]: 0 (the root), then the rows of the accepted nodes, ascending. Entry j is j for
-    j >= counts."""
+    """int32 [B, N]: 0 (the root), then the rows of the accepted nodes in ascending order. The
+    entries from index counts[b] on hold their own index."""
     tokens: Tensor
     """int32 [B, N]: tokens of the accepted nodes, then the final token, padded with -1."""
     flags: Tensor
@@ -84,8 +85,8 @@ def accept_matching(
     simulate: float32 [N - 1], only for chains, for benchmarks with random weights. If its parent is
     accepted, the node of depth i + 1 is accepted with probability simulate[i], whatever its token
     is. The random draw is uniform(seed, ACCEPT, position of the token, SHARED_DRAW_ID). state,
-    slots (int32 [B]) and positions (int32 [M], of the token that follows each row) are only used
-    with `simulate`. Raises InvalidRequestError if `simulate` is given for trees.
+    slots (int32 [B]) and positions (int32 [M], the position of the token that follows each row) are
+    only used with `simulate`. Raises InvalidRequestError if `simulate` is given for trees.
     """
     if simulate is not None and parents is not None:
         raise InvalidRequestError("only chains can be simulated", reason="KERNEL_SHAPES")
@@ -103,14 +104,15 @@ def accept_matching(
 
 
 def new_acceptance(batch: int, num_nodes: int, device: torch.device) -> DeviceAcceptance:
-    """Return uninitialised tensors for an acceptance result."""
+    """Return a `DeviceAcceptance` of uninitialised tensors."""
     one, many = (batch,), (batch, num_nodes)
     shapes = (one, many, many, one)
     return DeviceAcceptance(*(torch.empty(s, dtype=torch.int32, device=device) for s in shapes))
 
 
 def chain_parents(batch: int, num_nodes: int, device: torch.device) -> Tensor:
-    """Return the parents of chains, int32 [B, N - 1]."""
+    """Return the `parents` tensor of B equal chains, int32 [B, N - 1]: the parent of each draft
+    node is the node before it, and -1 (the root) for the first one."""
     chain = torch.arange(-1, num_nodes - 2, dtype=torch.int32, device=device)
     return chain.expand(batch, num_nodes - 1)
 
@@ -126,7 +128,7 @@ def accept_matching_torch(
     slots: Tensor,
     positions: Tensor,
 ) -> DeviceAcceptance:
-    """See `accept_matching`."""
+    """Compute `accept_matching` with PyTorch operators."""
     chosen_BN, tokens_BN = chosen.view(-1, num_nodes), tokens.view(-1, num_nodes)
     batch = len(chosen_BN)
     parents_BN = chain_parents(batch, num_nodes, chosen.device) if parents is None else parents
@@ -149,8 +151,8 @@ def accept_matching_torch(
 
 
 class ReferenceWalk:
-    """Walks of all sessions down their trees, for the PyTorch reference implementations. Nodes are
-    visited one at a time, in order."""
+    """Records the accepted paths of all sessions for the PyTorch reference implementations, which
+    visit the nodes of the draft trees one at a time, in row order."""
 
     def __init__(self, batch: int, num_nodes: int, device: torch.device) -> None:
         self.counts = torch.ones(batch, dtype=torch.int64, device=device)
@@ -159,16 +161,16 @@ class ReferenceWalk:
         self.tokens = torch.full_like(self.rows, -1)
         self.rejected = torch.zeros(batch, dtype=torch.bool, device=device)
         self.fallback = torch.zeros_like(self.rejected)
-        """Whether a distribution was missing; set by the caller."""
+        """bool [B]: whether the session's draft distribution was missing. The caller sets it."""
 
     def step(
         self, row: int, node: Tensor, drafted: Tensor, below: Tensor, stands: Tensor
     ) -> Tensor:
-        """Move the walks for which `stands` is True down to `row`. Return the row that each walk is
-        at, [B].
+        """Accept node `row` in the sessions for which `stands` is True. Return the last accepted
+        node of each session, int64 [B].
 
-        node: the rows of the walks before the step. drafted: the tokens at `row`. below: whether
-        `row` is a child of each walk's node.
+        All tensors are [B]. node: the last accepted node of each session before this call. drafted:
+        the draft token at `row`. below: whether `row` is a child of `node`.
         """
         at = self.counts[:, None]
         self.rows.scatter_(1, at, torch.where(stands, row, self.rows.gather(1, at)[:, 0])[:, None])
@@ -183,8 +185,8 @@ class ReferenceWalk:
         self.tokens.scatter_(1, at, torch.where(where, tokens, before)[:, None])
 
     def finish(self, final: Tensor) -> DeviceAcceptance:
-        """Return the acceptance result. final: int32 [B], the last token of each session; -1 if it
-        has none."""
+        """Return the acceptance result. final: int32 [B], the token that follows the accepted
+        tokens of each session; -1 if the target has no finite logit there."""
         self._put(torch.ones_like(self.rejected), final.clamp(min=0))
         flags = (
             RESAMPLED * self.rejected
@@ -196,7 +198,8 @@ class ReferenceWalk:
 
 
 def advance_state(acceptance: DeviceAcceptance, sequence: SequenceState, slots: Tensor) -> None:
-    """Commit a round: add the counts to the lengths, and make the last emitted tokens the roots.
+    """Commit a round: add the number of emitted tokens to each session's length, and make its last
+    emitted token the root of the next round.
 
     slots: int32 [B], distinct except for the padding slot, whose state does not change.
     """
@@ -207,7 +210,7 @@ def advance_state(acceptance: DeviceAcceptance, sequence: SequenceState, slots: 
 def advance_state_torch(
     acceptance: DeviceAcceptance, sequence: SequenceState, slots: Tensor
 ) -> None:
-    """See `advance_state`."""
+    """Compute `advance_state` with PyTorch operators."""
     live = slots != len(sequence.lengths) - 1
     where = slots.long()
     sequence.lengths.index_add_(0, where, acceptance.counts * live)
@@ -218,7 +221,7 @@ def advance_state_torch(
 def advance_state_triton(
     acceptance: DeviceAcceptance, sequence: SequenceState, slots: Tensor
 ) -> None:
-    """See `advance_state`."""
+    """Compute `advance_state` with Triton kernels."""
     batch, num_nodes = acceptance.tokens.shape
     _advance_state[(1,)](
         acceptance.counts,
@@ -245,7 +248,7 @@ def accept_matching_triton(
     slots: Tensor,
     positions: Tensor,
 ) -> DeviceAcceptance:
-    """See `accept_matching`."""
+    """Compute `accept_matching` with Triton kernels."""
     batch = chosen.shape[0] // num_nodes
     result = new_acceptance(batch, num_nodes, chosen.device)
     if batch:
@@ -269,7 +272,7 @@ def accept_matching_triton(
 
 @triton.jit
 def load_parents(parents_ptr, batch, rows, NODES: tl.constexpr, CHAIN: tl.constexpr):
-    """Return the row of each row's parent; -1 for the root and for absent rows."""
+    """Return the row of the parent of each row; -1 for the root and for absent nodes."""
     if CHAIN:
         above = rows - 1
     else:
@@ -297,8 +300,8 @@ def _accept_matching(
     CHAIN: tl.constexpr,
     SIMULATE: tl.constexpr,
 ):
-    """Walk down the tree of one session. Each step is one reduction over its nodes; a chain needs
-    only one step."""
+    """Find the accepted path of one session. Each accepted node of a tree costs one reduction over
+    all nodes; a chain needs only one reduction in total."""
     batch = tl.program_id(0)
     rows = tl.arange(0, BLOCK)
     inside = rows < NODES

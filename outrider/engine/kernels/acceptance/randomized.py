@@ -1,13 +1,13 @@
-"""Acceptance on the device for sessions of any rule, including rejection and target-only.
+"""Acceptance on the device under any acceptance rule, including rejection and target-only.
 
-The decisions are those of `outrider.engine.acceptance`, with the same random draws, streams and
-residuals. Log-sum-exps are summed in another order, so a decision may differ if a random draw is
-within 1e-6 of its probability. `matching` is cheaper for buckets in which all sessions are greedy
-or coupled.
+The decisions are those of `outrider.engine.acceptance`, with the same random numbers and residual
+distributions. Log-sum-exps are summed in another order, so a decision may differ if a random number
+is within 1e-6 of the acceptance probability. `matching` is cheaper for batches in which all
+sessions are greedy or coupled.
 
-Shape suffixes: B sessions of the bucket, N nodes per session including the root, M = B * N rows, X
-session slots, V vocabulary, D draft vocabulary, K draft length, E distribution entries of all
-sessions.
+Shape suffixes: B sessions of the batch bucket, N nodes per session including the root, M = B * N
+rows (one per node), X session slots, V vocabulary size, D draft vocabulary size, K draft length, E
+distribution entries of all sessions.
 """
 
 from __future__ import annotations
@@ -43,31 +43,33 @@ class DenseChainDistribution(NamedTuple):
     """Dense draft distributions of chains that were drafted on this device."""
 
     probs: Tensor
-    """float32 [X, K, D]: by session slot and step, the probabilities from which the draft token of
-    that step was drawn. K is at least N - 1. If the probability of the draft token is 0 or not
-    finite, the distribution is invalid, and the session uses the target-only rule there."""
+    """float32 [X, K, D]: probs[x, k] are the probabilities from which draft token k of the session
+    in slot x was drawn. K is at least N - 1. If the probability of the draft token itself is 0 or
+    not finite, the distribution is invalid and the target-only rule decides on that token."""
     draft_columns: Tensor
-    """int32 [V]: the draft column of each target id; -1 if it has none."""
+    """int32 [V]: the last index into `probs` of each target id; -1 for ids that the draft
+    vocabulary lacks."""
     target_ids: Tensor
-    """int32 [D]: the target id of each draft column."""
+    """int32 [D]: the target id of each last index of `probs`."""
 
 
 class SparseDistribution(NamedTuple):
-    """Sparse distributions of remote drafters (`spec.draft_distribution`)."""
+    """Sparse draft distributions of all sessions, as drafter processes send them
+    (`spec.draft_distribution`)."""
 
     ids: Tensor
     """int32 [E]: target ids, strictly increasing within a node's entries."""
     counts: Tensor
-    """int32 [E]: quantised weights in [1, 65535]."""
+    """int32 [E]: quantised weights in [1, 65535], proportional to the probabilities."""
     ranges: Tensor
     """int32 [B, N, 2], last dimension contiguous: the children of row j of session b were drawn
-    from the entries ranges[b, j, 0] .. ranges[b, j, 1] (exclusive). A session without entries has
-    no distribution."""
+    from the entries ranges[b, j, 0] to ranges[b, j, 1] (exclusive). If all ranges of a session are
+    empty, it has no distribution."""
 
     @classmethod
     def of_offsets(cls, ids: Tensor, counts: Tensor, offsets: Tensor) -> SparseDistribution:
-        """Return distributions whose entries are concatenated: row j of session b has the entries
-        offsets[b, j] .. offsets[b, j + 1] (exclusive). offsets: int32 [B, N + 1]."""
+        """Build the distributions from offsets instead of ranges: row j of session b has the
+        entries offsets[b, j] to offsets[b, j + 1] (exclusive). offsets: int32 [B, N + 1]."""
         return cls(ids, counts, offsets.unfold(1, 2, 1))
 
 
@@ -83,22 +85,25 @@ def accept_sampled(
     positions: Tensor,
     distribution: SparseDistribution | DenseChainDistribution | None,
 ) -> DeviceAcceptance:
-    """Apply each session's acceptance rule, of any kind, to its drafts.
+    """Decide which draft tokens of each session are accepted, under the session's own acceptance
+    rule.
 
     logits: float32 or bfloat16 [M, V], columns contiguous. Tokens are sampled from softmax(logits /
     temperature), so logits of sessions with penalties, bans, top-k, top-p or min-p must already be
     processed by the logits processor; logits that are already divided by the temperature need
-    temperature 1 in `state`. chosen: int32 [M], `choose_tokens` of these logits, side "target"; -1
-    if the row has no finite logit. Greedy and coupled sessions compare their drafts with it. Other
-    sessions emit it if no child was rejected. A walk ends at a row without a finite logit.
+    temperature 1 in `state`. chosen: int32 [M], the result of `choose_tokens` for these logits with
+    side "target"; -1 if the row has no finite logit. Greedy and coupled sessions compare their
+    draft tokens with it. The other rules emit it if they rejected no child of the last accepted
+    node. No child of a row without a finite logit is accepted.
 
     tokens: int32 [M], the draft token of each row; the entry of the root is ignored. Nodes with the
     token -1 (absent) or a token >= V are never accepted. parents: int32 [B, N - 1] (-1 for the
     root, -2 for absent nodes); None for chains. Siblings are tried in row order, which is the order
-    in which they were drawn. slots: int32 [B]. positions: int32 [M], of the token that follows each
-    row. distribution: what the drafts of rejection sessions were drawn from; a session without a
-    distribution uses the target-only rule. Raises InvalidRequestError for a DenseChainDistribution
-    with trees or with fewer than N - 1 steps.
+    in which they were drawn. slots: int32 [B], the session slots. positions: int32 [M], the
+    position of the token that follows each row. distribution: the distributions from which the
+    draft tokens of sessions with the rejection rule were drawn; a session without one uses the
+    target-only rule. Raises InvalidRequestError for a DenseChainDistribution with trees or with
+    fewer than N - 1 steps.
     """
     if isinstance(distribution, DenseChainDistribution) and (
         parents is not None or distribution.probs.shape[1] < num_nodes - 1
@@ -136,8 +141,8 @@ def accept_sampled_triton(
     distribution: SparseDistribution | DenseChainDistribution | None,
     tile: int | None = None,
 ) -> DeviceAcceptance:
-    """See `accept_sampled`. tile: number of columns per program, a power of two; None to choose
-    it."""
+    """Compute `accept_sampled` with Triton kernels. tile: number of columns per program, a power of
+    two; None for a default that depends on the shape."""
     distributions = DistributionTensors()
     if isinstance(distribution, SparseDistribution):
         distributions = DistributionTensors(
@@ -165,7 +170,7 @@ def accept_sampled_torch(
     positions: Tensor,
     distribution: SparseDistribution | DenseChainDistribution | None,
 ) -> DeviceAcceptance:
-    """See `accept_sampled`. Works level by level on the host, for the CPU only."""
+    """Compute `accept_sampled` on the host, one node at a time, for CPU tensors only."""
     batch = len(slots)
     if parents is None:
         parents = chain_parents(batch, num_nodes, logits.device)
@@ -204,7 +209,8 @@ def accept_sampled_torch(
 
 
 class _RandomizedAcceptance:
-    """The random draws and residuals of sessions under the target-only and the rejection rule."""
+    """Random draws and residual distributions of the sessions with the target-only or the rejection
+    rule. A is the number of sessions that a method is called for."""
 
     def __init__(
         self,
@@ -231,12 +237,13 @@ class _RandomizedAcceptance:
         elif distribution is None:
             self._uses_distribution.zero_()
         self.fallback = rejection & ~self._uses_distribution & (tokens_BN[:, 1:] >= 0).any(dim=1)
-        """Whether a distribution was missing for a session of the rejection rule."""
+        """bool [B]: whether a session with the rejection rule has drafts but no valid draft
+        distribution."""
         batch = len(slots)
         self.changed_at = torch.full((batch,), -1, dtype=torch.int64, device=logits.device)
-        """Row whose distribution was changed by a rejection, or -1."""
+        """int64 [B]: the row whose target distribution a rejection changed, or -1."""
         self._unsound_at = self.changed_at.clone()
-        """Row at which the session's dense distribution was invalid, or -1."""
+        """int64 [B]: the row at which the session's dense distribution was invalid, or -1."""
         self._mass_at = self.changed_at.clone()
         self._mass = torch.zeros(batch, dtype=torch.float64, device=logits.device)
         self._tried_at = self.changed_at.clone()
@@ -244,7 +251,8 @@ class _RandomizedAcceptance:
         self._changes: dict[int, tuple[np.ndarray, np.ndarray] | None] = {}
 
     def draw_accept(self, sessions: Tensor, node: Tensor, row: int) -> Tensor:
-        """Return whether the child at `row` of each session's node is accepted, bool [A]."""
+        """Return whether node `row`, a child of the session's last accepted node `node`, is
+        accepted, bool [A]. sessions, node: int64 [A]."""
         stands = torch.zeros(len(sessions), dtype=torch.bool, device=sessions.device)
         has_distribution = self._uses_distribution[sessions]
         plain = (~has_distribution).nonzero()[:, 0]
@@ -322,7 +330,7 @@ class _RandomizedAcceptance:
         return self._winners[sessions] == row
 
     def _walk_residuals(self, sessions: Tensor, node: Tensor) -> None:
-        """Try all children of each session's node."""
+        """Try all children of each session's node, and store the accepted one in `_winners`."""
         assert isinstance(self._distribution, SparseDistribution)
         logprobs_AV = self._logprobs(sessions, node)
         siblings = self._siblings(sessions, node)
@@ -344,17 +352,17 @@ class _RandomizedAcceptance:
         self._tried_at[sessions] = node
 
     def is_huge(self, node: Tensor) -> Tensor:
-        """Return whether the scores of each session at `node`, int64 [B], are so large that
-        rounding loses their noise, bool [B]."""
+        """Return whether the largest score of each session exceeds HUGE_SCORE, above which rounding
+        loses the Gumbel noise, bool [B]. node: int64 [B], the row of each session to check."""
         rows = torch.arange(len(node), device=node.device) * self.tokens_BN.shape[1] + node
         tops = self._logits[rows].nan_to_num(nan=-math.inf, posinf=math.inf).amax(dim=-1)
         return scaled_scores(tops[:, None], self._temperatures)[:, 0] > HUGE_SCORE
 
     def draw_token(self, sessions: Tensor, node: Tensor, bonus: Tensor) -> Tensor:
-        """Return the last token, int32 [A], of sessions whose distribution was changed by a
-        rejection or whose scores are huge.
+        """Draw the last token, int32 [A], of sessions whose target distribution a rejection changed
+        or whose scores exceed HUGE_SCORE.
 
-        bonus: int32 [A], the token to return if the distribution is empty.
+        bonus: int32 [A], the token to return if the changed distribution is empty.
         """
         scores_AV = self._logprobs(sessions, node)
         changed = self.changed_at[sessions] == node  # else only huge

@@ -5,13 +5,14 @@
 
 1. Compute partial log-sum-exps of all rows of sessions with random acceptance; one program per
    tile.
-2. Walk down the trees; one program per session. It matches tokens, draws random numbers, and
-   computes residuals on the ids of the draft distribution.
+2. Find the accepted path of each session; one program per session. It compares tokens, draws random
+   numbers, and computes residuals on the ids of the draft distribution.
 3. Sample from the residual target distribution after a rejection; one program per tile. Programs
-   of other sessions do nothing.
-4. Make the best column of all tiles the last token.
+   of sessions without a rejection do nothing.
+4. Make the column with the largest perturbed score of all tiles the last token.
 
-Shape suffixes as in `outrider.engine.kernels.acceptance.randomized`; P tiles of a row.
+Shape suffixes are those of `outrider.engine.kernels.acceptance.randomized`. P is the number of
+tiles of a row.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ _UNCHANGED = tl.constexpr(0)
 _WITHOUT_CHILDREN = tl.constexpr(1)
 _RESIDUAL = tl.constexpr(2)
 _AFRESH = tl.constexpr(3)
-"""How the distribution at the last node changed. The last value means that it did not change, but
-its scores are so large that `choose_tokens` could not tell them apart by their noise, so that the
-bonus token is drawn from log-probabilities."""
+"""Kinds of change of the target distribution at the last accepted node. _AFRESH means no change,
+but scores above HUGE_SCORE: `choose_tokens` loses their noise to rounding, so the bonus token is
+drawn again from log-probabilities."""
 
 HUGE_SCORE = 2.0**30
-"""Score above which the sum of a score and its noise loses part of the noise by rounding."""
+"""A score above this value loses part of its Gumbel noise to rounding when the two are added."""
 _HUGE_SCORE = tl.constexpr(HUGE_SCORE)
 _HAS_RESAMPLED = tl.constexpr(RESAMPLED)
 _HAS_FALLBACK = tl.constexpr(TARGET_ONLY_FALLBACK)
@@ -89,8 +90,11 @@ def sum_tiles(
     TILE: tl.constexpr,
     REJECTION_ONLY: tl.constexpr = False,
 ):
-    """Store the maximum and the sum of exponentials of one tile of a row, for sessions with random
-    acceptance, or only for sessions of the rejection rule if REJECTION_ONLY."""
+    """Store the maximum score m of one tile of a row, and the sum of exp(score - m).
+
+    Only rows of sessions with random acceptance (rejection or target-only rule) are processed; with
+    REJECTION_ONLY, only those with the rejection rule.
+    """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row // NODES)
@@ -111,10 +115,10 @@ def sum_tiles(
 
 @triton.jit
 def logsumexp(maxima_ptr, sums_ptr, row, tiles, TILES: tl.constexpr):
-    """Return the maximum of a row and log(sum(exp(score - maximum))), in float64.
+    """Return the maximum score m of a row and log(sum(exp(score - m))), both float64.
 
-    They are not added up, because beside a maximum of 1e30 rounding would remove the logarithm.
-    Returns (0, 0) if the row has no finite score.
+    The two are returned separately: if m is 1e30, their float64 sum rounds to m. Returns (0, 0) if
+    the row has no finite score.
     """
     parts = tl.arange(0, TILES)
     valid = parts < tiles
@@ -174,8 +178,8 @@ def walk(
     DISTRIBUTION: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """Walk down the tree of one session: an outer loop over its nodes, an inner loop over their
-    children."""
+    """Find the accepted path of one session. The outer loop follows the path from the root; the
+    inner loop tries the children of the last accepted node."""
     batch = tl.program_id(0)
     rows = tl.arange(0, BLOCK)
     first = batch * NODES
@@ -352,8 +356,12 @@ def draw_in_tile(
     SEARCH_STEPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Store the best perturbed column of one tile of the distribution that a rejection has left of
-    a session's target distribution."""
+    """Store the largest Gumbel-perturbed score of one tile of columns, and its column, for sessions
+    whose last token must be drawn again.
+
+    The scores are log-probabilities of the residual distribution: the part of the target
+    distribution at the last accepted node that remains after rejections.
+    """
     batch = tl.program_id(0)
     part = tl.program_id(1)
     mode = tl.load(modes_ptr + batch)
@@ -415,8 +423,8 @@ def put_drawn(
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Make the best column of all tiles of a session its last token, unless its distribution is
-    empty."""
+    """Make the column with the largest perturbed score of all tiles the last token of a session. If
+    the residual distribution is empty, the last token stays."""
     batch = tl.program_id(0)
     if tl.load(modes_ptr + batch) != _UNCHANGED:
         parts = tl.arange(0, BLOCK)

@@ -2,7 +2,8 @@
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """Launch of the randomized acceptance kernels: arguments, workspace and grids.
 
-Shape suffixes as in `outrider.engine.kernels.acceptance.randomized`; P tiles of a row.
+Shape suffixes are those of `outrider.engine.kernels.acceptance.randomized`. P is the number of
+tiles of a row.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from outrider.engine.kernels.session_tensors import SamplingState
 
 
 class DistributionTensors(NamedTuple):
-    """Tensors of a `SparseDistribution` or a `DenseChainDistribution`; all others are None."""
+    """Tensors of a `SparseDistribution` (ids, counts, ranges) or of a `DenseChainDistribution`
+    (probs, draft_columns). The tensors of the other kind are None."""
 
     ids: Tensor | None = None
     counts: Tensor | None = None
@@ -38,7 +40,8 @@ class DistributionTensors(NamedTuple):
 
     @property
     def kind(self) -> int:
-        """NO_DISTRIBUTION, SPARSE_DISTRIBUTION or DENSE_DISTRIBUTION."""
+        """The kind of the distributions: NO_DISTRIBUTION, SPARSE_DISTRIBUTION or
+        DENSE_DISTRIBUTION."""
         if self.ids is not None:
             return SPARSE_DISTRIBUTION
         return NO_DISTRIBUTION if self.probs is None else DENSE_DISTRIBUTION
@@ -50,7 +53,7 @@ class DistributionTensors(NamedTuple):
 
     @property
     def range_strides(self) -> tuple[int, int]:
-        """Strides of `ranges` between two sessions and between two rows."""
+        """Strides of `ranges` along its first dimension (sessions) and its second one (rows)."""
         return (0, 0) if self.ranges is None else (self.ranges.stride(0), self.ranges.stride(1))
 
 
@@ -74,18 +77,18 @@ class _Workspace(NamedTuple):
     sums: Tensor
     """float32 [M, P]: sums of exp(score - maximum)."""
     inside: Tensor
-    """float64 [E]: the residual on the ids of the distribution; in the end its logarithm relative
-    to the scale of the other ids."""
+    """float64 [E]: the residual of the target distribution on the ids of the draft distribution.
+    `finish_residual` replaces it by log-probabilities."""
     draft: Tensor
-    """float64 [E]: what is left of the draft distribution."""
+    """float64 [E]: the draft distribution without the rejected tokens, normalised."""
     modes: Tensor
-    """int32 [B]: how the distribution at the last node changed."""
+    """int32 [B]: how the target distribution at the last accepted node changed."""
     nodes: Tensor
-    """int32 [B]: row of the last node."""
+    """int32 [B]: row of the last accepted node."""
     tops: Tensor
-    """float32 [B]: largest score of the last node."""
+    """float32 [B]: largest score of the last accepted node."""
     logs: Tensor
-    """float32 [B]: log-sum-exp of the scores of the last node, less the largest score."""
+    """float32 [B]: log-sum-exp of the scores of the last accepted node, minus the largest score."""
     scores: Tensor
     """float64 [B, P]: largest perturbed score of each tile."""
     winners: Tensor
@@ -118,7 +121,7 @@ def _workspace(rows: int, batch: int, tiles: int, entries: int, device: torch.de
 
 def launch_accept_sampled(arguments: LaunchArguments, *, tile: int | None) -> DeviceAcceptance:
     """Run the kernels of `accept_sampled` and return their result. tile: number of columns per
-    program; None to choose it."""
+    program, a power of two; None for a default that depends on the shape."""
     logits, num_nodes, distributions = (
         arguments.logits,
         arguments.num_nodes,

@@ -1,10 +1,11 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Recursive rejection on the ids of a draft distribution, in kernels (float64).
+"""Triton functions for recursive rejection sampling on the ids of a draft distribution.
 
-The arithmetic is that of `outrider.engine.residual`. The distribution of a node has the entries
-begin .. end (exclusive); `inside` and `draft` are workspaces of the same layout. One program
+The arithmetic is that of `outrider.engine.residual`, in float64. p is the target distribution, q
+the draft distribution. The sparse q of a node has the entries `begin` to `end` (exclusive). The
+workspaces `inside` (p or its residual) and `draft` (q) have one value per entry. One program
 processes all entries of a session. The barriers make values visible that other threads of the
 program wrote.
 """
@@ -19,7 +20,8 @@ from outrider.engine.kernels.sampling import scaled_tile
 
 @triton.jit
 def find_entry(ids_ptr, counts_ptr, begin, end, token, ENTRIES: tl.constexpr):
-    """Return the token's entry in a distribution, or -1, and the sum of all counts."""
+    """Return the index of the token's entry in a sparse distribution (-1 if it has none), and the
+    sum of all counts of the distribution."""
     entries = tl.arange(0, ENTRIES)
     place = tl.full((), -1, tl.int32)
     total = tl.full((), 0, tl.int32)
@@ -47,8 +49,8 @@ def start_residual(
     log_sum,
     ENTRIES: tl.constexpr,
 ):
-    """Fill the workspaces with p and q on the ids of the distribution. Return the mass of p on all
-    other ids."""
+    """Fill the workspaces with the target probabilities p and the draft probabilities q of the ids
+    of the draft distribution. Return the sum of p over all other ids."""
     entries = tl.arange(0, ENTRIES)
     inside_mass = tl.full((), 0.0, tl.float64)
     for start in range(begin, end, ENTRIES):
@@ -67,9 +69,12 @@ def start_residual(
 
 @triton.jit
 def reject_entry(inside_ptr, draft_ptr, begin, end, place, rest, outside, ENTRIES: tl.constexpr):
-    """Replace p by max(p - q, 0) and remove the entry `place` from q, then normalise both.
+    """Replace the target probabilities p by max(p - q, 0), remove the entry `place` from the draft
+    probabilities q, and normalise both.
 
-    Returns the new scale of p on all other ids, or -1 if nothing is left of p.
+    Outside the ids of the draft distribution, q is 0 and normalising p only scales it: `rest` is
+    the sum of the original p there and `outside` the scale so far. Returns the new scale, or -1 if
+    p has become 0 everywhere.
     """
     entries = tl.arange(0, ENTRIES)
     mass = outside * rest
@@ -103,7 +108,8 @@ def reject_entry(inside_ptr, draft_ptr, begin, end, place, rest, outside, ENTRIE
 
 @triton.jit
 def finish_residual(inside_ptr, begin, end, outside, ENTRIES: tl.constexpr):
-    """Replace the residual by its log-probabilities, relative to log p of the other ids."""
+    """Replace each residual probability r by log(r / outside), where `outside` is the scale from
+    `reject_entry`. All other ids can then keep their log p without scaling."""
     entries = tl.arange(0, ENTRIES)
     for start in range(begin, end, ENTRIES):
         at = start + entries

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # pyright: reportCallIssue=false, reportIndexIssue=false
-"""Compaction of accepted rows: KV of all layers and feature rows become contiguous.
+"""Compaction after acceptance: the KV and the features of accepted nodes become contiguous.
 
-B rows of the bucket, N nodes a row, L layers, G key/value heads, S pool slots, d head dimension.
+Shapes: B sessions of the batch bucket, N nodes per session, L layers, G key/value heads, S KV slots
+of the pool, d head dimension.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.errors import InvalidRequestError
 
 _GATHER_BLOCK = 2048
-"""Maximum number of features of a row that one program of `gather_rows` copies."""
+"""Maximum number of elements of a row that one program of `gather_rows` copies."""
 
 
 def compact_kv(
@@ -30,13 +31,14 @@ def compact_kv(
     *,
     block_tokens: int,
 ) -> None:
-    """Make the KV of accepted rows contiguous, in place: for each b and each j < counts[b], move
-    slot context[b] + rows[b, j] to slot context[b] + j.
+    """Make the KV of accepted nodes contiguous, in place: for each session b and each j <
+    counts[b], copy the KV at position context[b] + rows[b, j] to position context[b] + j.
 
-    storage: [2, L, G, S, d], keys, then values. rows: int32 [B, N], ascending, rows[b, j] >= j.
-    counts, context: int32 [B]. tables: int32 [X, T], the KV blocks of each session. slots: int32
-    [B], the row of `tables` of each session. Positions beyond the T blocks are not moved. Raises
-    InvalidRequestError for rows of another shape.
+    storage: [2, L, G, S, d], keys, then values. rows: int32 [B, N], the accepted nodes, ascending,
+    so that rows[b, j] >= j. counts: int32 [B], the number of accepted nodes. context: int32 [B],
+    the number of positions before the nodes. tables: int32 [X, T], the KV block numbers of X
+    sessions. slots: int32 [B], the row of `tables` of each session. Positions beyond T blocks are
+    not copied. Raises InvalidRequestError if `rows` has another shape.
     """
     if rows.dim() != 2 or rows.shape[0] != slots.shape[0]:
         raise InvalidRequestError(f"rows {tuple(rows.shape)} for {slots.shape[0]} sessions")
@@ -54,7 +56,7 @@ def compact_kv_torch(
     *,
     block_tokens: int,
 ) -> None:
-    """Compute `compact_kv` by PyTorch operators."""
+    """Compute `compact_kv` with PyTorch operators."""
     order = torch.arange(rows.shape[1], device=rows.device)
     used = order < counts[:, None]
     start = context[:, None]
@@ -143,10 +145,11 @@ def _compact_kernel(
 
 
 def gather_rows(src: Tensor, rows: Tensor, *, num_nodes: int) -> Tensor:
-    """Return [B * N, H], whose row b * N + j is row b * N + max(rows[b, j], 0) of src.
+    """Select rows within each session: row b * N + j of the result, [B * N, H], is row b * N +
+    max(rows[b, j], 0) of src.
 
-    src: [B * N, H], rows of any stride. rows: int32 [B, N]. Raises InvalidRequestError for rows of
-    another shape.
+    src: [B * N, H], rows of any stride. rows: int32 [B, N]. Raises InvalidRequestError if `rows` or
+    `src` has another shape.
     """
     if rows.dim() != 2 or rows.shape[1] != num_nodes or src.shape[0] != rows.numel():
         raise InvalidRequestError(
@@ -158,7 +161,7 @@ def gather_rows(src: Tensor, rows: Tensor, *, num_nodes: int) -> Tensor:
 
 
 def gather_rows_torch(src: Tensor, rows: Tensor, *, num_nodes: int) -> Tensor:
-    """Compute `gather_rows` by PyTorch operators."""
+    """Compute `gather_rows` with PyTorch operators."""
     first = torch.arange(rows.shape[0], device=rows.device)[:, None] * num_nodes
     return src[(first + rows.clamp(min=0)).flatten()]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 
 SM_COUNT = 132
-"""Number of multiprocessors to fill, that of an H100 or H200."""
+"""Number of streaming multiprocessors (SMs) of an H100 or H200, which a launch should fill."""
 _MAX_SPLITS = 64
 _ANY_SPLITS = 32
 """Largest number of parts that need not be a power of two."""
@@ -16,33 +16,34 @@ _STEP_BYTES = 16384
 
 
 class AttentionConfig(NamedTuple):
-    """Launch parameters of the attention kernels."""
+    """Launch parameters of `attention_kernel`."""
 
     block_rows: int
     """Number of query rows of a program's tile: a power of two, at least 16."""
     block_slots: int
-    """Number of cache slots of one step: a power of two, at least 16."""
+    """Number of KV slots that a program reads in one step of its loop: a power of two, at least
+    16."""
     splits: int
-    """Number of parts of the context. With 1 the result is written without a second kernel."""
+    """Number of parts into which the context is split. One part needs no second kernel."""
     num_warps: int
     num_stages: int
 
 
 _BLOCK_SLOTS = 64
-"""Number of KV slots of a step, unless they need more than the maximum bytes of a step."""
+"""Number of KV slots of a step, unless their keys need more than the maximum bytes of a step."""
 
 
 class _Tuned(NamedTuple):
     max_tiles: int
-    """Maximum number of row tiles, over all bucket rows and key/value heads, for which the entry is
+    """Maximum number of row tiles, over all sessions and key/value heads, for which the entry is
     used."""
     num_stages: int
     several: bool = False
     """Whether the entry is only for shapes with several row tiles per key/value head."""
     rounded: bool = True
-    """Whether the number of parts is always a power of two."""
+    """Whether the number of parts of the context is always a power of two."""
     programs_per_sm: int = 1
-    """Number of programs per multiprocessor that splitting should yield."""
+    """Number of programs per SM that the splitting of the context aims at."""
     num_warps: int = 4
     step_bytes: int = _STEP_BYTES
 
@@ -53,12 +54,12 @@ _TUNED = (
     _Tuned(320, num_stages=3),
     _Tuned(1 << 31, num_stages=3, num_warps=2, step_bytes=_STEP_BYTES // 2),
 )
-"""Entries by shape. The first one that fits is used."""
+"""Tuned parameters. The first entry that fits the shape is used."""
 
 
 _PROMPT_ROWS = 64
-"""Number of query rows of a tile of prompts, if there are enough tiles to fill the device. Tiles of
-128 rows read half as much and were slower on an H200."""
+"""Number of query rows of a tile for prompts, if there are enough tiles to fill the device. Tiles
+of 128 rows read half as much and were slower on an H200."""
 _PROMPT_TILES_PER_SM = 2
 
 
@@ -73,11 +74,11 @@ def num_splits(
     rounded: bool = True,
 ) -> int:
     """Return the number of parts into which to split a context of up to `max_len` slots, so that
-    the programs about fill the device.
+    there are about enough programs to fill the device.
 
-    tiles: number of tiles of query rows per key/value head. There is at most one part per step. The
-    result is a power of two if `rounded` is set or if there are many parts, because the kernel that
-    joins the parts has space for a power of two.
+    tiles: number of tiles of query rows per key/value head. block_slots: minimum size of a part.
+    The result is a power of two if `rounded` is set or if there are more than 32 parts, because
+    the combine kernel has space for a power of two.
     """
     wanted = cdiv(SM_COUNT * programs_per_sm, batch * kv_heads * tiles)
     splits = max(min(wanted, cdiv(max_len, block_slots), _MAX_SPLITS), 1)
@@ -85,11 +86,11 @@ def num_splits(
 
 
 def joined_rows(num_rows: int, splits: int) -> int:
-    """Return the number of rows per program of the combine kernel. `num_rows`: token rows times
-    heads.
+    """Return the number of rows that one program of `combine_kernel` processes. `num_rows`: token
+    rows times query heads.
 
-    Few rows get a program each, to use the whole device. Many rows share programs, so that enough
-    loads are in progress.
+    If there are few rows, each one has its own program, to use the whole device. If there are many,
+    a program processes several, to have more loads in flight.
     """
     return max(1, min(8, 32 // next_power_of_2(splits))) if num_rows > 1024 else 1
 
@@ -107,8 +108,8 @@ def choose_config(
 ) -> AttentionConfig:
     """Return the launch parameters for a shape.
 
-    itemsize: bytes of a cache element. causal: whether the rows are chains or prompts, which need
-    no mask.
+    itemsize: bytes of an element of the KV cache. causal: whether the rows are chains or prompts,
+    which need no mask tensor.
     """
     rows = num_nodes * (num_heads // num_kv_heads)
     dims = next_power_of_2(head_dim)

@@ -3,9 +3,10 @@
 """Triton kernels of tree attention over the paged KV cache, with a split context.
 
 They are launched by `outrider.engine.kernels.attention.tree`. A program processes one key/value
-head of one bucket row, with all N * g query rows that read it (or a tile of them), over one part of
-the context. A second kernel joins the parts, as in Flash-Decoding (Dao et al. 2023). The softmax is
-the online softmax of Milakov and Gimelshein (2018).
+head of one session, with all N * g query rows that read it (N nodes, g query heads per key/value
+head) or a tile of them, over one part of the context. A second kernel joins the parts, as in
+Flash-Decoding (Dao et al. 2023). The softmax is the online softmax of Milakov and Gimelshein
+(2018).
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ def attention_kernel(
     MASK_BITS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Compute attention of one tile of rows over one part of the context.
+    """Compute attention of one tile of query rows to one part of the context.
 
-    The code is kept small, because a program runs most of it only once, so that fetching
-    instructions takes as long as running them.
+    The code is kept small: a program runs most of it only once, so that instruction fetches take as
+    long as execution.
 
-    MASK_BITS: number of mask columns that each row keeps as bits of integers, a power of two up to
-    128; 0 if there are more columns, which are then loaded in every step.
+    MASK_BITS: number of columns of the tree mask that are kept as bits of integers, a power of two
+    up to 128. If there are more columns, it is 0, and every step loads the mask from memory.
     """
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
@@ -181,8 +182,8 @@ def _seen(
 
 @triton.jit
 def _packed(mask_rows, exists, width, COLUMNS: tl.constexpr):
-    """Return mask rows of up to 64 columns as bits, int64. Bit w is set if the row sees column
-    w."""
+    """Return mask rows of up to 64 columns as bits of an int64. Bit w is set if the row attends to
+    column w."""
     column = tl.arange(0, COLUMNS)
     there = exists[:, None] & (column < width)[None, :]
     seen = tl.load(mask_rows[:, None] + column[None, :], mask=there, other=0) != 0
@@ -220,7 +221,7 @@ def combine_kernel(
     DIM: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Join the parts of ROWS rows. A row is one query head of one token row."""
+    """Join the parts of the context for ROWS rows. A row is one query head of one token row."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     split = tl.arange(0, BLOCK_SPLITS)
     dims = tl.arange(0, DIMS)

@@ -1,11 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # pyright: reportCallIssue=false, reportIndexIssue=false
-"""Layout of the token rows of a round: positions, pool slots and the tree mask, from parents.
+"""Layout of the token rows of a round: positions, KV slots and the tree mask.
 
-Shapes: B rows of the bucket, N nodes per row (the root and N - 1 drafts), M = B * N token rows, X
-session slots, T blocks of a table. `context` is the number of slots of a session that already hold
-KV. The root has slot and position `context`; node j has slot context + j and position context +
-depth.
+Shapes: B sessions of the batch bucket, N nodes per session (the root and N - 1 draft nodes), M =
+B * N token rows (one per node), X session slots, T blocks of a block table.
+
+The KV slots of a session are numbered from 0 (logical slots); its block table maps them to slots of
+the KV pool. `context` is the number of logical slots that already hold KV. The root has logical
+slot and position `context`. Node j has logical slot context + j and position context + depth.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ class RoundLayout(NamedTuple):
     positions: Tensor
     """int32 [M]: absolute position of each row."""
     write_slots: Tensor
-    """int64 [M]: pool slot of each row's KV; -1 past the end of the table, where no KV is
-    written."""
+    """int64 [M]: slot of the KV pool where each row's KV is written; -1 for rows past the end of
+    the block table, whose KV is not written."""
     mask: Tensor | None
-    """uint8 [B, N, N]: 1 if row j attends to row w. None for chains, whose mask is causal."""
+    """uint8 [B, N, N]: entry (b, j, w) is 1 if node j attends to node w. None for chains, whose
+    mask is causal."""
     paths: Tensor | None = None
-    """int32 [B, N, N]: nodes on the path from the root to row j, by depth, padded with 0. None for
-    chains, where node w has depth w, and for trees if paths were not requested."""
+    """int32 [B, N, N]: entry (b, j, e) is the node at depth e on the path from the root to node j,
+    padded with 0. None for chains, and for trees if paths were not requested."""
 
 
 def tree_layout(
@@ -49,12 +52,13 @@ def tree_layout(
     block_tokens: int,
     with_paths: bool = False,
 ) -> RoundLayout:
-    """Return the layout of the rows of a round.
+    """Return the layout of the token rows of a round.
 
-    parents: int32 [B, N - 1], the parent of each draft node, an earlier draft node; -1 for the
-    root, PADDING_NODE for absent nodes. None for chains. context: int32 [B], the number of slots of
-    each session that hold KV. tables: int32 [X, T]. slots: int32 [B], session slots. with_paths:
-    whether to return the paths of trees. Raises InvalidRequestError for parents of another shape.
+    parents: int32 [B, N - 1], for each draft node the index of its parent among the draft nodes,
+    which must be lower than its own; -1 if the parent is the root, PADDING_NODE for absent nodes.
+    None for chains. context: int32 [B], the number of KV slots of each session that hold KV.
+    tables: int32 [X, T], block tables. slots: int32 [B], session slots. with_paths: whether to
+    return the paths of trees. Raises InvalidRequestError if `parents` has another shape.
     """
     if parents is not None and parents.shape != (slots.shape[0], num_nodes - 1):
         raise InvalidRequestError(
@@ -82,7 +86,7 @@ def tree_layout_torch(
     block_tokens: int,
     with_paths: bool = False,
 ) -> RoundLayout:
-    """Compute `tree_layout` by PyTorch operators."""
+    """Compute `tree_layout` with PyTorch operators."""
     nodes = torch.arange(num_nodes, dtype=torch.int32, device=context.device)
     logical = context[:, None] + nodes
     write_slots = pool_slots(tables, slots, logical, block_tokens).flatten()
@@ -115,7 +119,8 @@ def tree_layout_triton(
     block_tokens: int,
     with_paths: bool = False,
 ) -> RoundLayout:
-    """Compute `tree_layout` in one kernel: the program of each token row walks up to the root."""
+    """Compute `tree_layout` with one Triton kernel. The program of each token row follows the
+    parents up to the root."""
     batch, device = slots.shape[0], context.device
     positions = torch.empty(batch * num_nodes, dtype=torch.int32, device=device)
     write_slots = torch.empty(batch * num_nodes, dtype=torch.int64, device=device)
@@ -198,8 +203,11 @@ def _layout_kernel(
 
 
 def pool_slots(tables: Tensor, slots: Tensor, logical: Tensor, block_tokens: int) -> Tensor:
-    """Return the pool slots, int64 [B, n], of the logical slots [B, n] (>= 0) of sessions `slots`
-    [B]; -1 for logical slots for which the table [X, T] has no block."""
+    """Map logical KV slots of sessions, [B, n], to slots of the KV pool, int64 [B, n].
+
+    tables: [X, T], block tables. slots: [B], the session slots. logical: values >= 0. The result is
+    -1 for logical slots past the end of the block table.
+    """
     logical = logical.long()
     block = logical // block_tokens
     fits = block < tables.shape[1]

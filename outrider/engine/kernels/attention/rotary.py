@@ -3,10 +3,10 @@
 # pyright: reportIndexIssue=false
 """Rotary embedding of new queries and keys, and the write of KV to the cache.
 
-M token rows, Q query heads, G key/value heads, d head dimension (even), S pool slots. The rotation
-is that of RoFormer (Su et al. 2021): a pair of features (a, b) of a row at position p becomes (a
-cos(p f) - b sin(p f), a sin(p f) + b cos(p f)) for the pair's frequency f. Pairs are neighbours
-(2i, 2i + 1) if `interleaved`, else (i, i + d/2).
+Shapes: M token rows, Q query heads, G key/value heads, d head dimension (even), S slots of the KV
+pool. The rotation is that of RoFormer (Su et al. 2021): a pair of elements (a, b) of a head at
+position p becomes (a cos(p f) - b sin(p f), a sin(p f) + b cos(p f)), where f is the frequency of
+the pair. The elements 2i and 2i + 1 form a pair if `interleaved` is set, else i and i + d/2.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.errors import InvalidRequestError
 
 _PROGRAM_ELEMENTS = 1024
-"""Number of features per program: 16 bytes per thread of four warps in 16-bit types."""
+"""Number of elements per program: 16 bytes for each thread of four warps, for 16-bit dtypes."""
 
 
 def rotary_table(positions: Tensor, inv_freq: Tensor) -> Tensor:
     """Return the cosines and sines of position * frequency, float32 [M, 2, d/2]. Angles are
-    float32.
+    computed in float32.
 
     positions: int32 [M]. inv_freq: float32 [d/2].
     """
@@ -34,13 +34,13 @@ def rotary_table(positions: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 def rotary_table_torch(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """Compute `rotary_table` by PyTorch operators."""
+    """Compute `rotary_table` with PyTorch operators."""
     angles = positions.to(torch.float32)[:, None] * inv_freq
     return torch.stack((angles.cos(), angles.sin()), dim=1)
 
 
 def rotary_table_triton(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """Compute `rotary_table` in one kernel, one program per row."""
+    """Compute `rotary_table` with one Triton kernel, one program per row."""
     num_rows, pairs = positions.shape[0], inv_freq.shape[0]
     table = torch.empty((num_rows, 2, pairs), dtype=torch.float32, device=positions.device)
     _table_kernel[(num_rows,)](
@@ -73,13 +73,15 @@ def rotary_write(
     qk_norms: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Rotate queries in place, and write rotated keys and unchanged values to the cache.
+    """Apply RoPE to queries in place, and write keys with RoPE and unchanged values to the KV
+    cache.
 
-    qkv: [M, Q + 2G, d], rows of any stride: Q = num_heads query heads, then keys, then values.
-    table: `rotary_table` of the rows. write_slots: int64 [M], pool slots; rows with -1 are not
-    written. keys, values: [G, S, d], each head contiguous. qk_norms: [Q + G, d], weights of a
-    per-head RMSNorm with `eps` before the rotation. Norm and rotation are computed in float32; the
-    normed value is rounded to qkv's dtype before and after the multiplication by its weight.
+    qkv: [M, Q + 2G, d], rows of any stride: Q = num_heads query heads, then G key heads, then G
+    value heads. table: `rotary_table` of the rows. write_slots: int64 [M], the slot of the KV pool
+    of each row; rows with -1 are not written. keys, values: [G, S, d], the cache, each head
+    contiguous. qk_norms: [Q + G, d], weights of a per-head RMSNorm with `eps` before the rotation.
+    Norm and rotation are computed in float32. The normalised value is rounded to the dtype of qkv
+    before and after the multiplication by its weight.
 
     Returns the queries, a view [M, Q, d] of qkv. The content of qkv's key heads is undefined
     afterwards. Raises InvalidRequestError if the shapes do not match.
@@ -116,7 +118,7 @@ def rotary_write_torch(
     qk_norms: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Compute `rotary_write` by PyTorch operators."""
+    """Compute `rotary_write` with PyTorch operators."""
     num_rotated = num_heads + keys.shape[0]
     rotated = qkv[:, :num_rotated]
     if qk_norms is not None:
@@ -148,7 +150,8 @@ def rotary_write_triton(
     qk_norms: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Compute `rotary_write` in one kernel. Each program rotates a few heads of one row."""
+    """Compute `rotary_write` with one Triton kernel. Each program processes a few heads of one
+    row."""
     num_rows, num_all, dim = qkv.shape
     pairs = next_power_of_2(dim // 2)
     block_heads = min(max(_PROGRAM_ELEMENTS // (2 * pairs), 1), next_power_of_2(num_all))
@@ -243,8 +246,8 @@ def _load_pairs(
     BLOCK_HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Return both features of every pair, float32 [BLOCK_HEADS, PAIRS], of the heads at pointers
-    [BLOCK_HEADS, 1]."""
+    """Return the first and the second element of every pair, each float32 [BLOCK_HEADS, PAIRS], of
+    the heads at `head_ptrs` [BLOCK_HEADS, 1]."""
     if INTERLEAVED:
         # One wide load, split in registers, instead of two that each use half of what they fetch.
         feature = tl.arange(0, 2 * PAIRS)[None, :]

@@ -1,9 +1,9 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false
 """Tree attention: the token rows of a round attend to the paged KV cache and to their ancestors.
 
-B rows of the bucket, N nodes a row, M = B * N token rows, W slots that follow the context, Q query
-heads, G key/value heads, g = Q / G, d head dimension, S pool slots, X session slots, T blocks of a
-table.
+Shapes: B sessions of the batch bucket, N nodes per session, M = B * N token rows, W KV slots after
+the context, Q query heads, G key/value heads, g = Q / G, d head dimension, S slots of the KV pool,
+X session slots, T blocks of a block table.
 """
 
 from __future__ import annotations
@@ -38,25 +38,27 @@ def tree_attention(
     config: AttentionConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of each token row over its session's context and the slots after it, [M,
-    Q * d] in q's dtype.
+    """Return attention of each token row to its session's context and to the W KV slots after it,
+    [M, Q * d] in q's dtype.
 
-    Row (b, j), which is token row b * N + j, attends to every slot below context[b], and to slot
-    context[b] + w if mask[b, j, w] is not 0. The W slots, and with a window the whole context, must
-    hold finite values, even if they are masked. A row that attends to no slot gives zeros. Slots
-    past the end of the table are ignored.
+    Token row b * N + j is node j of session b. It attends to every KV slot below context[b], and to
+    slot context[b] + w if mask[b, j, w] is not 0. The W slots, and with a window the whole context,
+    must hold finite values, even if they are masked. The result of a row that attends to no slot is
+    0. Slots past the end of the block table are ignored.
 
     q: [M, Q, d], each row contiguous. keys, values: [G, S, d] in q's dtype, each head contiguous.
-    tables: int32 [X, T]. slots, context: int32 [B]. mask: uint8 [B, N, W], or None for the causal
-    mask w <= j with W = N. scale: factor of the scores, 1 / sqrt(d) if None. max_len: upper bound
-    of context + W. out: contiguous memory for the result; None for a new tensor.
+    tables: int32 [X, T], block tables. slots: int32 [B], session slots. context: int32 [B], number
+    of KV slots before the session's rows. mask: uint8 [B, N, W], or None for the causal mask w <= j
+    with W = N. scale: factor of the scores, 1 / sqrt(d) if None. max_len: upper bound of context +
+    W. out: contiguous memory for the result; None for a new tensor.
 
-    window: if given, slots whose position is at most positions[row] - window are hidden. It needs W
-    = N and positions, int32 [M], which are otherwise not needed. A slot of the context has its own
-    index as position; slot context + w has the position of row w, which is never below context.
+    window: sliding window: a row ignores slots whose position is at most positions[row] - window. A
+    window needs W = N and `positions`, int32 [M], which is not needed otherwise. The position of a
+    slot of the context is its index; slot context + w has the position of node w.
 
-    Products have the dtype of the cache, sums are float32. Raises InvalidRequestError if shapes or
-    strides do not match, and for queries, masks or cache heads that span 2^31 elements.
+    The operands of products have the dtype of the cache; sums are float32. Raises
+    InvalidRequestError if shapes or strides do not match, or if queries, a mask or a cache head
+    span 2^31 elements or more.
     """
     check_heads(q, keys, values, out, num_rows=slots.shape[0] * num_nodes)
     _check(slots, mask, positions, num_nodes, window)
@@ -83,8 +85,8 @@ def tree_attention(
 def check_heads(
     q: Tensor, keys: Tensor, values: Tensor, out: Tensor | None, *, num_rows: int
 ) -> None:
-    """Raise InvalidRequestError if the shapes of queries [M, Q, d], cache [G, S, d] and `out` do
-    not match."""
+    """Raise InvalidRequestError if the shapes or strides of queries [M, Q, d], cache [G, S, d] and
+    `out` do not match. num_rows: the required M."""
     if q.shape[0] != num_rows or q.shape[1] % keys.shape[0] or q.shape[2] != keys.shape[2]:
         raise InvalidRequestError(
             f"queries {tuple(q.shape)} do not fit {num_rows} rows and a cache of "
@@ -141,7 +143,7 @@ def tree_attention_torch(
     config: AttentionConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `tree_attention` by PyTorch operators; `config` is ignored."""
+    """Compute `tree_attention` with PyTorch operators; `config` is ignored."""
     batch, (num_rows, num_heads, dim) = slots.shape[0], q.shape
     num_kv_heads, factor = keys.shape[0], dim**-0.5 if scale is None else scale
     if mask is None:
@@ -191,7 +193,7 @@ def tree_attention_triton(
     config: AttentionConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `tree_attention` in one kernel, or in two if the context is split."""
+    """Compute `tree_attention` with one Triton kernel, or with two if the context is split."""
     (num_rows, num_heads, dim), num_kv_heads = q.shape, keys.shape[0]
     config = config or choose_config(
         batch=slots.shape[0],

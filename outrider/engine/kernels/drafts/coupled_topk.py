@@ -1,13 +1,15 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Children of draft rows under the coupled rule: top-k columns of logits plus shared noise.
+"""Top-k draft tokens under the coupled rule: the largest sums of score and shared noise.
 
-This is the device version of `outrider.engine.draft_sampling`. Drafts need not be exact, so the
-noise is the float32 estimate of `kernels.noise`: columns whose scores are within 10^-3 of each
-other may change places.
+The noise is the Gumbel noise that the verifier uses at the same position, so that the drafter tends
+to choose the token that the target samples. This is the device version of
+`outrider.engine.draft_sampling`. Drafts need not be exact, so the noise is the float32 estimate of
+`kernels.noise`: columns whose sums are within 10^-3 of each other may change places.
 
-Shape suffixes: R rows, V columns, k columns to choose, P tiles of a row.
+Shape suffixes: R rows (one per draft node), V columns of the logits, k columns to choose, P tiles
+of a row.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _DRAFT_LOGIT_ERROR = tl.constexpr(DRAFT_LOGIT_ERROR)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
 _NO_KEY = tl.constexpr(-(2**63))
 _MINUS_INF_ORDER = tl.constexpr(-2139095041)
-"""Value of `ordered` for -inf."""
+"""The result of `ordered` for -inf."""
 
 
 def put_coupled_topk(
@@ -47,13 +49,15 @@ def put_coupled_topk(
     *,
     ids: Tensor,
 ) -> None:
-    """Write the k best perturbed columns of each row of a coupled session, best first.
+    """Choose the k columns with the largest sum of score and Gumbel noise in each row of a coupled
+    session, and write them to `logprobs` and `columns`, best first.
 
     logprobs: float32 [R, k], receives the log-probs of `coupled_logprobs`. columns: int32 [R, k],
-    receives the columns; k <= MAX_TOPK. A row with fewer columns is padded with (-inf, -1). Rows of
-    other sessions are not changed. logits: float32 or bfloat16 [R, V], columns contiguous. slots:
-    int32 [B]; the rows of a session are consecutive. positions: int32 [R], of the children. ids:
-    integer [V], the target id of each column. Raises InvalidRequestError for other shapes.
+    receives the columns; k <= MAX_TOPK. If a row has fewer columns with finite scores, the rest is
+    filled with -inf and -1. Rows of sessions under other rules are not changed. logits: float32 or
+    bfloat16 [R, V], columns contiguous. slots: int32 [B], the slots of B sessions with R / B
+    consecutive rows each. positions: int32 [R], the position of each row's children. ids: integer
+    [V], the target id of each column. Raises InvalidRequestError for other shapes.
     """
     rows, k = columns.shape
     if rows != logits.shape[0] or rows % slots.shape[0] or not 1 <= k <= MAX_TOPK:
@@ -75,7 +79,7 @@ def put_coupled_topk_torch(
     *,
     ids: Tensor,
 ) -> None:
-    """See `put_coupled_topk`."""
+    """Compute `put_coupled_topk` with PyTorch operators."""
     k = columns.shape[1]
     owners = slots.long().repeat_interleave(logits.shape[0] // len(slots))
     heat = state.temperatures[owners]
@@ -101,7 +105,8 @@ def put_coupled_topk_triton(
     ids: Tensor,
     tile: int = 1024,
 ) -> None:
-    """See `put_coupled_topk`. tile: number of columns per program, a power of two."""
+    """Compute `put_coupled_topk` with Triton kernels. tile: number of columns per program, a power
+    of two."""
     rows, width = logits.shape
     if rows == 0:
         return
@@ -150,8 +155,8 @@ def _rivals_of_tile(
     rows_per_slot,
     TILE: tl.constexpr,
 ):
-    """Store the best perturbed columns of one tile of one row, as keys as in
-    `kernels.drafts.topk`."""
+    """Store the columns with the largest sums of score and noise of one tile of one row, as the
+    sortable int64 keys of `kernels.drafts.topk`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row // rows_per_slot)
@@ -185,8 +190,8 @@ def _rivals_of_row(
     K: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Store the best columns of all tiles of a row, with the log-probability that each is the
-    target's choice."""
+    """Store the best columns of all tiles of a row, each with the log-probability that the target
+    chooses it."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row // rows_per_slot)
     temperature = tl.load(temperatures_ptr + slot)

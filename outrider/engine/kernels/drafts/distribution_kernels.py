@@ -6,12 +6,13 @@
 `outrider.engine.kernels.drafts.distribution_sampling` launches them.
 
 1. Find the largest score of every tile.
-2. Find the number of columns with a count above zero in every tile.
-3. Gather these columns and their counts, row by row.
-4. Truncate each row by mass and number, and draw one of the kept columns; one program per row.
+2. Count the columns of every tile whose quantised probability is above zero.
+3. Gather these columns and their quantised probabilities, one row after another.
+4. Truncate each row by total probability and number of columns, and draw one of the kept columns;
+   one program per row.
 
-The counts are integers and their sums are below 2^53, so the sums are exact in float64, and the
-kept set does not depend on the order of summation.
+A quantised probability is an integer count up to 65535. Sums of counts are below 2^53, so they are
+exact in float64, and the set of kept columns does not depend on the order of summation.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _NO_COLUMN = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def draws(temperatures_ptr, rules_ptr, slot):
-    """Return whether a slot's session draws from distributions."""
+    """Return whether the session in `slot` draws its drafts from a distribution: it does under the
+    rejection rule with a temperature above 0."""
     return (tl.load(temperatures_ptr + slot) > 0.0) & (tl.load(rules_ptr + slot) == _REJECTION)
 
 
@@ -70,8 +72,8 @@ def _counts(
     temperature,
     TILES: tl.constexpr,
 ):
-    """Return the counts of a tile's columns, int32. In a row without a finite score the first
-    column has the full count."""
+    """Return the quantised probabilities (counts) of a tile's columns, int32. In a row without a
+    finite score, the first column has the maximum count."""
     parts = tl.arange(0, TILES)
     maxima = tl.load(maxima_ptr + row * tiles + parts, mask=parts < tiles, other=float("-inf"))
     top = tl.max(maxima, 0)
@@ -125,7 +127,8 @@ def gather_tiles(
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Store one tile's columns and counts after those of the tiles before it."""
+    """Store the columns of one tile with counts above zero, and the counts, behind those of the
+    preceding tiles of the row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     tiles = tl.num_programs(1)

@@ -1,10 +1,11 @@
 """Sampling of draft tokens on the device from truncated, quantised distributions.
 
-The distribution of a row is that of `outrider.engine.draft_sampling.quantise_distribution`, exactly
-as it is sent to the verifier. The token is drawn from its integer counts with the session's DRAFT
-noise, keyed by target id.
+The distribution of a row is the result of `outrider.engine.draft_sampling.quantise_distribution`,
+exactly as it is sent to the verifier. The token is drawn from its integer counts with the random
+numbers of the session's DRAFT stream, which depend on the target id.
 
-Shape suffixes: R rows, V columns, L maximum number of entries of a distribution, P tiles of a row.
+Shape suffixes: R rows, V columns of the logits, L maximum number of entries of a distribution, P
+tiles of a row. A column is an id of the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -37,29 +38,32 @@ from outrider.spec.noise import NoiseStream
 
 
 class DrawnDistributions(NamedTuple):
-    """Drawn tokens and the distributions that they were drawn from. Rows of other rules have column
-    0 and no distribution."""
+    """Drawn tokens and the distributions from which they were drawn. In rows of sessions without
+    the rejection rule, the column is 0 and the distribution has no entries."""
 
     columns: Tensor
-    """int32 [R]: the drawn columns."""
+    """int32 [R]: the drawn column of each row."""
     sizes: Tensor
     """int32 [R]: number of entries of each distribution."""
     entries: Tensor
-    """int32 [2, R, L]: columns, increasing, and counts in [1, 65535]; undefined after the last
-    entry."""
+    """int32 [2, R, L]: entries[0] are columns in increasing order, entries[1] their counts in [1,
+    65535]. Values behind the last entry of a distribution are undefined."""
 
 
 class ChainDistributions(NamedTuple):
-    """Distributions of chains of K tokens, one chain per row."""
+    """Draft distributions of chains of K tokens, one chain per row."""
 
     sizes: Tensor
-    """int32 [R, K]: number of entries of each distribution; 0 for sessions of other rules."""
+    """int32 [R, K]: number of entries of each distribution; 0 for sessions without the rejection
+    rule."""
     entries: Tensor
-    """int32 [2, R, K, L]: columns, increasing, and counts; undefined after the last entry."""
+    """int32 [2, R, K, L]: entries[0] are columns in increasing order, entries[1] their counts.
+    Values behind the last entry of a distribution are undefined."""
 
 
 def stack_distributions(drawn: Sequence[DrawnDistributions]) -> ChainDistributions:
-    """Return the distributions of chains, given those of each step."""
+    """Combine the distributions of K draft steps, of one token of every chain each, into the
+    distributions of whole chains."""
     return ChainDistributions(
         sizes=torch.stack([law.sizes for law in drawn], dim=1),
         entries=torch.stack([law.entries for law in drawn], dim=2),
@@ -69,10 +73,10 @@ def stack_distributions(drawn: Sequence[DrawnDistributions]) -> ChainDistributio
 def with_target_ids(
     distributions: ChainDistributions, target_ids: Tensor, *, is_increasing: bool
 ) -> ChainDistributions:
-    """Return the same distributions with increasing target ids in place of columns.
+    """Replace the columns of each distribution by target ids, sorted in increasing order.
 
-    target_ids: integer [V], the distinct target ids of the columns. is_increasing: whether they
-    increase with the column, so that no sorting is needed.
+    target_ids: integer [V], the target id of each column, all distinct. is_increasing: whether
+    target ids increase with the column, so that no sorting is needed.
     """
     columns, counts = distributions.entries
     # Behind its size a row has any words.
@@ -94,12 +98,12 @@ def draw_from_distributions(
     ids: Tensor,
     limits: DistributionLimits,
 ) -> DrawnDistributions:
-    """Draw a token for each row whose session samples by the rejection rule.
+    """Draw a token for each row whose session uses the rejection rule with a temperature above 0.
 
     logits: float32 or bfloat16 [R, V], columns contiguous. NaN counts as -inf, +inf as 1e30. In a
-    row without a finite score the first column has probability 1. slots: int32 [R]. positions:
-    int32 [R], the absolute position of the drawn token. ids: integer [V], the target id of each
-    column.
+    row without a finite score the first column has probability 1. slots: int32 [R], the session
+    slot of each row. positions: int32 [R], the absolute position of the drawn token. ids: integer
+    [V], the target id of each column. limits: where to truncate the distributions.
     """
     function = draw_from_distributions_triton if logits.is_cuda else draw_from_distributions_torch
     return function(logits, state, slots, positions, ids=ids, limits=limits)
@@ -114,7 +118,7 @@ def draw_from_distributions_torch(
     ids: Tensor,
     limits: DistributionLimits,
 ) -> DrawnDistributions:
-    """See `draw_from_distributions`. Works row by row on the host, for the CPU only."""
+    """Compute `draw_from_distributions` on the host, one row at a time, for CPU tensors only."""
     rows, width = logits.shape[0], _width(limits, logits.shape[1])
     owners = slots.long()
     temperatures = state.temperatures[owners]
@@ -147,8 +151,9 @@ def draw_from_distributions_triton(
     tile: int | None = None,
     block: int = 1024,
 ) -> DrawnDistributions:
-    """See `draw_from_distributions`. tile: number of columns per program; None to choose it. block:
-    number of entries per step."""
+    """Compute `draw_from_distributions` with Triton kernels. tile: number of columns per program;
+    None for a default that depends on the shape. block: number of entries that the last kernel
+    reads in one step."""
     rows, columns = logits.shape
     tile = tile or tile_columns(rows, columns)
     tiles = cdiv(columns, tile)

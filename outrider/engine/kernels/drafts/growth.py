@@ -1,13 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Dynamic draft tree growth of EAGLE-2 on the device (Li et al. 2024), over fp32 log-prob sums.
 
-Every frontier row adds k candidates to a list. The best F candidates of a level are the next
-frontier, and the best n of the whole list are the tree (`tree_rank`). Scores are sums of log-probs,
-because products of probabilities near 1 would become equal by rounding. Ties go to the lower
-candidate index: a child never has a higher score than its parent and always comes after it, so it
-cannot be chosen without it.
+A draft step expands the nodes of the frontier: each one, a row of the step, adds its k best
+children to a list of candidates. The best F candidates of a level are the frontier of the next
+step. The best n candidates of the whole list form the tree (`tree_rank`). Scores are sums of
+log-probs, because products of probabilities near 1 would round to the same value. If two scores are
+equal, the candidate with the lower index is better. A child never has a higher score than its
+parent and always has a higher index, so no child is chosen without its parent.
 
-B sessions, P rows of a step, k candidates per row, C candidates in total, F rows of the next step.
+Shapes: B sessions, P rows of a step, k candidates per row, C candidates in total, F rows of the
+next step.
 """
 
 from __future__ import annotations
@@ -23,41 +25,44 @@ from outrider.engine.kernels.runtime import next_power_of_2
 from outrider.spec.tree import ROOT
 
 NUM_COMPARED_CANDIDATES = 32
-"""Number of candidates that a program compares with all of its own at a time."""
+"""Number of candidates with which a program compares all candidates of its session at a time."""
 
 
 class TreeCandidates(NamedTuple):
-    """Candidate list of a draft tree, filled level by level; a candidate with score -inf does not
-    exist."""
+    """Candidate nodes of the draft tree of each session, one level after another. A score of -inf
+    marks an entry without a candidate."""
 
     scores: Tensor
-    """float32 [B, C]: sum of log-probs along the path, <= 0."""
+    """float32 [B, C]: sum of log-probs along the path from the root, <= 0."""
     columns: Tensor
-    """int32 [B, C]: draft id of each candidate."""
+    """int32 [B, C]: token of each candidate, as an id of the draft vocabulary."""
     parents: Tensor
-    """int32 [B, C]: candidate index of the parent; ROOT on the first level."""
+    """int32 [B, C]: index of the parent in the candidate list; ROOT on the first level."""
 
 
 class FrontierRows(NamedTuple):
-    """Frontier rows of one step, best first."""
+    """Nodes that one draft step expands, one row each. The rows of a session are ordered by score,
+    best first."""
 
     nodes: Tensor
-    """int32 [B, F]: candidate index of each row."""
+    """int32 [B, F]: index of each node in the candidate list."""
     columns: Tensor
-    """int32 [B, F]: draft id of each row."""
+    """int32 [B, F]: token of each node, as an id of the draft vocabulary."""
     parents: Tensor
-    """int32 [B, F]: the parent's row, b * P + p, of the previous step."""
+    """int32 [B, F]: b * P + p, where p is the row of the node's parent among the P rows of session
+    b in the previous step."""
     scores: Tensor
-    """float32 [B, F]: score of each row's candidate."""
+    """float32 [B, F]: score of each node, see `TreeCandidates`."""
 
 
 def num_candidates(top_k: int, width: int, depth: int) -> int:
-    """Return the number of candidates of a tree of `depth` levels whose steps run `width` rows."""
+    """Return the number of candidates of a tree of `depth` levels: `top_k` children of the root,
+    and `top_k` children of each of `width` nodes for every further level."""
     return top_k + (depth - 1) * width * top_k
 
 
 def empty_candidates(batch: int, count: int, device: torch.device) -> TreeCandidates:
-    """Return a candidate list with space for `count` candidates per session."""
+    """Return uninitialised candidate lists with space for `count` candidates per session."""
     return TreeCandidates(
         scores=torch.empty((batch, count), dtype=torch.float32, device=device),
         columns=torch.empty((batch, count), dtype=torch.int32, device=device),
@@ -74,13 +79,14 @@ def select_frontier(
     *,
     width: int,
 ) -> FrontierRows:
-    """Store the candidates of a level at `first` .. first + P*k, and return the best `width` of
-    them.
+    """Add the candidates of one level to the list, and return the best `width` of them, which the
+    next step expands.
 
-    logprobs: float32 [B*P, k], and columns: int32 [B*P, k], of the rows of the step. A log-prob
-    above 0 counts as 0, NaN as -inf. above: the rows of the step, or None for the root (P = 1).
-    width: at most P*k. If there are fewer candidates, the result is padded with rows of score -inf,
-    whose children do not exist either.
+    The level takes the P * k entries of `candidates` from index `first` on. logprobs: float32 [B *
+    P, k], the log-probs of the children of each row of the step. A log-prob above 0 counts as 0,
+    NaN as -inf. columns: int32 [B * P, k], their tokens. above: the rows of the step; None if the
+    only row is the root (P = 1). width: at most P * k. If a level has fewer candidates, the result
+    has rows with score -inf, whose children get the score -inf, too.
     """
     launch = select_frontier_triton if logprobs.is_cuda else select_frontier_torch
     return launch(logprobs, columns, above, candidates, first, width=width)
@@ -95,7 +101,7 @@ def select_frontier_torch(
     *,
     width: int,
 ) -> FrontierRows:
-    """Compute `select_frontier` by PyTorch operators."""
+    """Compute `select_frontier` with PyTorch operators."""
     batch, top_k = candidates.scores.shape[0], logprobs.shape[1]
     added = logprobs.clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     scores = added.view(batch, -1, top_k)
@@ -129,8 +135,8 @@ def select_frontier_triton(
     *,
     width: int,
 ) -> FrontierRows:
-    """Compute `select_frontier` in one kernel. A program per session ranks the candidates of a
-    level: the rank of a candidate is the number of candidates with a higher score."""
+    """Compute `select_frontier` with one Triton kernel, one program per session. The rank of a
+    candidate is the number of better candidates of its level."""
     batch, count = candidates.scores.shape
     top_k, rows = logprobs.shape[1], logprobs.shape[0] // batch
 
@@ -173,8 +179,8 @@ def _scores_of(
     TOP_K: tl.constexpr,
     IS_ROOT: tl.constexpr,
 ):
-    """Return the cumulative scores of the candidates `index` of one session's level; -inf for
-    indices out of range."""
+    """Return the scores of the candidates `index` of one level of session `row`; -inf for indices
+    out of range."""
     size = ROWS * TOP_K
     added = tl.load(logprobs_ptr + row * size + index, mask=inside, other=float("-inf"))
     # A NaN fails this comparison.
@@ -240,17 +246,17 @@ def _frontier_kernel(
 
 
 def grow_mask(mask: Tensor | None, parents: Tensor) -> Tensor:
-    """Return which draft rows each row of the next step attends to, uint8 [B, F, W + F]: the rows
-    that its parent attends to, and itself.
+    """Return the attention mask of the next draft step, uint8 [B, F, W + F]. Each of the F rows of
+    a session attends to itself and to the rows of earlier steps to which its parent attends.
 
-    mask: uint8 [B, P, W], the mask of the previous step; None if there was none (W = 0). parents:
-    int32 [B, F], see `FrontierRows`.
+    mask: uint8 [B, P, W], the mask of the previous step, whose rows see W rows in total; None if
+    there was none (W = 0). parents: int32 [B, F], see `FrontierRows`.
     """
     return (grow_mask_triton if parents.is_cuda else grow_mask_torch)(mask, parents)
 
 
 def grow_mask_torch(mask: Tensor | None, parents: Tensor) -> Tensor:
-    """Compute `grow_mask` by PyTorch operators."""
+    """Compute `grow_mask` with PyTorch operators."""
     batch, width = parents.shape
     own = torch.eye(width, dtype=torch.uint8, device=parents.device).expand(batch, -1, -1)
     if mask is None:
@@ -259,7 +265,7 @@ def grow_mask_torch(mask: Tensor | None, parents: Tensor) -> Tensor:
 
 
 def grow_mask_triton(mask: Tensor | None, parents: Tensor) -> Tensor:
-    """Compute `grow_mask` in one kernel, one program per row."""
+    """Compute `grow_mask` with one Triton kernel, one program per row."""
     batch, width = parents.shape
     seen = 0 if mask is None else mask.shape[2]
     grown = torch.empty((batch, width, seen + width), dtype=torch.uint8, device=parents.device)

@@ -1,11 +1,11 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Draft distributions of the in-process drafter's chains, stored by session slot.
+"""Draft distributions of the in-process drafter's chains, indexed by session slot.
 
-Only the rejection rule needs them. For rows of other sessions the programs return at once.
+Only the rejection rule needs them. Programs for rows of other sessions return immediately.
 
-R rows, X session slots, K draft length, V draft vocabulary, P tiles of a row.
+Shapes: R rows, X session slots, K draft length, V draft vocabulary size, P tiles of a row.
 """
 
 from __future__ import annotations
@@ -34,20 +34,26 @@ _HUGE_SCORE = tl.constexpr(HUGE_SCORE)
 def write_distributions(
     distributions: Tensor, logits: Tensor, state: SamplingState, slots: Tensor, levels: Tensor | int
 ) -> None:
-    """Write the distribution of one level of each rejection session, as returned by `draft_probs`.
+    """Store the draft distribution of one token of each session's chain, as `draft_probs` defines
+    it.
 
-    distributions: float32 [X, K, V], by slot and level. logits: float32 or bfloat16 [R, V], columns
-    contiguous, the logits that `choose_tokens` drew from. slots: int32 [R]. levels: int32 [R], or
-    one level for all rows. Nothing is written for rows of other rules or with T = 0.
+    distributions: float32 [X, K, V]. Row r writes distributions[slots[r], levels[r]]. logits:
+    float32 or bfloat16 [R, V], columns contiguous, the logits from which `choose_tokens` drew the
+    token. slots: int32 [R], session slots. levels: int32 [R], the index of the token in its chain,
+    or one int for all rows. Rows of sessions without the rejection rule or with temperature 0 write
+    nothing.
     """
     function = write_distributions_triton if logits.is_cuda else write_distributions_torch
     function(distributions, logits, state, slots, levels)
 
 
 def draft_probs(logits: Tensor, state: SamplingState, slots: Tensor) -> Tensor:
-    """Return the distribution that `choose_tokens` draws from, float32 [R, V], with T = 0 counting
-    as 1. A row without such a distribution is zero: either no score is finite, or several scores
-    are so large that rounding loses the noise and the first of them is always drawn."""
+    """Return the distributions from which `choose_tokens` draws, float32 [R, V]. Temperature 0
+    counts as 1.
+
+    A row is all zeros if its draw has no such distribution: either no score is finite, or several
+    scores are so large that rounding loses their noise, so that the first one is always drawn.
+    """
     heat = state.temperatures[slots.long()]
     scores = scaled_scores(logits, torch.where(heat > 0, heat, torch.ones_like(heat)))
     distribution, tops = scores.softmax(dim=-1), scores.amax(dim=-1)
@@ -58,7 +64,7 @@ def draft_probs(logits: Tensor, state: SamplingState, slots: Tensor) -> Tensor:
 def write_distributions_torch(
     distributions: Tensor, logits: Tensor, state: SamplingState, slots: Tensor, levels: Tensor | int
 ) -> None:
-    """See `write_distributions`."""
+    """Compute `write_distributions` with PyTorch operators."""
     owners = slots.long()
     asked = (state.rules[owners] == RULE_REJECTION) & (state.temperatures[owners] > 0)
     rows = asked.nonzero()[:, 0]
@@ -75,8 +81,8 @@ def write_distributions_triton(
     *,
     tile: int | None = None,
 ) -> None:
-    """See `write_distributions`. tile: number of columns per program, a power of two; None to
-    choose it."""
+    """Compute `write_distributions` with Triton kernels. tile: number of columns per program, a
+    power of two; None for a default that depends on the shape."""
     rows, columns = logits.shape
     if rows == 0:
         return
@@ -119,7 +125,7 @@ def _put_tiles(
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Store the distribution of one tile of one row, given the maxima and sums of `sum_tiles`."""
+    """Store one tile of the distribution of a row, given the maxima and sums of `sum_tiles`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     tiles = tl.num_programs(1)

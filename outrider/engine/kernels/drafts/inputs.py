@@ -1,8 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Layout of a draft batch's rows, and the attention input of an EAGLE-3 block.
 
-B sessions, R new rows per session (rows past its count are padding), S further steps of F rows per
-session, H hidden size, V target vocabulary, X session slots, T blocks of a table.
+A draft batch first runs the new rows of each session (the tokens and features of the last round),
+and then S steps of F rows, one row for each node that the step expands.
+
+Shapes: B sessions, R new rows per session (rows past its count are padding), S steps, F rows of a
+step per session, H hidden size, V target vocabulary size, X session slots, T blocks of a block
+table.
 """
 
 from __future__ import annotations
@@ -19,19 +23,21 @@ from outrider.engine.kernels.runtime import next_power_of_2
 
 
 class DraftLayout(NamedTuple):
-    """Positions, slots and masks of the rows of a draft batch. The live row of a session is its
-    last new row."""
+    """Positions and KV slots of the rows of a draft batch. The live row of a session is its last
+    new row, from which drafting starts."""
 
     positions: Tensor
     """int32 [B*R + S*B*F]: draft positions of the new rows, then of the rows of each step."""
     write_slots: Tensor
-    """int64, in the order of `positions`: pool slot of each row's KV; -1 for absent rows."""
+    """int64 [B*R + S*B*F]: slot of the KV pool for each row's KV; -1 for absent rows."""
     live_rows: Tensor
-    """int64 [B]: index of the live row among the B*R new rows."""
+    """int64 [B]: index of each session's live row among the B*R new rows."""
     live: Tensor
-    """int32 [B]: position of the live row, which is the number of KV rows before it."""
+    """int32 [B]: position of each session's live row, which is also the number of rows with KV
+    before it."""
     following: Tensor
-    """int32 [S + 1, B]: position of the token that the rows of each level predict."""
+    """int32 [S + 1, B]: position of the token that each session's rows predict; first for the live
+    row, then for the rows of each step."""
 
 
 def draft_layout(
@@ -45,12 +51,14 @@ def draft_layout(
     step_rows: int,
     block_tokens: int,
 ) -> DraftLayout:
-    """Return the layout of new rows and of the steps after them.
+    """Return the layout of the new rows and of the rows of the draft steps.
 
-    counts: int32 [B], number of new rows of each session; its other rows are not written. starts:
-    int32 [B], position and KV slot of the first new row. tables: int32 [X, T]. slots: int32 [B].
-    Row f of step s (from 1) has position live + s and KV slot live + 1 + (s - 1) * F + f, and
-    predicts the token at position live + 2 + s, where `live` is the position of the live row.
+    counts: int32 [B], number of new rows of each session; the KV of its other rows is not written.
+    starts: int32 [B], position of the first new row, which is also its KV slot in the session.
+    tables: int32 [X, T], block tables. slots: int32 [B], session slots. num_rows: R. num_steps: S.
+    step_rows: F. With s counted from 1, row f of step s has position live + s and KV slot live + 1
+    + (s - 1) * F + f, and predicts the token at position live + 2 + s, where `live` is the position
+    of the live row.
     """
     launch = draft_layout_triton if counts.is_cuda else draft_layout_torch
     return launch(
@@ -76,7 +84,7 @@ def draft_layout_torch(
     step_rows: int,
     block_tokens: int,
 ) -> DraftLayout:
-    """Compute `draft_layout` by PyTorch operators."""
+    """Compute `draft_layout` with PyTorch operators."""
     device = counts.device
     rows = torch.arange(num_rows, dtype=torch.int32, device=device)
     last = counts.clamp(min=1) - 1
@@ -120,7 +128,7 @@ def draft_layout_triton(
     step_rows: int,
     block_tokens: int,
 ) -> DraftLayout:
-    """Compute `draft_layout` in one kernel, one program per session."""
+    """Compute `draft_layout` with one Triton kernel, one program per session."""
     batch, device = counts.shape[0], counts.device
     entries = num_rows + num_steps * step_rows
 
@@ -206,9 +214,9 @@ class BlockInputs(NamedTuple):
     """Attention input and residual of the block of an EAGLE-3 head."""
 
     inputs: Tensor
-    """[N, 2H]: [RMS(embedding); RMS(feature)]."""
+    """[N, 2H]: [RMSNorm(embedding); RMSNorm(feature)]."""
     residual: Tensor
-    """[N, H]: the features; with `norm_before_residual`, the normed features."""
+    """[N, H]: the features, or RMSNorm(feature) if the head sets `norm_before_residual`."""
 
 
 def head_inputs(
@@ -225,10 +233,10 @@ def head_inputs(
 ) -> BlockInputs:
     """Return the attention input and the residual of N rows of an EAGLE-3 head (Li et al. 2025).
 
-    tokens: int32 [N], target ids, or columns of `ids` [Vd] if that is given; negative ones count as
-    0. features: [P, H]. rows: int32 [N], the feature row of each row; None if row i has feature i
-    (P = N). embedding: [V, H]. input_norm, hidden_norm: [H], RMSNorm weights of embedding and
-    feature.
+    tokens: int32 [N], target ids. If `ids` [Vd] is given, they are draft ids, and ids[t] is the
+    target id of t. Negative tokens count as 0. features: [P, H]. rows: int32 [N], the index of the
+    feature of each row; None if row i has feature i (P = N). embedding: [V, H]. input_norm,
+    hidden_norm: [H], RMSNorm weights of embedding and feature.
     """
     launch = head_inputs_triton if features.is_cuda else head_inputs_torch
     return launch(
@@ -256,7 +264,7 @@ def head_inputs_torch(
     rows: Tensor | None = None,
     norm_before_residual: bool = False,
 ) -> BlockInputs:
-    """Compute `head_inputs` by PyTorch operators."""
+    """Compute `head_inputs` with PyTorch operators."""
     found = tokens.clamp(min=0).long()
     if ids is not None:
         found = ids[found].long()
@@ -281,7 +289,8 @@ def head_inputs_triton(
     rows: Tensor | None = None,
     norm_before_residual: bool = False,
 ) -> BlockInputs:
-    """Compute `head_inputs` in one kernel, one program for each half of each row."""
+    """Compute `head_inputs` with one Triton kernel, one program for each half (embedding or
+    feature) of each row."""
     num_rows, hidden = tokens.shape[0], features.shape[1]
     inputs = torch.empty((num_rows, 2 * hidden), dtype=features.dtype, device=features.device)
     residual = features

@@ -1,7 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Layout of proposal trees for scoring: positions, pool slots and attention mask of each node.
+"""Layout of proposal trees for scoring: position, parent and attention mask of each node.
 
-B sessions, N nodes per session after its live row, P = 1 + N places (the live row, then the nodes).
+A session's live row is its last row before the tree, so it is the parent of the tree's first level.
+
+Shapes: B sessions, N nodes per session, P = 1 + N places per session (the live row, then the
+nodes).
 """
 
 from __future__ import annotations
@@ -18,31 +21,31 @@ from outrider.spec.tree import ROOT
 
 
 class ProposalLayout(NamedTuple):
-    """Positions, slots and mask of the nodes of proposal trees."""
+    """Positions, parents and attention mask of the nodes of proposal trees."""
 
     positions: Tensor
-    """int32 [B * N]: draft position of each node, which is the live row's position plus the node's
-    depth."""
+    """int32 [B * N]: draft position of each node: the position of the live row plus the depth of
+    the node, which is 1 for children of the live row."""
     following: Tensor
-    """int32 [B * P]: position of the token that follows each place."""
+    """int32 [B * P]: position of the token that each place predicts."""
     sources: Tensor
     """int32 [B * N]: the place of each node's parent, as an index into all B * P places."""
     seen: Tensor
-    """uint8 [B, P, N]: 1 if the node is on the path of the place, which includes the place's own
-    node; all 0 for the live row."""
+    """uint8 [B, P, N]: entry (b, p, n) is 1 if place p attends to node n, that is, if n is the node
+    of the place or one of its ancestors. The live row, place 0, attends to no node."""
 
 
 def layout_proposals(parents: Tensor, live: Tensor) -> ProposalLayout:
     """Return the layout of proposal trees.
 
-    parents: int32 [B, N], the parent of each node, ROOT for the live row; parents come before their
-    children. live: int32 [B], the position of the live row.
+    parents: int32 [B, N], the index of each node's parent, which must be lower than its own, or
+    ROOT if the parent is the live row. live: int32 [B], the position of the live row.
     """
     return (layout_proposals_triton if parents.is_cuda else layout_proposals_torch)(parents, live)
 
 
 def layout_proposals_torch(parents: Tensor, live: Tensor) -> ProposalLayout:
-    """Compute `layout_proposals` by PyTorch operators."""
+    """Compute `layout_proposals` with PyTorch operators."""
     batch, count = parents.shape
     nodes = torch.arange(count, device=parents.device)
     seen = torch.zeros((batch, 1 + count, count), dtype=torch.uint8, device=parents.device)
@@ -62,7 +65,7 @@ def layout_proposals_torch(parents: Tensor, live: Tensor) -> ProposalLayout:
 
 
 def layout_proposals_triton(parents: Tensor, live: Tensor) -> ProposalLayout:
-    """Compute `layout_proposals` in one kernel, one program per session."""
+    """Compute `layout_proposals` with one Triton kernel, one program per session."""
     (batch, count), device = parents.shape, parents.device
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

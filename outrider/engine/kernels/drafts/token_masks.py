@@ -3,7 +3,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Allowed-token masks (grammars) applied to draft logits.
 
-B rows, Vd draft vocabulary; C rows of bits, of W words of 32 target ids each.
+Shapes: B rows, Vd draft vocabulary size, C masks (rows of bits) of W words for 32 target ids each.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ _TILE = 2048
 
 
 def mask_drafts(logits: Tensor, allowed_tokens: AllowedTokenBits, ids: Tensor) -> None:
-    """Set logits, float32 [B, Vd], to -inf in place where a row's bits do not allow the column's
-    target id. ids: int64 [Vd], the target id of each column. Rows with row index 0 are left
-    unchanged."""
+    """Set the draft logits of all tokens that a row's mask does not allow to -inf, in place.
+
+    logits: float32 [B, Vd]. ids: int64 [Vd], the target id of each column. Rows whose entry in
+    `allowed_tokens.row_indices` is 0 have no mask and are not changed.
+    """
     function = mask_drafts_triton if logits.is_cuda else mask_drafts_torch
     function(logits, allowed_tokens, ids)
 
 
 def mask_drafts_torch(logits: Tensor, allowed_tokens: AllowedTokenBits, ids: Tensor) -> None:
-    """See `mask_drafts`."""
+    """Compute `mask_drafts` with PyTorch operators."""
     places = allowed_tokens.row_indices[: len(logits)].long()
     words = allowed_tokens.bits.index_select(0, places).index_select(1, ids >> 5)
     allowed = ((words >> (ids & 31).int()) & 1) != 0
@@ -36,7 +38,8 @@ def mask_drafts_torch(logits: Tensor, allowed_tokens: AllowedTokenBits, ids: Ten
 
 
 def mask_drafts_triton(logits: Tensor, allowed_tokens: AllowedTokenBits, ids: Tensor) -> None:
-    """See `mask_drafts`. Programs of rows without bits return at once."""
+    """Compute `mask_drafts` with one Triton kernel. Programs of rows without a mask return
+    immediately."""
     rows, columns = logits.shape
     _mask_kernel[(rows, triton.cdiv(columns, _TILE))](
         logits,

@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Top-k log-probabilities of draft logits: best columns of every row, in two passes of tiles.
+"""Top-k log-probabilities of draft logits, first per tile of columns, then per row.
 
 Shape suffixes: R rows, V columns, K columns to choose, P tiles of a row.
 """
@@ -26,19 +26,20 @@ _MAX_LOGIT = tl.constexpr(MAX_LOGIT)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
 _NO_KEY = tl.constexpr(-(2**63))
 _MINUS_INF_ORDER = tl.constexpr(-2139095041)
-"""Value of `ordered` for -inf."""
+"""The result of `ordered` for -inf."""
 
 
 def log_softmax_topk(
     logits: Tensor, k: int, *, temperatures: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the k largest values of log_softmax(logits / T) of every row, best first. Of equal
-    columns the lower one comes first.
+    """Return the k largest values of log_softmax(logits / temperature) of every row, and their
+    columns, best first. Of equal values, the one in the lower column comes first.
 
     logits: float32 or bfloat16 [R, V], columns contiguous; NaN counts as -inf, +inf as 1e30.
-    temperatures: float32 [R], where values that are not positive count as 1; None for 1. Returns
-    log-probs, float32 [R, k], and columns, int32 [R, k], padded with -inf and -1 if a row has fewer
-    columns of positive probability. Raises InvalidRequestError unless 1 <= k <= MAX_TOPK.
+    temperatures: float32 [R], where values that are not positive count as 1; None for 1. The result
+    is log-probs, float32 [R, k], and columns, int32 [R, k]. If a row has fewer than k columns of
+    positive probability, the rest is -inf and -1. Raises InvalidRequestError unless 1 <= k <=
+    MAX_TOPK.
     """
     if not 1 <= k <= MAX_TOPK:
         raise InvalidRequestError(f"k must be in [1, {MAX_TOPK}], got {k}", reason="KERNEL_SHAPES")
@@ -49,7 +50,7 @@ def log_softmax_topk(
 def log_softmax_topk_torch(
     logits: Tensor, k: int, *, temperatures: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `log_softmax_topk`."""
+    """Compute `log_softmax_topk` with PyTorch operators."""
     scores = logits.to(torch.float32).nan_to_num(nan=-math.inf, posinf=MAX_LOGIT, neginf=-math.inf)
     scores = scores.clamp(max=MAX_LOGIT)
     if temperatures is not None:
@@ -67,8 +68,8 @@ def log_softmax_topk_torch(
 def log_softmax_topk_triton(
     logits: Tensor, k: int, *, temperatures: Tensor | None = None, tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `log_softmax_topk`. tile: number of columns per program, a power of two; None to choose
-    it."""
+    """Compute `log_softmax_topk` with Triton kernels. tile: number of columns per program, a power
+    of two; None for a default that depends on the shape."""
     rows, columns = logits.shape
     tile = tile or (1024 if rows <= 16 else 2048)
     tiles = cdiv(columns, tile)
@@ -109,8 +110,8 @@ def log_softmax_topk_triton(
 
 @triton.jit
 def ordered(values):
-    """Return int32 values that sort like the float32 values (no NaN). Applied to the bits of its
-    result, the function is its own inverse."""
+    """Map float32 values other than NaN to int32 values of the same order. The same operation on
+    the bits of the result restores the bits of the float32 value."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & _LAST_INT32)
 
@@ -130,8 +131,9 @@ def _topk_of_tile(
 ):
     """Store the maximum, the sum of exponentials and the K best columns of one tile of one row.
 
-    The key of a column holds its score in the upper and its inverted column in the lower bits, so
-    that one maximum finds the best score and, among equal ones, the lowest column.
+    A column is stored as an int64 key: its score (see `ordered`) in the upper 32 bits, and its
+    inverted index in the lower ones. The largest key is the best score and, among equal scores, the
+    lowest column.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -171,7 +173,7 @@ def _topk_of_tiles(
     TILES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Merge the tiles of one row and store its K best columns."""
+    """Store the K best columns of one row and their log-probs, given the results of its tiles."""
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, TILES)
     maxima = tl.load(maxima_ptr + row * tiles + parts, mask=parts < tiles, other=float("-inf"))

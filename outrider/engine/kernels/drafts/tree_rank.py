@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Final selection of a dynamic draft tree: the best n candidates, parents before children.
 
-B sessions, C candidates a session, n nodes of the tree, Vd draft vocabulary.
+Shapes: B sessions, C candidates per session, n nodes of the tree, Vd draft vocabulary size.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from outrider.spec.tree import ROOT
 
 
 class TreeDraft(NamedTuple):
-    """Draft trees of n nodes; absent nodes come last, with parent PADDING_NODE."""
+    """Draft trees of up to n nodes per session. Absent nodes come last."""
 
     tokens: Tensor
     """int32 [B, n]: target ids; -1 for absent nodes."""
     parents: Tensor
-    """int32 [B, n]: parents as in `outrider.spec.tree`: ROOT or an earlier node."""
+    """int32 [B, n]: index of each node's parent, which is lower than its own; ROOT if the parent is
+    the root, PADDING_NODE for absent nodes."""
     logprobs: Tensor
     """float32 [B, n]: sum of log-probs along the path; -inf for absent nodes."""
 
 
 def rank_tree(candidates: TreeCandidates, target_ids: Tensor, *, num_nodes: int) -> TreeDraft:
-    """Return the best `num_nodes` candidates in candidate order: parents come before children, and
-    better siblings come first.
+    """Select the `num_nodes` candidates with the highest scores as the nodes of the draft trees.
 
-    target_ids: [Vd], the target id of every draft id.
+    Nodes keep the order of the candidate list, so parents come before their children, and better
+    siblings come before worse ones. target_ids: [Vd], the target id of every draft id.
     """
     launch = rank_tree_triton if candidates.scores.is_cuda else rank_tree_torch
     return launch(candidates, target_ids, num_nodes=num_nodes)
 
 
 def rank_tree_torch(candidates: TreeCandidates, target_ids: Tensor, *, num_nodes: int) -> TreeDraft:
-    """Compute `rank_tree` by PyTorch operators."""
+    """Compute `rank_tree` with PyTorch operators."""
     scores, columns, parents = candidates
     kept = min(num_nodes, scores.shape[1])
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept]
@@ -71,8 +72,8 @@ def rank_tree_torch(candidates: TreeCandidates, target_ids: Tensor, *, num_nodes
 def rank_tree_triton(
     candidates: TreeCandidates, target_ids: Tensor, *, num_nodes: int
 ) -> TreeDraft:
-    """Compute `rank_tree` in two kernels: the first ranks candidates by counting better ones, the
-    second assigns places by a prefix sum."""
+    """Compute `rank_tree` with two Triton kernels. The first one ranks each candidate by counting
+    better ones. The second one numbers the selected candidates by a prefix sum."""
     batch, count = candidates.scores.shape
     device = candidates.scores.device
     block = min(next_power_of_2(count), 128)
@@ -116,7 +117,7 @@ def _rank_kernel(
     BLOCK: tl.constexpr,
     RIVALS: tl.constexpr,
 ):
-    """Mark the best NODES candidates that exist."""
+    """Mark the best NODES candidates of a session, without those of score -inf."""
     row = tl.program_id(0)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
@@ -150,8 +151,8 @@ def _compact_kernel(
     BLOCK: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
-    """Write the marked candidates to consecutive nodes. The marks become 1-based places; 0 if not
-    chosen."""
+    """Write the marked candidates to consecutive nodes. The mark of a chosen candidate is replaced
+    by the index of its node plus 1; the others stay 0."""
     row = tl.program_id(0)
     first = row * count
     total = 0

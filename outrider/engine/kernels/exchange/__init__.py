@@ -1,15 +1,16 @@
-"""Kernels of the exchange between the devices of a drafter and a verifier, each beside a PyTorch
+"""Kernels with which a drafter and a verifier exchange data through GPU memory, each with a PyTorch
 reference.
 
-buffers.py                 Exchange buffers as kernels take them: addresses in device memory, looked
-                           up at each launch.
-clock.py                   Reading of the clock that the stamps of an exchange are of.
-distributions.py           Distributions of drafts that came from another device, on the verifier's.
-drafts.py                  Draft chains, from the drafter's device to the verifier's.
-drafts_ahead.py            Drafts for outcomes of a round that the verifier still runs, from device
-                           to device.
-numbers.py                 Round numbers between two devices: wait for the peer's, publish one's
-                           own.
-verdicts.py                Accepted tokens and features of a round, from the verifier's device to
-                           the drafter's.
+buffers.py                 Exchange buffers: memory of one process into which the other process
+                           writes.
+clock.py                   Reading of the device clock that gives the time stamps of an exchange.
+distributions.py           Transfer of draft distributions from the drafter to the verifier, with
+                           checks.
+drafts.py                  Transfer of draft chains from the drafter to the verifier.
+drafts_ahead.py            Transfer of look-ahead drafts, made for possible outcomes of a running
+                           round.
+numbers.py                 Synchronisation of two devices by round numbers: wait for the peer's
+                           number, publish one's own.
+verdicts.py                Transfer of the accepted tokens and features of a round from the verifier
+                           to the drafter.
 """

@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Reading of the clock that the stamps of an exchange are of."""
+"""Reading of the device clock that gives the time stamps of an exchange."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from outrider.engine.kernels.exchange.numbers import device_clock
 
 
 def write_clock(moment: Tensor, address: Tensor) -> None:
-    """Write the time of the device's clock, in nanoseconds, to `moment`, int64 [1] in host memory.
-    address: int64 [1] on the device, the address of `moment`."""
+    """Write the current time of the device's clock, in nanoseconds, to `moment`, int64 [1] in host
+    memory. address: int64 [1] on the device, holds the address of `moment`."""
     if address.is_cuda:
         write_clock_triton(moment, address)
     else:
@@ -24,7 +24,7 @@ def write_clock(moment: Tensor, address: Tensor) -> None:
 
 
 def write_clock_torch(moment: Tensor, address: Tensor) -> None:
-    """Compute `write_clock` by PyTorch operators, on CPUs only."""
+    """Run `write_clock` on a CPU, whose clock is `time.monotonic_ns`."""
     del address
     moment[0] = time.monotonic_ns()
 

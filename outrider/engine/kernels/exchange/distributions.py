@@ -1,16 +1,16 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Distributions of drafts that came from another device, on the verifier's.
+"""Transfer of draft distributions from the drafter to the verifier, with checks.
 
-The drafter writes each distribution beside the tokens that it drew from it. The verifier copies the
-distributions into private memory and checks the copies, because the rejection rule follows the
-target's distribution only if the tokens really were drawn from the given distributions. A
-distribution that cannot be right is treated as missing. A drafter that sends wrong but consistent
-data is not detected (decision 0013).
+The drafter writes the draft tokens, and the distribution from which it drew each of them, into the
+verifier's memory. The verifier copies the distributions into private memory and checks the copies,
+because the output follows the target's distribution under the rejection rule only if the tokens
+were drawn from the given distributions. A distribution that fails a check is treated as missing. A
+drafter that sends wrong but consistent data is not detected (decision 0013).
 
-Shapes: R rows of a launch, X session slots, K tokens of a chain, N = K + 1 nodes of a row, E
-entries of a distribution.
+Shapes: R rows of a launch (one per session), X session slots, K tokens of a chain, N = K + 1 nodes
+of a row, E entries of a distribution.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _MAX_COUNT = tl.constexpr(MAX_COUNT)
 
 
 class TakenDistributions(NamedTuple):
-    """Draft distributions that the verifier took from the drafter, after their values were checked.
-    The tensors are static and lie in memory to which the drafter cannot write."""
+    """Checked draft distributions in the verifier's private memory, to which the drafter cannot
+    write. The tensors are allocated once, so that CUDA graphs can use them."""
 
     sizes: Tensor
-    """int32 [X, K]: number of entries of the distribution of each token; 0 if it has no valid
+    """int32 [X, K]: number of entries of the distribution of each draft token; 0 if it has no valid
     one."""
     ids: Tensor
     """int32 [X, K, E]: target ids of the entries."""
@@ -50,15 +50,15 @@ class TakenDistributions(NamedTuple):
     """int32 [X, K, E]: counts of the entries."""
 
     def with_ranges(self, ranges: Tensor) -> SparseDistribution:
-        """Return the distributions in the form that acceptance takes. ranges: int32 [R, N, 2], see
-        `take_distributions`."""
+        """Return the distributions as the argument of `accept_sampled`. ranges: int32 [R, N, 2],
+        see `take_distributions`."""
         return SparseDistribution(self.ids.view(-1), self.counts.view(-1), ranges)
 
 
 def new_taken_distributions(
     slots: int, length: int, entries: int, device: torch.device
 ) -> TakenDistributions:
-    """Return static tensors that hold no distribution yet."""
+    """Return tensors without any distribution, allocated once for use in CUDA graphs."""
     with torch.inference_mode(False):
         sizes = torch.zeros((slots, length), dtype=torch.int32, device=device)
         ids = torch.zeros((slots, length, entries), dtype=torch.int32, device=device)
@@ -77,14 +77,16 @@ def take_distributions(
     chosen: ChosenDrafts,
     vocab_size: int,
 ) -> None:
-    """Copy the distributions of drafts that `take_drafts` has taken, and check the copies.
+    """Copy the distributions of the drafts that `take_drafts` has copied into private memory, and
+    check the copies.
 
-    slots: int32 [R]. tokens: int32 [X, K], and lengths: int32 [R], the drafts that were taken.
-    ranges: int32 [R, N, 2], receives the range of entries in `taken` that the child of each node
-    was drawn from. In a valid distribution the ids increase, are below `vocab_size` and include the
-    drafted token, and the counts are in [1, MAX_COUNT]. A session gets the distributions of all of
-    its tokens or none: none if one of them is invalid, or if its draft is the draft of an outcome
-    (`chosen`).
+    slots: int32 [R], session slots. tokens: int32 [X, K], and lengths: int32 [R], the drafts from
+    `take_drafts`. taken: receives the distributions. ranges: int32 [R, N, 2], receives for each
+    node the range of entries in `taken` from which its child was drawn.
+
+    In a valid distribution the ids increase, are below `vocab_size` and include the draft token,
+    and the counts are in [1, MAX_COUNT]. If the distribution of one token of a session is invalid,
+    or if the session uses a look-ahead draft (`chosen`), all its ranges are empty.
     """
     function = take_distributions_triton if slots.is_cuda else take_distributions_torch
     function(
@@ -112,7 +114,7 @@ def take_distributions_torch(
     chosen: ChosenDrafts,
     vocab_size: int,
 ) -> None:
-    """Compute `take_distributions` by PyTorch operators, on CPUs only."""
+    """Compute `take_distributions` with PyTorch operators, for CPU tensors only."""
     _, length, entries = taken.ids.shape
     ranges.zero_()
     for row, slot in enumerate(slots.tolist()):
@@ -152,8 +154,8 @@ def take_distributions_triton(
     chosen: ChosenDrafts,
     vocab_size: int,
 ) -> None:
-    """Launch the Triton kernels of `take_distributions`: first one program per row and token, then
-    one per row."""
+    """Compute `take_distributions` with two Triton kernels. The first one, with one program per row
+    and token, copies and checks; the second one, with one program per row, writes the ranges."""
     rows, (_, length, entries) = len(slots), taken.ids.shape
     _take_distributions[(rows, length)](
         buffer.addresses,

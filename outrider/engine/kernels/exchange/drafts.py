@@ -1,15 +1,16 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Draft chains, from the drafter's device to the verifier's.
+"""Transfer of draft chains from the drafter to the verifier.
 
-A draft lies at its session's slot, with the digest of the prefix that it continues. The verifier
-reads drafts only after a wait that found them: until the verifier publishes its next round, the
-drafter does not write there. The verifier copies a draft into private memory and checks the copy. A
-draft that fails a check is dropped, and its row decodes without drafts in the same launch.
+The draft buffer has one draft per session slot, with the digest of the prefix that it continues.
+The verifier reads drafts only after `wait_drafts` has succeeded. From then on the drafter does not
+write them until the verifier publishes its next round. The verifier copies a draft into private
+memory and checks the copy. A draft that fails a check is dropped, and its session decodes without
+drafts in the same launch.
 
-Shapes: R rows of a launch, X session slots of the verifier, K tokens of a chain, E entries of a
-distribution.
+Shapes: R rows of a launch (one per session), X session slots of the verifier, K tokens of a chain,
+E entries of a distribution.
 """
 
 from __future__ import annotations
@@ -37,24 +38,25 @@ _OFFSET = tl.constexpr(TOKEN_OFFSET)
 
 
 def new_taken_tokens(slots: int, length: int, device: torch.device) -> Tensor:
-    """Return memory for the draft tokens of each session slot, int32 [X, K], filled with NO_TOKEN.
-    It is static, so that CUDA graphs can use it."""
+    """Return a tensor for the draft tokens of each session slot, int32 [X, K], filled with
+    NO_TOKEN. It is allocated once, so that CUDA graphs can use it."""
     with torch.inference_mode(False):
         return torch.full((slots, length), NO_TOKEN, dtype=torch.int32, device=device)
 
 
 def advance_digests(digests: Tensor, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
-    """Extend the prefix digests of sessions by their accepted tokens, in place.
+    """Extend the prefix digest of each session by its accepted tokens, in place.
 
-    digests: int64 [X]. slots: int32 [R], distinct except for the padding slot. tokens: int32 [R,
-    W]. counts: int32 [R], the number of accepted tokens of each row.
+    digests: int64 [X], indexed by session slot. slots: int32 [R], distinct except for the padding
+    slot. tokens: int32 [R, W], of which the first counts[r] of row r are accepted. counts: int32
+    [R].
     """
     function = advance_digests_triton if digests.is_cuda else advance_digests_torch
     function(digests, slots, tokens, counts)
 
 
 def advance_digests_torch(digests: Tensor, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
-    """Compute `advance_digests` by PyTorch operators."""
+    """Compute `advance_digests` with PyTorch operators."""
     places = slots.long()
     now = digests[places]
     for step in range(tokens.shape[1]):
@@ -64,7 +66,7 @@ def advance_digests_torch(digests: Tensor, slots: Tensor, tokens: Tensor, counts
 
 
 def advance_digests_triton(digests: Tensor, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
-    """Launch the Triton kernel of `advance_digests`, one program per row."""
+    """Compute `advance_digests` with one Triton kernel, one program per row."""
     rows, width = tokens.shape
     _advance[(rows,)](digests, slots, tokens, tokens.stride(0), counts, WIDTH=width, num_warps=1)
 
@@ -92,12 +94,14 @@ def put_drafts(
     length: int,
     entries: int,
 ) -> None:
-    """Write the drafts of a launch's rows into the peer's buffer, at the peer's slots.
+    """Write drafts from the drafter's device into the draft buffer of the verifier, at the
+    verifier's session slots.
 
-    taken: the rows that the drafts were made for; rows without tokens get no draft. tokens: int32
-    [R, k], where k is at most `length`, the buffer's K. distributions: the distributions that the
-    tokens were drawn from, by target id, or None if there are none. A distribution with more than
-    `entries` (the buffer's E) entries is left out. Nothing is written if the exchange is closed.
+    taken: the rows from the verifier for which the drafts were made; rows without tokens get no
+    draft. tokens: int32 [R, k], where k is at most `length`, the K of the buffer. distributions:
+    the distributions from which the tokens were drawn, with target ids, or None if there are none.
+    A distribution with more than `entries` (the E of the buffer) entries is left out. If the
+    exchange is closed, nothing is written.
     """
     function = put_drafts_triton if tokens.is_cuda else put_drafts_torch
     function(buffer, state, taken, tokens, distributions, length=length, entries=entries)
@@ -113,7 +117,7 @@ def put_drafts_torch(
     length: int,
     entries: int,
 ) -> None:
-    """Compute `put_drafts` by PyTorch operators, on CPUs only."""
+    """Compute `put_drafts` with PyTorch operators, for CPU tensors only."""
     state.stamps[4] = time.monotonic_ns()
     if not int(state.words[1]):
         return
@@ -145,7 +149,7 @@ def put_drafts_triton(
     length: int,
     entries: int,
 ) -> None:
-    """Launch the Triton kernel of `put_drafts`, one program per row and token."""
+    """Compute `put_drafts` with one Triton kernel, one program per row and token."""
     rows, drafted = tokens.shape
     if not rows:
         return
@@ -240,13 +244,14 @@ def take_drafts(
     chosen: ChosenDrafts,
     vocab_size: int,
 ) -> None:
-    """Copy the draft tokens of these sessions into private memory, and check the copies.
+    """Copy the draft tokens of sessions from the draft buffer into the verifier's private memory,
+    and check the copies.
 
-    slots: int32 [R]. digests: int64 [X], the digests of the sessions' prefixes; a draft for another
-    prefix is dropped. tokens: int32 [X, K], receives the draft tokens by slot, -1 for absent nodes.
-    lengths: int32 [R], receives the number of draft tokens of each row. A chain ends before the
-    first token outside [0, vocab_size). chosen: drafts of outcomes; a session that has one uses it
-    instead of the draft in the buffer.
+    slots: int32 [R], session slots. digests: int64 [X], the prefix digest of each session slot; a
+    draft with another digest is dropped. tokens: int32 [X, K], receives the draft tokens of each
+    session slot, -1 for absent nodes. lengths: int32 [R], receives the number of draft tokens of
+    each row. A chain ends before the first token outside [0, vocab_size). chosen: look-ahead
+    drafts; a session that has one uses it instead of the draft in the buffer.
     """
     function = take_drafts_triton if slots.is_cuda else take_drafts_torch
     function(
@@ -272,7 +277,7 @@ def take_drafts_torch(
     chosen: ChosenDrafts,
     vocab_size: int,
 ) -> None:
-    """Compute `take_drafts` by PyTorch operators, on CPUs only."""
+    """Compute `take_drafts` with PyTorch operators, for CPU tensors only."""
     is_there = bool(state.words[1]) and bool(state.words[3])
     chain = tokens.shape[1]
     own_digests, own_tokens = buffer.bank(0)[1:3] if is_there else (digests - 1, tokens)
@@ -302,7 +307,7 @@ def take_drafts_triton(
     chosen: ChosenDrafts,
     vocab_size: int,
 ) -> None:
-    """Launch the Triton kernel of `take_drafts`, one program per row."""
+    """Compute `take_drafts` with one Triton kernel, one program per row."""
     rows, chain = slots.shape[0], tokens.shape[1]
     _take_tokens[(rows,)](
         buffer.addresses,

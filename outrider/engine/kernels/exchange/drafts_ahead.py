@@ -1,20 +1,20 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Drafts for outcomes of a round that the verifier still runs, from device to device.
+"""Transfer of look-ahead drafts, made for possible outcomes of a running round.
 
-While the verifier runs round n, the drafter writes drafts for several outcomes of that round, each
-with the digest of the prefix that it continues, and then n - 1, the number of the last round that
-it has taken. When round n ends, the verifier looks for the digest of each session's new prefix and
-copies the matching draft into private memory. The rows of the round tell the drafter which draft
-the next round verifies.
+While the verifier runs round n, the drafter writes drafts for several possible outcomes of that
+round, each with the digest of the prefix that it continues, and then n - 1, the number of the last
+round that it has received. When round n ends, the verifier compares the digests with that of each
+session's new prefix and copies the matching draft into private memory. The decode rows of the
+verdict tell the drafter which of its drafts the next round verifies.
 
-The drafter writes outcomes only after a round that it has taken, and the verifier reads them before
-it publishes the next round, so they are never written while they are read. A drafter that breaks
-this rule can only harm its own drafts, because the copies are checked.
+The drafter writes these drafts only after it has received a round, and the verifier reads them
+before it publishes the next round, so they are never written while they are read. A drafter that
+breaks this rule can only harm its own drafts, because the copies are checked.
 
-Shapes: R rows of a launch, X session slots of the verifier, F outcomes of a session, K tokens of a
-chain.
+Shapes: R rows of a launch (one per session), X session slots of the verifier, F outcomes per
+session, K tokens of a chain.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ from outrider.engine.kernels.exchange.verdicts import TakenRows
 from outrider.engine.kernels.runtime import next_power_of_2
 
 NOT_CHOSEN: Final = -1
-"""Marks a session without a draft for its outcome."""
+"""Marks a session without a look-ahead draft for the outcome of its last round."""
 AHEAD_NUMBER: Final = DRAFT_FIELDS.index("ahead_number")
-"""Index of `ahead_number` in DRAFT_FIELDS. The digests and tokens of the outcomes follow it."""
+"""Index of `ahead_number` in DRAFT_FIELDS; `ahead_digests` and `ahead_tokens` follow it."""
 _NUMBER = tl.constexpr(AHEAD_NUMBER)
 
 
 class ChosenDrafts(NamedTuple):
-    """Drafts of outcomes that came true, as static tensors in private memory of the verifier's
-    device."""
+    """Look-ahead drafts that fit the actual outcome of each session's last round, in the verifier's
+    private memory. The tensors are allocated once, so that CUDA graphs can use them."""
 
     outcomes: Tensor
-    """int32 [X]: index of the outcome whose draft the session's next round verifies; NOT_CHOSEN if
-    there is none."""
+    """int32 [X]: index of the actual outcome among the F outcomes for which the drafter drafted;
+    NOT_CHOSEN if it is not among them. The session's next round verifies the draft of this
+    outcome."""
     tokens: Tensor
     """int32 [X, K]: checked tokens of that draft; -1 for absent nodes."""
 
 
 def new_chosen_drafts(slots: int, length: int, device: torch.device) -> ChosenDrafts:
-    """Return static tensors that hold no draft yet."""
+    """Return tensors without any draft, allocated once for use in CUDA graphs."""
     with torch.inference_mode(False):
         return ChosenDrafts(
             torch.full((slots,), NOT_CHOSEN, dtype=torch.int32, device=device),
@@ -69,13 +70,13 @@ def choose_drafts(
     vocab_size: int,
     padding: int,
 ) -> None:
-    """Choose the drafts of the outcomes of a round. Call this at the end of the round, before its
-    number is published.
+    """Choose for each session the look-ahead draft that fits the outcome of the round. The verifier
+    calls this at the end of the round, before it publishes the number of the round.
 
-    buffer: the draft buffer, in this side's memory, with `outcomes` (F) outcomes per slot. slots:
-    int32 [R]. digests: int64 [X], the digests of the sessions' prefixes, including this round's
-    tokens. `chosen` receives the drafts of these sessions. A draft ends before the first token
-    outside [0, vocab_size). Nothing is chosen for the slot `padding`.
+    buffer: the draft buffer, in the verifier's memory, with `outcomes` (F) outcomes per slot.
+    slots: int32 [R], session slots. digests: int64 [X], the prefix digest of each session slot,
+    including this round's tokens. chosen: receives the drafts of these sessions. A draft ends
+    before the first token outside [0, vocab_size). Nothing is chosen for the slot `padding`.
     """
     if slots.is_cuda:
         choose_drafts_triton(
@@ -104,7 +105,7 @@ def choose_drafts_torch(
     vocab_size: int,
     padding: int,
 ) -> None:
-    """Compute `choose_drafts` by PyTorch operators, on CPUs only."""
+    """Compute `choose_drafts` with PyTorch operators, for CPU tensors only."""
     chosen.outcomes[slots.long()] = NOT_CHOSEN
     if not int(state.words[1]):
         return
@@ -133,7 +134,7 @@ def choose_drafts_triton(
     vocab_size: int,
     padding: int,
 ) -> None:
-    """Launch the Triton kernel of `choose_drafts`, one program per row."""
+    """Compute `choose_drafts` with one Triton kernel, one program per row."""
     length = chosen.tokens.shape[1]
     _choose_drafts[(len(slots),)](
         buffer.addresses,
@@ -201,12 +202,12 @@ def put_outcomes(
     digests: Tensor,
     tokens: Tensor,
 ) -> None:
-    """Write the drafts for outcomes of the round that the verifier runs, and then the number of the
-    round that was taken last.
+    """Write look-ahead drafts for possible outcomes of the round that the verifier runs, and then
+    the number of the round that the drafter received last.
 
-    taken: the rows of the round before it. digests: int64 [R, F], the digest of the prefix of each
-    outcome. tokens: int32 [R, F, K]. Nothing is written for rows without tokens or if the exchange
-    is closed.
+    taken: the rows of the round that the drafter received last. digests: int64 [R, F], the digest
+    of the prefix that ends with each outcome. tokens: int32 [R, F, K], the drafts. Rows without
+    tokens get no drafts. If the exchange is closed, nothing is written.
     """
     if tokens.is_cuda:
         put_outcomes_triton(buffer, state, taken, digests, tokens)
@@ -221,7 +222,7 @@ def put_outcomes_torch(
     digests: Tensor,
     tokens: Tensor,
 ) -> None:
-    """Compute `put_outcomes` by PyTorch operators, on CPUs only."""
+    """Compute `put_outcomes` with PyTorch operators, for CPU tensors only."""
     if not int(state.words[1]):
         return
     number, peer_digests, peer_tokens = buffer.bank(0)[AHEAD_NUMBER : AHEAD_NUMBER + 3]
@@ -238,8 +239,8 @@ def put_outcomes_triton(
     digests: Tensor,
     tokens: Tensor,
 ) -> None:
-    """Launch the Triton kernels of `put_outcomes`: one program per row and outcome, then one that
-    publishes the round number."""
+    """Compute `put_outcomes` with two Triton kernels. The first one, with one program per row and
+    outcome, writes the drafts; the second one publishes the round number."""
     rows, outcomes, length = tokens.shape
     _put_outcomes[(rows, outcomes)](
         buffer.addresses,

@@ -1,16 +1,17 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Round numbers between two devices: wait for the peer's, publish one's own.
+"""Synchronisation of two devices by round numbers: wait for the peer's number, publish one's own.
 
-A side writes its data into the peer's memory before it writes its round number there, and the peer
-reads the data only after a wait for that number. Numbers wrap around at 2^32.
+Verifier and drafter are the two sides of an exchange. A side first writes its data into the other
+side's memory and then its round number. The other side waits for that number before it reads the
+data. Numbers wrap around at 2^32.
 
-A verifier does not depend on its drafter. If a wait ends without drafts, the round has no drafts,
-and later rounds do not wait until the drafter is at most one round behind. The verifier continues
-to write rounds while the ring has a free bank. If there is no free bank, the verifier closes the
-exchange, because the drafter would miss tokens. The drafter closes it if a wait ends without a
-round. A closed side no longer reads or writes buffers.
+A verifier does not depend on its drafter. If a wait ends without drafts, the round runs without
+drafts, and later rounds only poll once until the drafter is at most one round behind. The verifier
+continues to write rounds while the ring has a free bank. If there is no free bank, the verifier
+closes the exchange, because the drafter would miss tokens. The drafter closes it if a wait ends
+without a round. A side that has closed the exchange no longer reads or writes buffers.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ _POLL_S: Final = 20e-6
 def wait_drafts(
     drafts: ExchangeBuffer, state: ExchangeState, slots: Tensor, outcomes: Tensor, *, padding: int
 ) -> None:
-    """Wait on the verifier until the drafts for its last published round have arrived.
+    """Let the verifier's device wait until the drafts for its last published round have arrived.
 
-    drafts: the draft buffer, in this side's memory. slots: int32 [R], the sessions of this round;
-    `padding` for rows without a session. outcomes: int32 [X], see `ChosenDrafts`. The wait ends at
-    its time limit or when the host cancels it. It is skipped if all sessions have a draft of their
-    outcome, and it polls only once if the last wait ended without drafts and the drafter is more
-    than one round behind. Afterwards `state.words[3]` is 1 if there are drafts, else 0.
+    drafts: the draft buffer, in the verifier's memory. slots: int32 [R], the session slots of this
+    round; `padding` for rows without a session. outcomes: int32 [X], see `ChosenDrafts`. The wait
+    ends early at its time limit or when the host cancels it. There is no wait if all sessions have
+    a look-ahead draft for their outcome. If the last wait ended without drafts and the drafter is
+    more than one round behind, the kernel polls only once. Afterwards `state.words[3]` is 1 if
+    there are drafts, else 0.
     """
     if state.words.is_cuda:
         wait_drafts_triton(drafts, state, slots, outcomes, padding=padding)
@@ -52,7 +54,7 @@ def wait_drafts(
 def wait_drafts_torch(
     drafts: ExchangeBuffer, state: ExchangeState, slots: Tensor, outcomes: Tensor, *, padding: int
 ) -> None:
-    """Compute `wait_drafts` by PyTorch operators, on CPUs only."""
+    """Run `wait_drafts` on the host, for buffers in CPU memory."""
     words, begun = state.words, time.monotonic_ns()
     found, polls = False, 0
     real = slots[slots != padding].long()
@@ -73,7 +75,7 @@ def wait_drafts_torch(
 def wait_drafts_triton(
     drafts: ExchangeBuffer, state: ExchangeState, slots: Tensor, outcomes: Tensor, *, padding: int
 ) -> None:
-    """Launch the Triton kernel of `wait_drafts`, with one warp."""
+    """Launch the Triton kernel of `wait_drafts`, which uses one warp."""
     _wait_drafts[(1,)](
         drafts.addresses,
         state.words,
@@ -89,10 +91,10 @@ def wait_drafts_triton(
 
 
 def wait_round(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
-    """Wait on the drafter for the round after the last one that it took.
+    """Let the drafter's device wait for the round after the last one that it received.
 
-    verdicts: the verdict buffer, in this side's memory. The exchange is closed if the wait reaches
-    its time limit or is cancelled by the host.
+    verdicts: the verdict buffer, in the drafter's memory. If the wait reaches its time limit or the
+    host cancels it, the exchange is closed.
     """
     if state.words.is_cuda:
         wait_round_triton(verdicts, state)
@@ -101,7 +103,7 @@ def wait_round(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
 
 
 def wait_round_torch(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
-    """Compute `wait_round` by PyTorch operators, on CPUs only."""
+    """Run `wait_round` on the host, for buffers in CPU memory."""
     words, begun = state.words, time.monotonic_ns()
     found, polls = False, 0
     if int(words[1]):
@@ -113,21 +115,22 @@ def wait_round_torch(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
 
 
 def wait_round_triton(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
-    """Launch the Triton kernel of `wait_round`, with one warp."""
+    """Launch the Triton kernel of `wait_round`, which uses one warp."""
     _wait_round[(1,)](verdicts.addresses, state.words, state.stamps, state.control, num_warps=1)
 
 
 def is_round_there(verdicts: ExchangeBuffer, state: ExchangeState) -> bool:
-    """Return whether the drafter's next wait on a CPU would return at once, because its round has
-    arrived or the exchange is closed."""
+    """Return whether the next `wait_round` would return without waiting, because the round has
+    arrived or the exchange is closed. Only for buffers in CPU memory."""
     return not int(state.words[1]) or int(verdicts.bank(0)[0][0] - state.words[0] - 1) >= 0
 
 
 def reserve_bank(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
-    """Close the exchange on the verifier if the ring of `depth` banks has no free bank for the next
-    round, that is, if the drafter has not yet taken the round in that bank.
+    """Close the exchange on the verifier if the drafter has not yet received the round whose bank
+    the next round would overwrite.
 
-    drafts: the draft buffer, whose number is the last round that the drafter has taken.
+    drafts: the draft buffer, whose `number` is the last round that the drafter has received.
+    depth: number of banks of the verdict buffer.
     """
     if state.words.is_cuda:
         reserve_bank_triton(drafts, state, depth=depth)
@@ -136,7 +139,7 @@ def reserve_bank(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) ->
 
 
 def reserve_bank_torch(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
-    """Compute `reserve_bank` by PyTorch operators, on CPUs only."""
+    """Run `reserve_bank` on the host, for buffers in CPU memory."""
     words = state.words
     state.stamps[4] = time.monotonic_ns()
     if int(words[1]) and int(words[0] + 1 - drafts.bank(0)[0][0]) > depth:
@@ -153,11 +156,11 @@ def reserve_bank_triton(drafts: ExchangeBuffer, state: ExchangeState, *, depth: 
 def publish_number(
     buffer: ExchangeBuffer, state: ExchangeState, *, step: int, rows: int = 0
 ) -> None:
-    """Write this side's round number, increased by `step`, into the peer's memory after all work
-    that was launched before, and add a row to the history. Do nothing if the exchange is closed.
+    """Increase this side's round number by `step`, write it into the peer's memory once all earlier
+    launches have finished, and add a row to the history. If the exchange is closed, do nothing.
 
     `step`: 1 for a verifier, whose rounds have consecutive numbers; 0 for a drafter, which answers
-    with the number of the round that it took. `rows`: the value of `rows` in the history (see
+    with the number of the round that it received. `rows`: the value of `rows` in the history (see
     `ROUND_TIMES`).
     """
     if state.words.is_cuda:
@@ -169,7 +172,7 @@ def publish_number(
 def publish_number_torch(
     buffer: ExchangeBuffer, state: ExchangeState, *, step: int, rows: int = 0
 ) -> None:
-    """Compute `publish_number` by PyTorch operators, on CPUs only."""
+    """Run `publish_number` on the host, for buffers in CPU memory."""
     if not int(state.words[1]):
         return
     state.words[0] += step
@@ -185,8 +188,8 @@ def publish_number_torch(
 def publish_number_triton(
     buffer: ExchangeBuffer, state: ExchangeState, *, step: int, rows: int = 0
 ) -> None:
-    """Launch the Triton kernel of `publish_number`. Earlier launches have ended when it begins, so
-    its release store also covers their writes."""
+    """Launch the Triton kernel of `publish_number`. It begins after all earlier launches of the
+    stream have ended, so its release store also makes their writes visible to the peer."""
     _publish[(1,)](
         buffer.addresses,
         state.words,
@@ -202,8 +205,8 @@ def publish_number_triton(
 def _poll(
     number: Tensor, wanted: Tensor, state: ExchangeState, begun: int, *, bound: bool
 ) -> tuple[bool, int]:
-    """Return whether the number has come, and the number of polls. Without `bound` poll only
-    once."""
+    """Wait until `number` has reached `wanted`. Return whether it has, and the number of polls.
+    Without `bound`, poll only once."""
     polls = 0
     while int(number[0] - wanted) < 0:
         polls += 1
@@ -223,27 +226,28 @@ if INTERPRETED:
 
     @triton.jit
     def load_acquire(pointer):
-        """Return the word at `pointer`; later reads are not moved before this one."""
+        """Return the int32 at `pointer`, with acquire semantics: no later read is moved before this
+        one."""
         return tl.load(pointer)
 
     @triton.jit
     def store_release(pointer, value):
-        """Write a word after all earlier writes."""
+        """Write an int32, with release semantics: all earlier writes become visible before it."""
         tl.store(pointer, value)
 
 else:
 
     @triton.jit
     def device_clock():
-        """Return the time of this device's clock in nanoseconds."""
+        """Return the current time of this device's clock, in nanoseconds."""
         return tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
         )
 
     @triton.jit
     def load_acquire(pointer):
-        """Return the word at `pointer`, in memory of any device; later reads are not moved before
-        this one."""
+        """Return the int32 at `pointer`, in the memory of any device, with acquire semantics: no
+        later read is moved before this one."""
         return tl.inline_asm_elementwise(
             "ld.acquire.sys.global.u32 $0, [$1];",
             "=r,l",
@@ -255,7 +259,8 @@ else:
 
     @triton.jit
     def store_release(pointer, value):
-        """Write a word into the memory of any device, after all earlier writes."""
+        """Write an int32 into the memory of any device, with release semantics: all earlier writes
+        become visible before it."""
         tl.inline_asm_elementwise(
             "fence.acq_rel.sys; st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0;",
             "=r,l,r",
@@ -268,7 +273,8 @@ else:
 
 @triton.jit
 def array_at(addresses, place: tl.constexpr, dtype: tl.constexpr):
-    """Return the array with index `place` among the addresses of a buffer, in the first bank."""
+    """Return a pointer to the array of a buffer whose address is addresses[place]. In a ring, it
+    lies in the first bank."""
     return tl.load(addresses + place).to(tl.pointer_type(dtype))
 
 
@@ -281,8 +287,8 @@ def _tell_host(control, is_open, found):
 
 @triton.jit
 def _wait(number, wanted, control, begun, lasts):
-    """Return whether the number has come, and the number of polls. If `lasts` is 0, poll only
-    once."""
+    """Wait until `number` has reached `wanted`. Return whether it has, and the number of polls. If
+    `lasts` is 0, poll only once."""
     host = tl.load(control).to(tl.pointer_type(tl.int32))
     bound = load_acquire(host + 1).to(tl.int64) * 1000
     found = 0

@@ -1,13 +1,14 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Accepted tokens and features of a round, from the verifier's device to the drafter's.
+"""Transfer of the accepted tokens and features of a round from the verifier to the drafter.
 
-The drafter copies the rows of a round into private memory and checks the copies, because the
-content of an exchange buffer may change at any time.
+A row has the new tokens of one session in one round, and the features of these tokens. It is either
+a decode row or a prefill chunk. The drafter copies the rows of a round into private memory and
+checks the copies, because the content of an exchange buffer may change at any time.
 
-Shapes: R rows of a launch (decode rows or prefill chunks), W tokens of a row, H width of a feature,
-X session slots of the verifier, Y session slots of the drafter.
+Shapes: R rows of a launch, W tokens of a row, H width of a feature, X session slots of the
+verifier, Y session slots of the drafter.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from outrider.engine.kernels.exchange.numbers import device_clock
 from outrider.engine.kernels.runtime import next_power_of_2
 
 NO_SLOT: Final = -1
-"""Slot number of a row that does not exist."""
+"""Session slot of an absent row."""
 FAULT_NONE: Final = 0
 FAULT_ABSENT: Final = 1
-"""There is no row, or the exchange is closed."""
+"""The row is absent, or the exchange is closed."""
 FAULT_SLOT: Final = 2
-"""The row has a slot that the drafter does not follow."""
+"""The row belongs to a session for which the drafter does not draft."""
 FAULT_COUNT: Final = 3
 """The row's number of tokens is negative or too large."""
 FAULT_START: Final = 4
-"""The first token of the row does not continue the rows that the drafter has."""
+"""The first token of the row does not follow the last token that the drafter has of the session."""
 FAULT_ROOM: Final = 5
-"""No KV is reserved for the row."""
+"""Too little KV is reserved for the session to add the row."""
 FAULT_TOKEN: Final = 6
 """The row has a token outside the vocabulary."""
 _NONE = tl.constexpr(FAULT_NONE)
@@ -55,49 +56,52 @@ OUTCOMES: Final = VERDICT_FIELDS.index("outcomes")
 """Index of the outcomes of decode rows in VERDICT_FIELDS."""
 _OUTCOMES = tl.constexpr(OUTCOMES)
 _BLOCK: Final = 2048
-"""Number of values of a feature that one program copies at a time."""
+"""Number of elements of a feature that one program copies at a time."""
 
 
 class FollowedSlots(NamedTuple):
-    """State of the sessions that a drafter follows, on the drafter's device."""
+    """State of the sessions for which a drafter drafts, on the drafter's device."""
 
     slot_of: Tensor
-    """int32 [X]: the drafter's slot for each slot of the verifier; NO_SLOT if it is not
-    followed."""
+    """int32 [X]: the drafter's slot for the session in each slot of the verifier; NO_SLOT if the
+    drafter does not draft for it."""
     num_rows: Tensor
-    """int32 [Y]: number of draft rows with KV, which is also the index of the next row."""
+    """int32 [Y]: number of tokens of the session whose KV the drafter has."""
     max_rows: Tensor
-    """int32 [Y]: number of rows that KV is reserved for, including rows of drafts."""
+    """int32 [Y]: number of tokens for which KV is reserved, including draft tokens."""
 
 
 class TakenRows(NamedTuple):
-    """Checked rows of a launch, as static tensors in private memory of the drafter's device."""
+    """Rows that the drafter has received and checked, in private memory of its device. A row has
+    the new tokens of one session. The tensors are allocated once, so that CUDA graphs can use
+    them."""
 
     source_slots: Tensor
-    """int32 [R]: the verifier's slot; NO_SLOT for rows with a fault."""
+    """int32 [R]: the session's slot on the verifier; NO_SLOT for rows with a fault."""
     slots: Tensor
-    """int32 [R]: the drafter's slot; the padding slot for rows with a fault."""
+    """int32 [R]: the session's slot on the drafter; the padding slot for rows with a fault."""
     counts: Tensor
     """int32 [R]: number of tokens; 0 for rows with a fault."""
     starts: Tensor
-    """int32 [R]: draft row of the first token."""
+    """int32 [R]: draft position of the first token; 0 for rows with a fault."""
     digests: Tensor
-    """int64 [R]: digest of the prefix that ends with the last token."""
+    """int64 [R]: digest of the session's prefix that ends with the last token."""
     tokens: Tensor
     """int32 [R, W]: the row's tokens, padded with -1."""
     features: Tensor
     """[R, W, H]: features of the tokens; undefined after the row's last token."""
     faults: Tensor
-    """int32 [R]: a FAULT_* number; FAULT_NONE if all checks passed."""
+    """int32 [R]: one of the FAULT_* constants; FAULT_NONE if all checks passed."""
     outcomes: Tensor
-    """int32 [R]: index of the drafted outcome of the round that came true, so that its draft is
-    verified next; negative if there is none. Not checked, and only set for decode rows."""
+    """int32 [R]: index of the look-ahead draft that fits the outcome of the round and that the
+    verifier verifies next; negative if there is none, and for prefill chunks. Not checked."""
 
 
 def new_taken_rows(
     rows: int, width: int, feature_size: int, dtype: torch.dtype, device: torch.device
 ) -> TakenRows:
-    """Return static tensors for the rows of a launch."""
+    """Return tensors for the rows of a launch, allocated once for use in CUDA graphs. width: W.
+    feature_size: H. dtype: that of the features."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -132,14 +136,15 @@ def put_rows(
     width: int,
     padding: int,
 ) -> None:
-    """Write the rows of a launch into the peer's buffer, and mark its other rows as absent.
+    """Write the decode rows or the prefill chunks of a round from the verifier into the verdict
+    buffer of the drafter, and mark the other rows of the buffer as absent.
 
     first: DECODE_ROWS or CHUNK_ROWS. slots, counts, starts: int32 [R], where R is at most
-    `capacity`. digests: int64 [X], by slot. tokens: int32 [R, w], and features: [R, w, H], where w
-    is at most `width`, the buffer's W. outcomes: int32 [X], by slot, for decode rows; see
-    `ChosenDrafts`. Rows with the slot `padding` are absent. The rows go to the bank of the next
-    round; the peer reads them after that round's number is published. Nothing is written if the
-    exchange is closed.
+    `capacity`, see VERDICT_FIELDS. digests: int64 [X], indexed by slot. tokens: int32 [R, w], and
+    features: [R, w, H], where w is at most `width`, the W of the buffer. outcomes: int32 [X], for
+    decode rows; see `ChosenDrafts`. Rows with the slot `padding` are absent. The rows are written
+    to the bank of the next round, whose number is published later. If the exchange is closed,
+    nothing is written.
     """
     function = put_rows_triton if slots.is_cuda else put_rows_torch
     function(
@@ -175,7 +180,7 @@ def put_rows_torch(
     width: int,
     padding: int,
 ) -> None:
-    """Compute `put_rows` by PyTorch operators, on CPUs only."""
+    """Compute `put_rows` with PyTorch operators, for CPU tensors only."""
     if not int(state.words[1]):
         return
     bank = buffer.bank(int(state.words[0]) + 1)
@@ -213,7 +218,7 @@ def put_rows_triton(
     width: int,
     padding: int,
 ) -> None:
-    """Launch the Triton kernel of `put_rows`, one program per row and token."""
+    """Compute `put_rows` with one Triton kernel, one program per row and token."""
     rows, given, size = features.shape
     _put_rows[(capacity, given)](
         buffer.addresses,
@@ -245,8 +250,8 @@ def put_rows_triton(
 
 @triton.jit
 def bank_offset(number, bank_bytes, DEPTH: tl.constexpr):
-    """Return the offset of a round's bank from the first bank, in bytes; the round number may be
-    negative."""
+    """Return the offset of a round's bank from the first bank, in bytes. The round number may be
+    negative, because it wraps around."""
     bank = number % DEPTH
     bank = tl.where(bank < 0, bank + DEPTH, bank)
     return bank.to(tl.int64) * bank_bytes
@@ -254,8 +259,8 @@ def bank_offset(number, bank_bytes, DEPTH: tl.constexpr):
 
 @triton.jit
 def bank_array(addresses, place: tl.constexpr, offset, dtype: tl.constexpr):
-    """Return the array with index `place` among the addresses of a buffer, in the bank at
-    `offset`."""
+    """Return a pointer to the array of a buffer whose address in the first bank is
+    addresses[place], in the bank at `offset` bytes from the first one."""
     return (tl.load(addresses + place) + offset).to(tl.pointer_type(dtype))
 
 
@@ -335,13 +340,12 @@ def take_rows(
     vocab_size: int,
     rows_ahead: int,
 ) -> None:
-    """Copy the first R rows of the round that was waited for into `taken`, check the copies, and
-    advance `followed.num_rows` by the rows taken.
+    """Copy the first R rows of the round that `wait_round` has received into `taken`, check the
+    copies, and add their tokens to `followed.num_rows`.
 
-    buffer: the verdict buffer, in this side's memory. first: DECODE_ROWS or CHUNK_ROWS. rows_ahead:
-    number of rows that drafting writes after a session's own rows, for which KV must be reserved,
-    too. A row that fails a check gets the padding slot, no tokens, and a FAULT_* number in
-    `faults`.
+    buffer: the verdict buffer, in the drafter's memory. first: DECODE_ROWS or CHUNK_ROWS.
+    rows_ahead: number of draft tokens per session for which KV must be reserved in addition. A row
+    that fails a check gets the padding slot, no tokens, and a FAULT_* constant in `faults`.
     """
     function = take_rows_triton if taken.slots.is_cuda else take_rows_torch
     function(
@@ -367,7 +371,7 @@ def take_rows_torch(
     vocab_size: int,
     rows_ahead: int,
 ) -> None:
-    """Compute `take_rows` by PyTorch operators, on CPUs only."""
+    """Compute `take_rows` with PyTorch operators, for CPU tensors only."""
     if not int(state.words[1]):
         # There may be no buffer any more.
         taken.source_slots.fill_(NO_SLOT)
@@ -429,8 +433,9 @@ def take_rows_triton(
     vocab_size: int,
     rows_ahead: int,
 ) -> None:
-    """Launch the Triton kernels of `take_rows`: first one program per row to check it, then one per
-    row and token to copy it. The latter advance `num_rows`."""
+    """Compute `take_rows` with two Triton kernels. The first one, with one program per row, checks
+    the rows. The second one, with one program per row and token, copies the features and updates
+    `num_rows`."""
     rows, width, size = taken.features.shape
     if not rows:
         return

@@ -1,6 +1,6 @@
 """Launch configurations of the skinny matrix product, tuned for the shapes of Llama-3.1-8B.
 
-M rows, N weight rows, K input features.
+A skinny product has few rows (up to 64). Shapes: M rows, N weight rows, K input features.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import torch
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 
 WORKSPACE_FLOATS = 1 << 23
-"""float32 values of the split-K workspace (32 MiB): a split that needs more is not made."""
+"""Size of the split-K workspace, as a number of float32 values (32 MiB). K is not split if the
+partial sums need more."""
 MAX_TILES = 1 << 12
-"""Arrival counters: a product of more tiles is not split."""
+"""Number of arrival counters of split-K products. K is not split if there are more tiles."""
 
 _SHARED_BYTES = 96 << 10
-"""Shared memory that one program of the fallback may take: two fit on a Hopper SM (227 KiB)."""
+"""Maximum shared memory of one program for shapes that are not tuned. Two such programs fit on a
+Hopper SM (227 KiB)."""
 _ASSUMED_SMS = 132
 
 
@@ -26,24 +28,26 @@ class LinearConfig(NamedTuple):
     """Launch configuration of one skinny product."""
 
     block_m: int
-    """Rows of x in a tile: 16, 32 or 64."""
+    """Number of rows of x in a tile: 16, 32 or 64."""
     block_n: int
-    """Output columns of a tile; a gated tile reads twice as many weight rows."""
+    """Number of output columns of a tile. A gated tile reads twice as many weight rows."""
     block_k: int
     split_k: int
-    """Programs that share a tile, each with a part of K."""
+    """Number of programs that share a tile. Each one computes a part of K."""
     num_warps: int
     num_stages: int
-    """Depth of the software pipeline: block_k-wide weight tiles in flight."""
+    """Depth of the software pipeline, that is, the number of weight tiles of width block_k in
+    flight."""
     swap: bool
-    """Multiply weight @ x^T, so that the weight rows take the 64-row side of wgmma."""
+    """Whether to compute weight @ x^T, so that the weight rows are on the 64-row side of wgmma."""
 
     def tile_rows(self, gated: bool) -> int:
-        """Weight rows that one program reads."""
+        """Return the number of weight rows that one program reads."""
         return 2 * self.block_n if gated else self.block_n
 
     def workspace_floats(self, num_tiles: int, gated: bool) -> int:
-        """Return float32 values of workspace that `num_tiles` tiles need: their partial sums."""
+        """Return the size of the workspace for the partial sums of `num_tiles` tiles, as a number
+        of float32 values."""
         return self.split_k * num_tiles * self.block_m * self.tile_rows(gated)
 
 
@@ -74,19 +78,20 @@ TABLE: dict[tuple[int, int, bool, int], tuple[int, int, int, int, int, bool]] = 
     (32000, 4096, False, 32): (64, 128, 1, 4, 2, True),
     (32000, 4096, False, 64): (128, 64, 1, 4, 4, False),
 }
-"""Measured on an H200, torch 2.11, triton 3.6, 2026-11-21, 2-byte operands; see
-`outrider_bench.gpu.checks.tune_linear`. K = 12288 and 8192 keep the entries of an earlier run, and
-N = 32000 takes those of 128256."""
+"""Fastest configurations for 2-byte operands, measured on an H200 with torch 2.11 and triton 3.6 on
+2026-11-21; see `outrider_bench.gpu.checks.tune_linear`. The entries with K = 12288 or 8192 are from
+an earlier run; those with N = 32000 are copies of those with N = 128256."""
 
 
 def choose_config(
     m: int, n: int, k: int, gated: bool, device: torch.device, element_size: int = 2
 ) -> LinearConfig:
-    """Configuration of x [m, k] @ weight [n, k]^T with operands of `element_size` bytes.
+    """Return the launch configuration of x [m, k] @ weight [n, k]^T with operands of `element_size`
+    bytes.
 
-    Tuned shapes come from `TABLE`; others get enough programs to fill the device's SMs twice.
-    The choice depends on m by its tile (16, 32 or 64) only, so that rows keep their bits when
-    others join them.
+    Tuned shapes use their entry of `TABLE`. For others, the configuration aims at two programs per
+    SM. The choice depends only on the tile size (16, 32 or 64) into which m is rounded up, so all
+    values of m with the same tile size give the same results bit for bit.
     """
     block_m = min(max(next_power_of_2(m), 16), 64)
     entry = TABLE.get((n, k, gated, block_m)) if element_size == 2 else None

@@ -1,12 +1,14 @@
-"""Fused matrix products: preceding RMSNorm, following activation or residual.
+"""Matrix products fused with a preceding RMSNorm and a following activation or residual.
 
-M rows of x, N rows of the weight, K features. With few rows a product takes the time of reading the
-weight once; `fused_linear` then runs as one kernel that streams the weight through the SMs at that
-speed and applies the fused operations. With more rows cuBLAS is faster, between small kernels.
+Shapes: M rows of x, N rows of the weight, K features. With few rows, a product takes as long as
+reading the weight once. `fused_linear` then runs one Triton kernel that streams the weight through
+the SMs and applies the fused operations. With more rows, it runs cuBLAS and separate kernels for
+the other operations, because that is faster.
 
-A norm between two products is split around them (`HalfNormed`): the first one multiplies by the
-norm's weight and sums squares, the second one divides. This needs no extra kernel, and no program
-of the second product repeats it; with more rows than SPLIT_NORM_ROWS it is a kernel.
+An RMSNorm between two products of up to SPLIT_NORM_ROWS rows is split into two halves
+(`HalfNormed`): the first product multiplies its result by the norm's weight and sums the squares,
+the second product divides by the root of their mean. This needs no extra kernel. With more rows,
+the norm is a kernel of its own.
 """
 
 from __future__ import annotations
@@ -26,30 +28,34 @@ from outrider.engine.kernels.runtime import cdiv
 from outrider.errors import InvalidRequestError
 
 SKINNY_ROWS: Final = 64
-"""Products of up to this many rows stream the weight in one kernel; more rows go to cuBLAS."""
+"""Maximum number of rows of x for the weight-streaming kernel. Products with more rows use
+cuBLAS."""
 SPLIT_NORM_ROWS: Final = 32
-"""Norms of up to this many rows are split around their products. With more, each program of the
-second product adds up so many squares that a kernel for the norm costs less (decision 0010)."""
+"""Maximum number of rows of a norm that is split between two products (see `HalfNormed`). With more
+rows, each program of the second product would sum so many squares that a separate kernel for the
+norm is faster (decision 0010)."""
 KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of the operands that the kernel multiplies."""
+"""Operand dtypes that the weight-streaming kernel supports."""
 
 
 class HalfNormed(NamedTuple):
-    """A RMSNorm that `fused_linear` completes; made for at most SPLIT_NORM_ROWS rows."""
+    """First half of the RMSNorm of x: all but the division by the root mean square, which
+    `fused_linear` applies to its product. Used for at most SPLIT_NORM_ROWS rows."""
 
     scaled: Tensor
-    """[M, K]: x * weight, rounded to x's dtype."""
+    """[M, K]: x multiplied by the norm's weight, rounded to the dtype of x."""
     squares: Tensor
-    """float32 [P, M]: sums of x^2 over P parts of each row."""
+    """float32 [P, M]: sums of x^2 over each of P parts of a row."""
     eps: float
 
 
 Normed = Tensor | HalfNormed
-"""The normed input of a product: whole, or half done."""
+"""Input of a matrix product after RMSNorm: the complete result, or its first half."""
 
 
 def splits_norms(num_rows: int, like: Tensor) -> bool:
-    """Return whether norms of `num_rows` rows of `like`'s kind are split around their products."""
+    """Return whether the norm of a tensor with `num_rows` rows, on the device and with the dtype of
+    `like`, is split between two products (see `HalfNormed`)."""
     # x * weight before the division would leave float16's range.
     return (
         like.is_cuda
@@ -69,9 +75,10 @@ def add_linear(
     overwrite: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Normed]:
-    """Compute `fused_linear` with a residual, and the RMSNorm of its result for the next product.
+    """Return x @ weight^T + bias + residual, [M, N], and the RMSNorm of this result as the input of
+    the next product.
 
-    norm_weight [N]; the other arguments as there.
+    norm_weight: [N]. The other arguments are those of `fused_linear`.
     """
     if splits_norms(x_MK.shape[0], x_MK):
         check_product(x_MK, weight_NK, bias, residual_MN, gated=False)
@@ -95,7 +102,8 @@ def add_linear_triton(
     config: LinearConfig | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, HalfNormed]:
-    """Compute `add_linear` in one kernel; the norm is half done."""
+    """Compute `add_linear` with one Triton kernel. The second result is the first half of the
+    norm."""
     config = config or product_config(x_MK, weight_NK)
     num_rows, columns = residual_MN.shape
     tiles = cdiv(columns, config.block_n)
@@ -131,28 +139,30 @@ def fused_linear(
 ) -> Tensor:
     """Compute activation(rms_norm(x) @ weight^T + bias) + residual.
 
-    The normed x is rounded to x's dtype, the rest once at the end where it is one kernel.
+    The normalised x is rounded to the dtype of x. If one kernel computes the rest, only its result
+    is rounded.
 
     Args:
-        x_MK: [M, K] in the weight's dtype, or a norm to be completed.
+        x_MK: [M, K] in the weight's dtype, or the first half of an RMSNorm.
         weight_NK: [N, K], contiguous along K.
         bias: [N].
-        norm_weight: [K]; None: x is not normalised (here).
-        eps: of the RMSNorm (see `norm.rms_norm`).
+        norm_weight: [K], weight of the RMSNorm; None for no RMSNorm.
+        eps: epsilon of the RMSNorm (see `norm.rms_norm`).
         residual: [M, N], or [M, N/2] with `gated`.
-        gated: rows 0..N/2 of the weight are gate, the others up; the result is silu(gate) * up.
-        out_dtype: of the result; None: x's.
-        overwrite: the residual's memory may be taken for the result, which saves a copy.
-        out: contiguous memory for the result, of its shape and dtype; None: the result's own.
+        gated: the first N/2 weight rows give the gate, the others `up`; the activation is
+            silu(gate) * up. Without it there is no activation.
+        out_dtype: dtype of the result; None for that of x.
+        overwrite: the result may be written into the memory of the residual, which saves a copy.
+        out: contiguous memory for the result, of its shape and dtype; None for a new tensor.
 
     Returns:
-        [M, N], or [M, N/2] with `gated`; a new tensor unless `overwrite` or `out`.
+        [M, N], or [M, N/2] with `gated`; a new tensor unless `overwrite` or `out` is set.
 
     Raises:
-        InvalidRequestError: shapes or dtypes do not fit.
+        InvalidRequestError: shapes or dtypes do not match.
 
-    On CUDA the workspace of a device is made by its first product, which must not be under graph
-    capture, and serves one stream at a time: products that run side by side would share it.
+    On CUDA the first product on a device allocates a workspace, so it must not run during graph
+    capture. All products of a device share the workspace, so they must run on one stream.
     """
     if isinstance(x_MK, HalfNormed):
         check_product(x_MK.scaled, weight_NK, bias, residual, gated)
@@ -184,7 +194,8 @@ def fused_linear_torch(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute `fused_linear` without the norm by torch operators, in float32 (float64 stays)."""
+    """Compute `fused_linear` without the norm, with PyTorch operators in float32, or in float64 if
+    x is float64."""
     wide = torch.float64 if x_MK.dtype == torch.float64 else torch.float32
     result = F.linear(x_MK.to(wide), weight_NK.to(wide), None if bias is None else bias.to(wide))
     if gated:
@@ -205,10 +216,12 @@ def fused_linear_wide(
     out_dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> Tensor:
-    """Compute `fused_linear` without the norm for many rows: cuBLAS product, activation.
+    """Compute `fused_linear` without the norm for many rows, with a cuBLAS product and separate
+    kernels.
 
-    Rounds to x's dtype between the steps. The residual is added within the product where there is
-    no bias, activation or other dtype between them; only there does `overwrite` take its memory.
+    The result of each step is rounded to the dtype of x. cuBLAS adds the residual within the
+    product if there is no bias and no activation and all dtypes are equal. Only then does
+    `overwrite` have an effect.
     """
     dtype = x_MK.dtype if out_dtype is None else out_dtype
     plain = bias is None and not gated
@@ -240,17 +253,20 @@ def fused_linear_triton(
     rounded: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `fused_linear` by the weight-streaming kernel; M <= SKINNY_ROWS unless `rounded`.
+    """Compute `fused_linear` with the weight-streaming kernel.
 
-    The order of every sum is fixed by `config` (None: `choose_config`), so results repeat.
-    norm_out: where the first half of a norm of the result goes. rotary: rotate and keep the result
-    by heads; returns the query heads [M, Q * d]. rounded: round the product before what follows it,
-    as `fused_linear_wide` does; rows of several tiles are allowed then.
+    config: launch configuration, None for that of `choose_config`. It fixes the order of all sums,
+    so that results are reproducible. norm_out: receives the first half of the RMSNorm of the
+    result. rotary: apply RoPE to the result and write its keys and values to the KV cache; the
+    function then returns the query heads [M, Q * d]. rounded: round the product to the dtype of x
+    before an activation, a rotation or a residual, as `fused_linear_wide` does. Only then may x
+    have more than SKINNY_ROWS rows.
 
     Raises:
-        InvalidRequestError: more rows than SKINNY_ROWS or than the config's tile.
-        InternalError: the device's workspace would be made under graph capture, or is too small
-            for `config`, or `rotary` comes with what follows other products.
+        InvalidRequestError: there are more rows than SKINNY_ROWS or than the config's tile, without
+            `rounded`.
+        InternalError: the device's workspace does not exist during graph capture or is too small
+            for `config`, or `rotary` is combined with a residual, an activation or a norm.
     """
     x = x_MK.scaled if isinstance(x_MK, HalfNormed) else x_MK
     config = config or product_config(x, weight_NK, gated=gated)
@@ -295,7 +311,8 @@ def check_product(
     residual: Tensor | None,
     gated: bool,
 ) -> None:
-    """Raise InvalidRequestError where shapes or dtypes of a product do not fit."""
+    """Raise InvalidRequestError if the shapes or dtypes of the operands of `fused_linear` do not
+    match."""
     if x_MK.ndim != 2 or weight_NK.ndim != 2 or x_MK.shape[1] != weight_NK.shape[1]:
         raise InvalidRequestError(
             f"fused_linear takes x [M, K] and a weight [N, K], got {list(x_MK.shape)} and "

@@ -1,13 +1,14 @@
-"""Batch-invariant matrix products: the bits of a row depend on the row and the weight alone.
+"""Batch-invariant matrix products: the result of a row does not depend on other rows.
 
-M rows of x, N rows of the weight, K features, C output columns, Q query heads, d head dimension.
+Shapes: M rows of x, N rows of the weight, K features, C output columns, Q query heads, d head
+dimension.
 
 A product sums its K features in ascending order in one float32 accumulator. Hopper's matrix unit
-gives the same bits for every tile size and instruction, so that two programs may compute it: the
-weight-streaming kernel without a split K, and cuBLAS where its algorithm does not split K. Whether
-cuBLAS does is found out by comparing both, once for each shape. The product is rounded to x's dtype
-before an activation, a rotation or a residual, because cuBLAS does so when it adds a matrix. Norms
-between products are kernels of their own.
+then gives the same bits for every tile size and instruction. Two implementations can therefore be
+used interchangeably: the weight-streaming kernel without split K, and cuBLAS if its algorithm does
+not split K. Whether it does is checked once for each shape, by comparing the results of both. The
+product is rounded to the dtype of x before an activation, a rotation or a residual, because cuBLAS
+does so when it adds a matrix. Norms between products are separate kernels.
 """
 
 from __future__ import annotations
@@ -43,15 +44,17 @@ _TABLE: Final[dict[tuple[int, int, bool, int], tuple[int, int, int, int, bool]]]
     (4096, 14336, False, 32): (64, 128, 4, 8, True),
     (4096, 14336, False, 64): (32, 256, 4, 4, False),
 }
-"""Fastest tiles on an H200 for shapes whose entry in `configs.TABLE` splits K."""
+"""Fastest configurations without split K on an H200, for shapes whose entry in `configs.TABLE`
+splits K."""
 _equal: dict[tuple[object, ...], bool] = {}
-"""Whether cuBLAS gives the bits of the weight-streaming kernel, by shape and dtypes."""
+"""Whether cuBLAS gives the same bits as the weight-streaming kernel, for each shape and dtype."""
 
 
 def forbid_split_k() -> None:
-    """Tell torch to choose no cuBLAS algorithm that splits K in this process, where torch can.
+    """Forbid cuBLAS algorithms that split K in this process, as far as torch has a setting for it.
 
-    `invariant_linear` is right without it, and slower for shapes that cuBLAS would split.
+    Without this call, `invariant_linear` gives the same results but is slower for shapes whose K
+    cuBLAS would split.
     """
     # Only cuBLASLt can leave these algorithms out.
     torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -61,7 +64,7 @@ def forbid_split_k() -> None:
 
 
 def invariant_config(x: Tensor, weight: Tensor, *, gated: bool = False) -> LinearConfig:
-    """Return the launch configuration of x [M, K] and a weight [N, K]: K is never split."""
+    """Return the launch configuration of x [M, K] @ weight [N, K]^T. It never splits K."""
     config = product_config(x, weight, gated=gated)
     entry = _TABLE.get((weight.shape[0], weight.shape[1], gated, config.block_m))
     if entry is not None and x.element_size() == 2:
@@ -81,10 +84,12 @@ def invariant_linear(
     overwrite: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute activation(x @ weight^T + bias) + residual; arguments and errors as `fused_linear`.
+    """Compute activation(x @ weight^T + bias) + residual. Arguments and errors are those of
+    `fused_linear`.
 
-    On CUDA the first call of a shape with more than SKINNY_ROWS rows outside of a graph capture
-    compares cuBLAS with the kernel, which takes a millisecond.
+    On CUDA the first call for each shape with more than SKINNY_ROWS rows compares cuBLAS with the
+    weight-streaming kernel, which takes about a millisecond. During graph capture it uses the
+    kernel without comparing.
     """
     check_product(x_MK, weight_NK, bias, residual, gated)
     dtype = x_MK.dtype if out_dtype is None else out_dtype
@@ -123,7 +128,7 @@ def invariant_linear_triton(
     config: LinearConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `invariant_linear` by the weight-streaming kernel, for any number of rows."""
+    """Compute `invariant_linear` with the weight-streaming kernel, for any number of rows."""
     return fused_linear_triton(
         x_MK,
         weight_NK,
@@ -149,7 +154,8 @@ def invariant_add_linear(
     overwrite: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return x @ weight^T + bias + residual [M, N], and its RMSNorm by norm_weight [N]."""
+    """Return x @ weight^T + bias + residual, [M, N], and the RMSNorm of this result with the weight
+    `norm_weight` [N]."""
     result = invariant_linear(
         x_MK, weight_NK, bias=bias, residual=residual_MN, overwrite=overwrite, out=out
     )
@@ -169,10 +175,11 @@ def invariant_qkv(
     qk_norms: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Project x to heads with neighbouring pairs, rotate them, and write KV to the cache.
+    """Compute the QKV projection of x, apply RoPE, and write keys and values to the KV cache.
 
-    Arguments, result and errors as for `qkv.rotary_qkv`. The product is rounded before the
-    rotation, in one kernel for few rows and in two for many.
+    Arguments, result and errors are those of `qkv.rotary_qkv`. The product is rounded to the dtype
+    of x before the rotation. One kernel does all of this for few rows; for many rows the rotation
+    is a second kernel.
     """
     check_heads_product(x, weight_NK, bias, table, write_slots, keys, values, num_heads)
     config = invariant_config(x, weight_NK)
@@ -204,8 +211,8 @@ def _cublas_is_equal(
     gated: bool,
     dtype: torch.dtype,
 ) -> bool:
-    """Return whether `fused_linear_wide` gives the bits of the kernel; false while that is not
-    known."""
+    """Return whether `fused_linear_wide` gives the same bits as the weight-streaming kernel; False
+    if this is not known during graph capture."""
     key = (
         *(x.shape[0], *weight.shape, x.dtype, dtype, weight.device),
         *(bias is not None, residual is not None, gated),

@@ -1,7 +1,7 @@
 """Triton kernel of the weight-streaming (skinny) matrix product.
 
-`linear.fused_linear_triton` launches it. M rows of x, C output columns, K features; ROWS weight
-rows in a tile (two a column when gated).
+`linear.fused.fused_linear_triton` launches it. Shapes: M rows of x, C output columns, K features,
+ROWS weight rows of a tile (one per output column, or two if the product is gated).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -37,8 +37,8 @@ def _finish(
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Bias, activation and residual of one tile [BLOCK_M, ROWS], and its store; with NORM_OUT also
-    the tile's part of the next norm."""
+    """Apply bias, activation and residual to one tile [BLOCK_M, ROWS] of the product, and store the
+    result. With NORM_OUT, also store the tile's part of the first half of the next norm."""
     BLOCK_N: tl.constexpr = ROWS // 2 if GATED else ROWS
     if HAS_BIAS:
         place = tl.arange(0, ROWS)
@@ -80,8 +80,8 @@ def _load_rotary(
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Cos and sin of one tile's pairs, float32 [BLOCK_M, ROWS / 2] (see `rotary.rotary_table`), and
-    the pool slots of its rows; -1 for queries."""
+    """Return the cosines and sines for one tile's pairs of elements, float32 [BLOCK_M, ROWS / 2]
+    (see `rotary.rotary_table`), and the KV pool slots of its rows (-1 for query heads)."""
     head = tile * ROWS // DIM
     # Written so that the compiler sees what the start is a multiple of, and loads wide.
     pair = tile % (DIM // ROWS) * (ROWS // 2) + tl.arange(0, ROWS // 2)
@@ -117,8 +117,8 @@ def _finish_rotary(
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Bias and rotation of one tile of a head, and its store: queries to `out`, keys and values to
-    the cache."""
+    """Apply bias and rotation to one tile of a head, and store the result: queries to `out`, keys
+    and values to the KV cache."""
     start = tile * ROWS
     place = tl.arange(0, ROWS)
     if HAS_BIAS:
@@ -196,13 +196,14 @@ def skinny_kernel(
 ):
     """Compute one tile of the C output columns, over one of SPLIT_K parts of K.
 
-    A gated tile reads its gate rows and, C rows further down, its up rows as one tile of weight.
-    Of the programs that share a tile the last to arrive adds the parts, in their order. NORM_IN: x
-    comes scaled by its norm's weight, and `x_squares` says what its product must be divided by.
-    ROTARY: the columns are heads of DIM, and a tile lies within one of them. ROUNDED: the product
-    is rounded to the dtype of `out` before an activation, a rotation or a residual, as cuBLAS and
-    separate kernels do. SEVERAL: there are more rows than BLOCK_M, in tiles; programs
-    of a tile of columns come one after the other, so that they share its weights in the L2 cache.
+    A gated tile reads its gate rows and, C rows further down, its up rows as one tile of the
+    weight. If several programs share a tile, the last one to finish adds all partial sums in a
+    fixed order. NORM_IN: x is the first half of an RMSNorm, and the product is divided by the root
+    mean square from `x_squares`. ROTARY: the columns are heads of DIM elements, and a tile lies
+    within one head. ROUNDED: the product is rounded to the dtype of `out` before an activation, a
+    rotation or a residual, as cuBLAS and separate kernels do. SEVERAL: there are more rows than
+    BLOCK_M. Programs for the same tile of columns have consecutive ids, so that they share its
+    weights in the L2 cache.
     """
     BLOCK_N: tl.constexpr = ROWS // 2 if GATED else ROWS
     tile = tl.program_id(0)

@@ -1,6 +1,6 @@
-"""Launch of the weight-streaming kernel, and the workspace of products with a split K.
+"""Launch of the weight-streaming kernel, and the workspace of split-K products.
 
-M rows of x, N rows of the weight, K features, C output columns.
+Shapes: M rows of x, N rows of the weight, K features, C output columns.
 """
 
 from __future__ import annotations
@@ -19,39 +19,43 @@ _workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
 class NormIn(NamedTuple):
-    """Inputs that complete the norm of an x that is already multiplied by the norm's weight."""
+    """Inputs with which a product completes an RMSNorm whose weight x is already multiplied by."""
 
     squares: Tensor
-    """float32 [P, M]: sums of squares over P parts of each row."""
+    """float32 [P, M]: sums of x^2 over each of P parts of a row."""
     eps: float
 
 
 class NormOut(NamedTuple):
-    """Weight of the norm that follows the product, and memory for the first half of that norm."""
+    """Weight of the RMSNorm that follows the product, and memory for the first half of that norm
+    (see `fused.HalfNormed`)."""
 
     weight: Tensor
-    """[C]."""
+    """[C]: weight of the norm."""
     scaled: Tensor
-    """[M, C]: result * weight."""
+    """[M, C]: receives result * weight."""
     squares: Tensor
-    """float32 [tiles, M]."""
+    """float32 [tiles, M]: receives the sum of squares of each tile of a row."""
 
 
 class RotaryOut(NamedTuple):
-    """Heads in the weight's rows: query heads, then those of the cache; see `rotary.rotary_write`.
+    """Arguments for a QKV product that applies RoPE and writes keys and values to the KV cache; see
+    `rotary.rotary_write`.
 
-    A tile of columns must lie within one head. `out` takes the query heads only.
+    The weight's rows are the query heads, then the key heads, then the value heads. A tile of
+    columns must lie within one head. The product's `out` receives only the query heads.
     """
 
     table: Tensor
-    """float32 [M, 2, d/2]."""
+    """float32 [M, 2, d/2]: cosines and sines, see `rotary.rotary_table`."""
     write_slots: Tensor
-    """int64 [M]."""
+    """int64 [M]: slot of the KV pool of each row; -1 for rows that are not written."""
     keys: Tensor
-    """[G, S, d], each head contiguous."""
+    """[G, S, d]: key cache, each head contiguous."""
     values: Tensor
-    """As keys."""
+    """[G, S, d]: value cache, each head contiguous."""
     num_heads: int
+    """Number of query heads."""
 
 
 def launch_skinny(
@@ -68,11 +72,13 @@ def launch_skinny(
     rotary: RotaryOut | None,
     rounded: bool = False,
 ) -> None:
-    """Launch `skinny_kernel`; more rows than its tile only without a split K and half norms.
+    """Launch `skinny_kernel`.
 
-    out [M, C], the query heads [M, Q * d] with `rotary`. x, weight and residual are contiguous
-    along their columns. Raises InternalError for `rotary` with a residual, `gated` or `norm_out`,
-    and for a workspace that is too small or would be made under graph capture.
+    out: [M, C], or the query heads [M, Q * d] with `rotary`. x, weight and residual are contiguous
+    along their columns. More rows than config.block_m are allowed only without split K, `norm_in`
+    and `norm_out`. Raises InternalError if this is violated, if `rotary` is combined with a
+    residual, `gated` or `norm_out`, or if the workspace is too small or does not exist during graph
+    capture.
     """
     if rotary is not None and (residual is not None or gated or norm_out is not None):
         raise InternalError("a rotated product takes no residual, gate or norm after it")
@@ -138,10 +144,11 @@ def launch_skinny(
 
 
 def product_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Partial results and zeroed arrival counters: one pair a device, never moved or freed.
+    """Return the workspace of a device for split-K products: memory for partial sums, and arrival
+    counters, initially 0.
 
-    Captured graphs keep their addresses, so the size is fixed. Raises InternalError where it would
-    be made under graph capture.
+    Captured graphs contain the addresses, so the workspace is never moved, resized or freed. Raises
+    InternalError if it does not exist yet during graph capture.
     """
     pair = _workspaces.get(device)
     if pair is None:

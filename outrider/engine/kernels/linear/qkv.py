@@ -1,8 +1,8 @@
 """Fused QKV projection: matrix product, rotary embedding, and the write of KV to the cache.
 
-M token rows, K features, Q query heads, G key/value heads, d head dimension (even), S pool slots.
-With few rows the rotation is part of the product (see `linear`): its last step still holds the
-sums, so neither an extra kernel nor the attention has to read q, k and v for it.
+Shapes: M token rows, K features, Q query heads, G key/value heads, d head dimension (even), S slots
+of the KV pool. With few rows, the kernel of the product also applies the rotation while the sums
+are in registers, so no other kernel has to read q, k and v for it.
 """
 
 from __future__ import annotations
@@ -41,30 +41,36 @@ def rotary_qkv(
     qk_norms: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Compute `linear.fused_linear`, then `rotary.rotary_write` of its heads.
+    """Compute the QKV projection of x, apply RoPE, and write keys and values to the KV cache. This
+    is `fused_linear` followed by `rotary_write`.
 
-    One step where pairs are neighbours, heads are not normed and the cache has x's dtype: then the
-    float32 product is rotated and rounded once; values have the bits that `fused_linear` gives
-    them. Two steps, which round the product before the rotation as well, take the rest; on CUDA
-    also more than SKINNY_ROWS rows and head sizes that are no whole number of the product's tiles.
+    Both are one step if `interleaved` is set, there are no `qk_norms` and the cache has the dtype
+    of x. The float32 product is then rotated and rounded once; the values have the same bits as
+    with `fused_linear`. In all other cases there are two steps, and the product is also rounded
+    before the rotation. On CUDA there are also two steps with more than SKINNY_ROWS rows, or if the
+    head dimension is not a multiple of the tile width of the product.
 
     Args:
-        x: [M, K] in the weight's dtype, or a norm to be completed.
-        weight_NK: [(Q + 2G) * d, K]: rows of Q = num_heads query heads, of keys, of values.
+        x: [M, K] in the weight's dtype, or the first half of an RMSNorm.
+        weight_NK: [(Q + 2G) * d, K]: rows of Q = num_heads query heads, of G key heads, of G value
+            heads.
         table: float32 [M, 2, d/2], contiguous: `rotary.rotary_table` of the rows.
-        write_slots: int64 [M], contiguous: pool slots; a row with -1 leaves nothing in the cache.
-        keys: [G, S, d], each head contiguous.
-        values: as keys.
-        interleaved: see `rotary`.
+        write_slots: int64 [M], contiguous: slot of the KV pool of each row; -1 for rows that are
+            not written.
+        keys: [G, S, d]: key cache, each head contiguous.
+        values: [G, S, d]: value cache, each head contiguous.
+        interleaved: which elements of a head form a pair, see `rotary`.
         bias: [(Q + 2G) * d].
-        qk_norms: [Q + G, d], and eps: see `rotary.rotary_write`.
+        qk_norms: [Q + G, d]: weights of a per-head RMSNorm, see `rotary.rotary_write`.
+        eps: epsilon of this RMSNorm.
 
     Returns:
-        The rotated queries [M, Q, d] in x's dtype, a new tensor whose rows may be strided.
+        The queries with RoPE applied, [M, Q, d] in x's dtype: a new tensor whose rows may be
+        strided.
 
     Raises:
-        InvalidRequestError: shapes, dtypes or strides do not fit.
-        InternalError: see `linear.fused_linear_triton`.
+        InvalidRequestError: shapes, dtypes or strides do not match.
+        InternalError: see `fused.fused_linear_triton`.
     """
     plain = x.scaled if isinstance(x, HalfNormed) else x
     check_heads_product(plain, weight_NK, bias, table, write_slots, keys, values, num_heads)
@@ -129,12 +135,12 @@ def rotary_qkv_triton(
     bias: Tensor | None = None,
     config: LinearConfig | None = None,
 ) -> Tensor:
-    """Compute `rotary_qkv` in one step and one kernel; M <= SKINNY_ROWS.
+    """Compute `rotary_qkv` in one step, with one Triton kernel.
 
     Raises:
-        InvalidRequestError: more rows than the kernel takes, or heads that are no whole number of
-            the config's tiles.
-        InternalError: see `linear.fused_linear_triton`.
+        InvalidRequestError: there are more than SKINNY_ROWS rows, or the head dimension is not a
+            multiple of config.block_n.
+        InternalError: see `fused.fused_linear_triton`.
     """
     plain = x.scaled if isinstance(x, HalfNormed) else x
     config = config or product_config(plain, weight_NK)
@@ -147,7 +153,7 @@ def rotary_qkv_triton(
 
 
 def fits_rotation(x: Tensor, keys: Tensor, config: LinearConfig) -> bool:
-    """Return whether the kernel of a product of x with `config` can rotate the heads as well."""
+    """Return whether `rotary_qkv_triton` supports x, the head dimension of `keys` and `config`."""
     return (
         x.shape[0] <= SKINNY_ROWS
         and x.dtype in KERNEL_DTYPES
@@ -165,7 +171,8 @@ def check_heads_product(
     values: Tensor,
     num_heads: int,
 ) -> None:
-    """Raise InvalidRequestError if the arguments of `rotary_qkv` do not fit together."""
+    """Raise InvalidRequestError if shapes, dtypes or strides of the arguments of `rotary_qkv` do
+    not match."""
     check_product(x, weight, bias, None, gated=False)
     num_rows = x.shape[0]
     if keys.ndim != 3 or keys.shape != values.shape or keys.shape[2] % 2:

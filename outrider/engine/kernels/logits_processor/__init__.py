@@ -1,8 +1,10 @@
-"""Logits processor on the device: `process` defines the result; `penalties`, `truncation` and
-`cutoff_mask` run in this order.
+"""Logits processor on the device: penalties, biases, bans, grammars, top-k, top-p and min-p.
 
-cutoff_mask.py             Last kernel of the logits processor: removed ids become -inf, and every
-                           row keeps a column.
+`process` defines the result. The kernels of `penalties`, `truncation` and `cutoff_mask` run in this
+order.
+
+cutoff_mask.py             Last kernel of the logits processor: sets the logits of removed tokens to
+                           -inf.
 draft_path.py              Draft tokens on the path to a row, which penalties count as output.
 launch.py                  Launch of the logits-processor kernels (`penalties`, `truncation`,
                            `cutoff_mask`).

@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Last kernel of the logits processor: removed ids become -inf, and every row keeps a column."""
+"""Last kernel of the logits processor: sets the logits of removed tokens to -inf."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def finish(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Set scores below the row's lowest kept score to -inf. If a row has no finite score, set the
-    logit of its first allowed column to 0."""
+    """Set the logits of one tile whose scores are below the lowest kept score of the row to -inf.
+    If a row has no finite logit, set the logit of its first allowed column to 0, so that every row
+    keeps a column."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row // rows_per_slot).to(tl.int64)

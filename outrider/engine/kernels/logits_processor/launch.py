@@ -31,8 +31,9 @@ def launch_process(
     tile: int | None = None,
     block: int = 512,
 ) -> None:
-    """Compute `process_logits` in six launches. tile: number of columns per program, a power of
-    two; None to choose it. block: number of candidates that the threshold search reads at once."""
+    """Compute `process_logits` with six launches of Triton kernels. tile: number of columns per
+    program, a power of two; None for a default that depends on the shape. block: number of
+    candidates that the threshold search reads in one step."""
     rows, columns = logits.shape
     if rows == 0:
         return
@@ -58,8 +59,7 @@ class _Sampling(NamedTuple):
 
 
 class _Launches:
-    """Launches of one call, over R rows of C columns in T tiles, and the tensors passed between
-    them."""
+    """The kernel launches of one call, and the tensors that one kernel passes to another."""
 
     def __init__(self, sampling: _Sampling, logits: Tensor, tile: int) -> None:
         rows, columns = logits.shape
@@ -107,7 +107,7 @@ class _Launches:
         )
 
     def cut(self, block: int) -> None:
-        """Compute the lowest score of each row that top-k, top-p and min-p keep."""
+        """Compute for each row the lowest score that top-k, top-p and min-p keep."""
         warp, state, slots, _, rows_per_slot, _ = self._sampling
         (rows, tiles), columns, device = self._grid, self._logits[2], self._maxima.device
         guides = torch.empty(
@@ -163,13 +163,13 @@ class _Launches:
 
     @property
     def _head(self) -> tuple[Tensor | int, ...]:
-        """First arguments of the kernels after `edit`."""
+        """First arguments of all kernels after that of `edit`."""
         warp, state, slots, *_ = self._sampling
         return (*self._logits, warp.flags, state.temperatures, slots)
 
     @property
     def _shapes(self) -> dict[str, int]:
-        """Last arguments of the kernels after `edit`."""
+        """Last arguments of all kernels after that of `edit`."""
         return {
             "rows_per_slot": self._sampling.rows_per_slot,
             "TILE": self._tile,
@@ -197,7 +197,7 @@ def launch_count(
     *,
     columns: Tensor | None = None,
 ) -> None:
-    """Launch the kernel of `count_tokens`, one program per session."""
+    """Compute `count_tokens` with one Triton kernel, one program per session."""
     batch, width = tokens.shape
     if batch == 0:
         return

@@ -3,8 +3,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Kernels for penalties, logit biases, bans and grammar masks, and for token counts.
 
-They run first in the logits processor (`outrider.engine.kernels.logits_processor.process`), before
-`truncation`. Programs of rows with nothing to do return at once.
+The kernel `edit` is the first one of the logits processor
+(`outrider.engine.kernels.logits_processor.process`) and runs before those of `truncation`. Programs
+for rows without such parameters return immediately.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def edit(
     TILE: tl.constexpr,
 ):
     """Apply penalties, biases, bans and grammar masks to one tile of one row, and store the tile's
-    maximum, which is at most MAX_LOGIT."""
+    maximum, clamped to MAX_LOGIT."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     owner = row // rows_per_slot

@@ -1,11 +1,12 @@
 """Logits processor on the device, in place, with its PyTorch reference.
 
-It applies penalties, biases, bans, grammars, top-k, top-p and min-p as
-`outrider.engine.logits_processor` does, bit for bit. The division by the temperature and the clamp
-at MAX_LOGIT before it are left to the kernels that read the logits. For rows of sessions without
-such parameters the programs return at once.
+It applies penalties, biases, bans, grammars, top-k, top-p and min-p with the same results, bit for
+bit, as `outrider.engine.logits_processor`. The kernels that read the logits afterwards clamp them
+to MAX_LOGIT and divide them by the temperature. Programs for rows of sessions without such
+parameters return immediately.
 
-Shape suffixes: R rows, V columns, B sessions of the bucket, X session slots, W path tokens.
+Shape suffixes: R rows, V columns of the logits, B sessions of the batch bucket, X session slots, W
+draft tokens of a session.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ def process_logits(
     path: OutputPath | None = None,
     allowed_tokens: AllowedTokenBits | None = None,
 ) -> None:
-    """Process rows in place. Removed and banned columns become -inf, and so does NaN.
+    """Apply each session's penalties, biases, bans, grammar, top-k, top-p and min-p to its rows of
+    logits, in place. Removed and banned columns become -inf, and so does NaN.
 
     logits: float32 [R, V], columns contiguous, rows of any stride. Row r belongs to the session in
     slot slots[r // rows_per_slot]; slots: int32 [B]. positions: int32 [R], the absolute position of
-    the token that is being chosen. path: drafted tokens before that position, or None if there are
-    none. allowed_tokens: masks of the tokens that grammars allow, or None if no session of the
-    launch has a grammar.
+    the token that is chosen from the row. warp: the parameters of each session slot. path: draft
+    tokens before that position, or None if there are none. allowed_tokens: masks of the tokens that
+    grammars allow, or None if no session of the launch has a grammar.
 
     Every processed row keeps at least one column: if no logit is finite, the first column that is
     not banned is set to 0. In a row with a grammar it is the first such column that the grammar
@@ -88,8 +90,8 @@ def process_draft_logits(
     positions: Tensor,
     path: OutputPath | None,
 ) -> Tensor:
-    """Return draft logits [R, V], float32 or bfloat16, processed as by `process_logits`. The result
-    is float32; float32 logits are changed in place and returned."""
+    """Apply `process_logits` to draft logits [R, V] of dtype float32 or bfloat16, and return the
+    float32 result. float32 logits are changed in place."""
     warped = logits.to(torch.float32)
     rows = logits.shape[0] // slots.shape[0]
     process_logits(warped, warp, state, slots, positions, rows_per_slot=rows, path=path)
@@ -107,7 +109,7 @@ def process_logits_torch(
     path: OutputPath | None = None,
     allowed_tokens: AllowedTokenBits | None = None,
 ) -> None:
-    """See `process_logits`. Works row by row."""
+    """Compute `process_logits` with PyTorch operators, one row at a time."""
     for row in range(logits.shape[0]):
         slot = int(slots[row // rows_per_slot])
         flags = int(warp.flags[slot])
@@ -138,7 +140,7 @@ def process_logits_torch(
 
 
 def _path_of(path: OutputPath | None, row: int, rows_per_slot: int) -> Tensor:
-    """Return the columns on a row's path, int64."""
+    """Return the columns of the draft tokens on a row's path, int64."""
     if path is None:
         return torch.zeros(0, dtype=torch.int64)
     owner, place = divmod(row, rows_per_slot)
@@ -190,11 +192,12 @@ def count_tokens(
     *,
     columns: Tensor | None = None,
 ) -> None:
-    """Add a round's tokens to the output counts of sessions with penalties.
+    """Add the new tokens of a round to the output token counts of sessions with penalties.
 
-    tokens: int32 [B, N], target ids, of which the first `counts` (int32 [B]) of each row are new.
-    slots: int32 [B]. columns: int32, the column of every target id, -1 for ids without a column;
-    None if columns are target ids.
+    tokens: int32 [B, N], target ids, of which the first counts[b] of row b are new. counts: int32
+    [B]. warp: holds the output token counts. slots: int32 [B], session slots. columns: int32, for
+    each target id its column in the logits, or -1 if it has none; None if the columns are the
+    target ids.
     """
     function = launch_count if tokens.is_cuda else count_tokens_torch
     function(tokens, counts, warp, slots, columns=columns)
@@ -208,7 +211,7 @@ def count_tokens_torch(
     *,
     columns: Tensor | None = None,
 ) -> None:
-    """See `count_tokens`."""
+    """Compute `count_tokens` with PyTorch operators."""
     width = warp.counts.shape[1]
     owners = slots.long()[:, None].expand_as(tokens)
     new = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]

@@ -15,7 +15,7 @@ _ENTRIES = tl.constexpr(PROCESS_BIAS)
 
 @triton.jit
 def allowed_tile(bits_ptr, words, index_ptr, row, columns):
-    """Return whether the grammar of a row allows these columns."""
+    """Return for each column whether the grammar of a row allows it."""
     word = columns >> 5
     here = tl.load(index_ptr + row).to(tl.int64) * words + word
     bits = tl.load(bits_ptr + here, mask=word < words, other=0)
@@ -26,7 +26,7 @@ def allowed_tile(bits_ptr, words, index_ptr, row, columns):
 def first_unbanned(
     entry_counts_ptr, entry_columns_ptr, entry_ends_ptr, entries, position, slot, flags
 ):
-    """Return the first column that no entry of the slot bans."""
+    """Return the first column that the session in `slot` does not ban at `position`."""
     free = tl.full((), 0, tl.int32)
     count = tl.full((), 0, tl.int32)
     if (flags & _ENTRIES) != 0:
@@ -55,8 +55,9 @@ def first_allowed(
     flags,
     TILE: tl.constexpr,
 ):
-    """Return the first column that the row's grammar allows and no entry bans. If all allowed
-    columns are banned, return the first allowed one, because grammars take precedence over bans."""
+    """Return the first column that the row's grammar allows and the session does not ban at
+    `position`. If all allowed columns are banned, return the first allowed one, because grammars
+    take precedence over bans."""
     allowed_tokens = tl.full((), 0, tl.int32) + num_columns
     free = tl.full((), 0, tl.int32) + num_columns
     count = tl.full((), 0, tl.int32)

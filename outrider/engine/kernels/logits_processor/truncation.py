@@ -3,19 +3,21 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Kernels of top-k, top-p and min-p truncation, exact to the bit.
 
-They run in `outrider.engine.kernels.logits_processor.process`, after `penalties`. The edge of a row
-is the lowest score that it keeps; a distance is how far a score lies below the row's peak.
+The logits processor (`outrider.engine.kernels.logits_processor.process`) runs them after
+`penalties`. Three terms: the peak of a row is its largest score, the edge is the lowest score that
+truncation keeps, and the distance of a score is peak - score.
 
-1. `bracket_sums`, twice: computes float sums of the mass (top-k: of the number) of ids within 15
-   distances of the peak, then within 15 more distances near the edge. The sums bracket the edge,
-   with a margin for rounding.
-2. `collect_candidates`: computes exact integer masses above that bracket, and collects the scores
-   inside it.
-3. `find_threshold`: finds the edge among these scores by a 16-way search over integers that sort
+1. `bracket_sums` runs twice. It sums, in float32, the unnormalised probability (for top-k: the
+   number) of all ids up to each of 15 distances from the peak, and then up to each of 15 distances
+   near the edge. The sums give an interval, the bracket, that contains the edge, with a margin for
+   rounding.
+2. `collect_candidates` computes the exact integer probability mass above the bracket, and collects
+   the scores inside it.
+3. `find_threshold` finds the edge among these scores, by a 16-way search over integers that sort
    like the scores.
-4. `cutoff_mask.finish`: sets scores below the edge to -inf.
+4. `cutoff_mask.finish` sets logits with scores below the edge to -inf.
 
-Programs of rows with nothing to do return at once. P tiles of a row.
+Programs for rows without truncation return immediately. P is the number of tiles of a row.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from outrider.engine.logits_processor import MAX_LOGIT, MIN_TEMPERATURE
 from outrider.engine.truncation import EXP2_POLYNOMIAL, MAX_DISTANCE, STEP_BITS, STEPS_PER_NAT
 
 NUM_BRACKET_SUMS = 16
-"""Number of sums per tile: one within each of 15 distances, and one of all ids."""
+"""Number of sums that `bracket_sums` stores per tile: one up to each of 15 distances, and one over
+all ids."""
 _GUIDES = tl.constexpr(NUM_BRACKET_SUMS)
 _CUTS = tl.constexpr(PROCESS_TRUNCATION)
 _MAX_LOGIT = tl.constexpr(MAX_LOGIT)
@@ -38,16 +41,16 @@ _LAST_INT32 = tl.constexpr(2**31 - 1)
 _FAR = tl.constexpr(3.0e38)
 """A distance larger than all finite ones."""
 _REACH = tl.constexpr(24.0)
-"""Largest distance of the first `bracket_sums`, in nats. Ids beyond it only matter for a top_p near
-1."""
+"""Largest finite distance in the first run of `bracket_sums`, in nats. Ids beyond it only matter
+for a top_p near 1."""
 _STRIDE = tl.constexpr(8.0)
-"""Step between the distances of the second `bracket_sums`, in nats, if the first one found no upper
-end of the bracket."""
+"""Step between the distances in the second run of `bracket_sums`, in nats, if the first run found
+no upper end of the bracket."""
 _ERROR = tl.constexpr(5e-5)
 """Upper bound of the relative difference between the float sums and the integer masses."""
 _MARGIN = tl.constexpr(1e-4)
 _SCORE_ERROR = tl.constexpr(2.0**-21)
-"""Upper bound of a score's absolute error in the float sums, relative to the size of the peak."""
+"""Upper bound of the absolute error of a distance in `bracket_sums`, as a multiple of |peak|."""
 _FARTHEST = tl.constexpr(MAX_DISTANCE)
 _STEPS_PER_NAT = tl.constexpr(STEPS_PER_NAT)
 _STEP_BITS = tl.constexpr(STEP_BITS)
@@ -63,7 +66,7 @@ _NO_KEY = tl.constexpr(-(2**40))
 
 @triton.jit
 def peak_of(maxima_ptr, row, tiles, TILES: tl.constexpr):
-    """Return the largest logit of a row."""
+    """Return the largest logit of a row, given the maximum of each of its tiles."""
     parts = tl.arange(0, TILES)
     maxima = tl.load(maxima_ptr + row * tiles + parts, mask=parts < tiles, other=float("-inf"))
     return tl.max(maxima, 0)
@@ -82,7 +85,8 @@ def _searches(flags, top_k, top_p):
 
 @triton.jit
 def _totals(guides_ptr, row, tiles, TILES: tl.constexpr):
-    """Return the float sums of all tiles of a row, float32 [GUIDES]."""
+    """Add up the sums that `bracket_sums` stored for the tiles of a row, float32
+    [NUM_BRACKET_SUMS]."""
     parts = tl.arange(0, TILES)[:, None]
     which = tl.arange(0, _GUIDES)[None, :]
     where = (row * tiles + parts) * _GUIDES + which
@@ -91,8 +95,8 @@ def _totals(guides_ptr, row, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def _distances_of(low, high, LEVEL: tl.constexpr):
-    """Return the distances within which `bracket_sums` sums, ascending. The last one includes all
-    ids."""
+    """Return the distances up to which `bracket_sums` sums, in ascending order. The last one
+    includes all ids."""
     which = tl.arange(0, _GUIDES)
     steps = (which + 1).to(tl.float32)
     if LEVEL == 0:
@@ -105,7 +109,8 @@ def _distances_of(low, high, LEVEL: tl.constexpr):
 
 @triton.jit
 def _narrowed(totals, distances, need, error, low, high):
-    """Return the bracket (low, high] of the edge's distance, narrowed by the float sums."""
+    """Return the bracket (low, high] of the edge's distance, narrowed by the sums `totals` up to
+    each of `distances`. `need` is the sum that the kept ids must reach."""
     below = (totals < need * (1.0 - error)) & (distances < _FAR)
     enough = totals >= need * (1.0 + error)
     low = tl.maximum(low, tl.max(tl.where(below, distances, 0.0), 0))
@@ -132,7 +137,8 @@ def bracket_sums(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Store the float sums of one tile of one row. `above_ptr`: the sums of level 0."""
+    """Store the sums of one tile of one row up to each distance. LEVEL: 0 for the first run, 1 for
+    the second one. `above_ptr`: the sums of the first run."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     tiles = tl.num_programs(1)
@@ -212,10 +218,11 @@ def collect_candidates(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Store the mass of one tile of one row, in total and above the bracket, and append the scores
-    in the bracket to the row's list of candidates.
+    """Store the probability mass of one tile of one row, in total and above the bracket, and append
+    the scores inside the bracket to the row's list of candidates.
 
-    With top-k, scores above the bracket are appended, too, because top-p needs them again.
+    With top-k, no mass is stored, and scores above the bracket are appended as well, because top-p
+    then computes the mass of the kept scores.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -256,22 +263,22 @@ def collect_candidates(
 
 @triton.jit
 def _key(scores):
-    """Return int64 keys that sort like the float32 scores (no NaN)."""
+    """Map float32 scores, without NaN, to int64 keys of the same order."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & _LAST_INT32)).to(tl.int64)
 
 
 @triton.jit
 def _of_key(key):
-    """Return the score of a key."""
+    """Map a key from `_key` back to its score."""
     order = key.to(tl.int32)
     return (order ^ ((order >> 31) & _LAST_INT32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _weigh(scores, inside, peak, floor, BY_COUNT: tl.constexpr):
-    """Return the keys of listed scores and their weights, int64: 1 or the mass of the score, and 0
-    below the key `floor`."""
+    """Return the keys of candidate scores and their weights, both int64. The weight is 0 for keys
+    below `floor`. Otherwise it is 1 if BY_COUNT is set, else the probability mass of the score."""
     keys = _key(scores)
     weights = tl.zeros_like(keys) + 1
     if not BY_COUNT:
@@ -290,8 +297,8 @@ def _edge(
     BY_COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the lowest key, at least `floor`, such that the weight of all higher keys is less than
-    `need`."""
+    """Return the lowest key, at least `floor`, such that `base` plus the weight of all candidates
+    with higher keys is less than `need`."""
     high = _key(peak)
     low = high
     for start in range(0, count, BLOCK):
@@ -336,7 +343,7 @@ def find_threshold(
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store the lowest score that one row keeps."""
+    """Store the lowest score of one row that top-k, top-p and min-p keep."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row // rows_per_slot)
     if (tl.load(flags_ptr + slot) & _CUTS) != 0:

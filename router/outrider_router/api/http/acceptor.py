@@ -43,8 +43,8 @@ class AcceptedConnection:
         """Whether the connection has no slot and only receives a refusal."""
 
     def acquire_slot(self) -> bool:
-        """Acquire a slot, or else permission to receive a refusal. Return whether either was
-        available.
+        """Acquire a slot. If none is free, acquire permission to receive an error response without
+        a slot. Return False if neither is available.
         """
         if self._places.acquire_slot(self):
             return True
@@ -57,8 +57,8 @@ class AcceptedConnection:
         return self._connection is not None
 
     def begin_serving(self, connection: SlotHolder) -> None:
-        """Set the protocol that serves the connection from now on, to which calls of `SlotHolder`
-        are forwarded.
+        """Set the protocol that serves the connection from now on. `is_sent` and `close_now` are
+        forwarded to it.
         """
         self._connection = connection
 
@@ -111,9 +111,10 @@ class Acceptor:
     ) -> None:
         """Start accepting connections; needs a running event loop.
 
-        `connect` returns the protocol that serves a connection. `silence_s` is the longest time in
-        seconds until a connection's first byte. `is_urgent` decides, by at most the first 256
-        bytes, whether a connection is set up before the waiting ones.
+        `connect` returns the protocol that serves a connection. `places` limits the number of
+        connections. `handshake_s` is the longest time of a TLS handshake, and `silence_s` the
+        longest time until a connection's first byte, both in seconds. `is_urgent` gets at most the
+        first 256 bytes of a connection and returns whether it is set up before the waiting ones.
         """
         listener.setblocking(False)
         # uvicorn closes its socket before it is removed from the event loop.

@@ -60,8 +60,8 @@ class ConnectionSlots:
         """Number of connections without a slot that are about to receive a refusal."""
 
     def acquire_slot(self, holder: SlotHolder) -> bool:
-        """Give a new connection a slot, if necessary that of an idle connection. Return whether the
-        new connection has one.
+        """Give a new connection a slot. If none is free, close an idle connection and give its slot
+        to the new one. Return False if no connection is idle either.
         """
         if len(self._held) >= self._most and not self.evict_idle():
             return False
@@ -70,8 +70,8 @@ class ConnectionSlots:
         return True
 
     def evict_idle(self) -> bool:
-        """Close the connection that was silent longest, or else idle longest. Return whether there
-        was one.
+        """Close the oldest connection that has sent nothing yet. If there is none, close the
+        connection that has been idle longest. Return False if there is neither.
         """
         waiting = chain(self._silent, self._idle)
         oldest = next((held for held in waiting if held.is_sent), None)
@@ -82,7 +82,9 @@ class ConnectionSlots:
         return True
 
     def record_refusal(self) -> bool:
-        """Count a connection without a slot. Return whether it may receive a refusal."""
+        """Count a connection without a slot. Return whether it may receive an error response before
+        it is closed.
+        """
         self._on_refused()
         if self._refused >= MAX_REFUSALS:
             return False

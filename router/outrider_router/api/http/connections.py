@@ -121,8 +121,8 @@ class HttpConnection(H11Protocol):
 
     @property
     def is_sent(self) -> bool:
-        """Whether all output has been sent. Output for a slow reader may still be in the write
-        buffer.
+        """Whether all output has been passed to the operating system. If the client reads slowly,
+        output may still be in the write buffer of this process.
         """
         return self.transport.get_write_buffer_size() == 0
 

@@ -36,8 +36,8 @@ STATUSES: Final[dict[type[OutriderError], tuple[int, str]]] = {
     errors.DeadlineExceededError: (504, "timeout_error"),
     OutriderError: (500, SERVER),
 }
-"""HTTP status and OpenAI's `type` by error class. Classes that are not listed use those of their
-base class.
+"""Maps an error class to the HTTP status and to OpenAI's error `type`. Classes that are not listed
+use the entry of their base class.
 """
 
 CODES: Final = {
@@ -49,8 +49,8 @@ CODES: Final = {
     "KEY_RATE_LIMITED": "rate_limit_exceeded",
     "RATE_LIMITED": "rate_limit_exceeded",
 }
-"""OpenAI's `code` by error reason, for reasons that OpenAI's clients know. Other reasons are sent
-in lower case.
+"""Maps the reason of an error to a `code` that OpenAI's clients know. Other reasons are sent in
+lower case.
 """
 
 _TYPES: Final = {400: INVALID, 404: "not_found_error", 429: "rate_limit_error"}
@@ -58,12 +58,12 @@ _HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed", 413: "body_to
 UNPUBLISHED_PATHS: Final = ("/openapi.json", "/", "/status.json")
 """Paths of GET routes that the OpenAPI description does not contain."""
 ASKED: Final = "outrider.asked"
-"""Key in a request's ASGI scope: method and path as the client sent them."""
+"""Key in a request's ASGI scope. Its value is the method and the path as the client sent them."""
 MAX_QUOTED_CHARS: Final = 100
 """Largest number of characters of a path or header that an error message quotes."""
 FIELD_NAMES: Final = "outrider.field_names"
-"""Key in a request's ASGI scope: mapping from the `param` of a typed error to the HTTP field's
-name.
+"""Key in a request's ASGI scope. Its value maps the `param` of a typed error to the name of the
+field in the HTTP body.
 """
 
 
@@ -78,7 +78,9 @@ class HttpError:
     param: str | None = None
     retry_after_s: float | None = None
     headers_added: Mapping[str, str] = field(default_factory=dict)
-    """Headers that are sent in addition to the derived ones."""
+    """Further response headers. They are sent only if the status is not 401 and the error has no
+    retry hint.
+    """
 
     @property
     def body(self) -> str:
@@ -93,8 +95,9 @@ class HttpError:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Response headers: the retry hint as `Retry-After` in seconds and `retry-after-ms` in
-        milliseconds, or for status 401 the authentication schemes.
+        """Response headers of the error. Status 401 has the authentication schemes. An error with a
+        retry hint has `Retry-After` in seconds and `retry-after-ms` in milliseconds. All other
+        errors have `headers_added`.
         """
         if self.status == 401:
             return {"www-authenticate": 'Bearer realm="outrider", Basic realm="outrider"'}
@@ -105,7 +108,7 @@ class HttpError:
         return {"retry-after": str(math.ceil(hint)), "retry-after-ms": str(math.ceil(hint * 1e3))}
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        """Return the complete response; `headers` are sent too."""
+        """Return the complete response, with `headers` in addition to the error's headers."""
         return Response(
             self.body,
             status_code=self.status,

@@ -24,7 +24,8 @@ LARGE_BYTES: Final = 1 << 16
 _STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _MAX_QUOTES: Final = 1 << 16
 _VALUES: Final = b",[{"
-"""Characters of which one precedes every value but the first of a JSON document."""
+"""Characters that are counted to count JSON values: every value except the first follows one of
+them."""
 
 
 class JsonParser:
@@ -82,7 +83,8 @@ class JsonRoute(APIRoute):
     """Route whose JSON body is parsed by `JsonParser`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the framework's handler, which gets requests that use `JsonParser`."""
+        """Return FastAPI's handler of the route. It gets requests whose body is parsed by
+        `JsonParser`."""
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:

@@ -64,7 +64,9 @@ class TextOffsets:
 def chat_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], texts: TokenTextTable
 ) -> dict[str, object]:
-    """Return `logprobs` of a chat choice for these tokens."""
+    """Return the `logprobs` object of a chat choice in OpenAI's format: `content` has an entry for
+    each of these tokens, and `refusal` is None.
+    """
     content = [
         {
             **_chat_token(id_, found.logprob, texts),
@@ -85,10 +87,12 @@ def completion_logprobs(
     texts: TokenTextTable,
     offsets: TextOffsets,
 ) -> dict[str, object]:
-    """Return `logprobs` for the next tokens of a completion choice. `offsets` must have counted its
-    earlier tokens.
+    """Return the `logprobs` object of a completion choice in OpenAI's format: `tokens`,
+    `token_logprobs`, `top_logprobs` and `text_offset`, each a list with an entry for each of these
+    tokens.
 
-    The emitted token is among `top_logprobs`, as in OpenAI's API.
+    `offsets` must have counted the choice's earlier tokens. The emitted token is among
+    `top_logprobs`, as in OpenAI's API.
     """
     tokens = [texts(id_) for id_ in token_ids]
     top: list[dict[str, float]] = []

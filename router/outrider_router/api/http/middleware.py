@@ -32,16 +32,17 @@ REQUEST_ID: Final = "x-request-id"
 OWN_ID: Final = "outrider.own_id"
 CLIENT_ID: Final = "outrider.client_id"
 CALLER: Final = "outrider.caller"
-"""Keys in a request's ASGI scope: the id in use, the id that the client chose or None, and the
-caller. Public paths have no caller.
+"""Key in a request's ASGI scope. Its value is the caller; requests of public paths have none. The
+value of `OWN_ID` is the request id in use, and that of `CLIENT_ID` is the id that the client chose,
+or None.
 """
 _MAX = MAX_NAME_BYTES - len(f"-{MAX_CHOICES}")
 _VALID = re.compile(rf"[!-~]{{1,{_MAX}}}")
 
 
 def asks_for_open_path(first: bytes, root_path: str) -> bool:
-    """Return whether a connection begins with a request for a public path. `first` are its first
-    bytes; with TLS they are encrypted, so the result is False.
+    """Return whether a connection begins with a request for a path that needs no API key. `first`
+    are the first bytes of the connection. With TLS they are encrypted, so the result is False.
     """
     method, _, rest = first.partition(b" ")
     path = re.split(rb"[ ?]", rest, maxsplit=1)[0].decode("latin-1")
@@ -52,9 +53,9 @@ class RequestMiddleware:
     """ASGI middleware that checks access, limits bodies and assigns request ids.
 
     If API keys are required, it refuses callers without a valid key before their body is read. It
-    refuses bodies that are too large or encoded. Every request gets an id, which the response
-    returns: the client's `X-Request-Id` if it is printable ASCII and not too long, otherwise a
-    generated one.
+    refuses bodies that are too large or have a Content-Encoding. Every request gets an id, which
+    the response returns: the client's `X-Request-Id` if it is printable ASCII and not too long,
+    otherwise a generated one.
     """
 
     def __init__(

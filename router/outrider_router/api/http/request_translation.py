@@ -106,8 +106,8 @@ def _prompt(prompt: str | int | list[int]) -> Prompt:
 
 
 def chat_prompt(messages: Sequence[ChatRequestMessage]) -> ChatPrompt:
-    """Return the conversation of chat messages. The role "developer" becomes "system". Raises
-    InvalidRequestError for unsupported fields of a message.
+    """Convert the messages of a chat request into the prompt of a router request. The role
+    "developer" becomes "system". Raises InvalidRequestError for unsupported fields of a message.
     """
     turns = []
     for number, message in enumerate(messages):
@@ -133,8 +133,10 @@ def _choices(
     top_logprobs: int | None,
     request_id: RequestId | None,
 ) -> tuple[GenerateRequest, ...]:
-    """Return the router requests of all choices. If `max_tokens` is None, `default_max_tokens`,
-    reduced to the remaining context, applies; if both are None, the router's default applies.
+    """Return the router requests of all choices.
+
+    If `max_tokens` is None, the output is limited to `default_max_tokens` or to the remaining
+    context, whichever is smaller. If both are None, the router's default applies.
     """
     n = body.n or 1
     count = len(prompts) * n

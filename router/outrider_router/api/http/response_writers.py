@@ -1,7 +1,7 @@
 """Writers of completions and chat responses, whole and in stream chunks. Pure.
 
-The constant JSON parts of a chunk are built once per stream. Per chunk mainly its text is converted
-to JSON, which is most of the cost of a token here.
+The constant JSON parts of a chunk are built once per stream. For each chunk, little more than its
+text is converted to JSON. This conversion is most of the cost of a token in this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider_router.api.http.logprobs import (
 from outrider_router.api.http.usage import metrics_body, sum_stats, total_usage_body
 
 json_quote = json.JSONEncoder(ensure_ascii=False).encode
-"""Function that returns a value as JSON."""
+"""Function that converts a value to JSON text."""
 _REASONS = {FinishReason.LENGTH: "length"}
 
 
@@ -42,7 +42,7 @@ class ChoiceState:
     has_started: bool = False
     """Whether a chunk of the choice was sent."""
     tokens: int = 0
-    """Number of token ids so far."""
+    """Number of token ids that were generated so far."""
     offsets: TextOffsets | None = None
     """Counter of the text offsets of the tokens; None until log-probabilities are written."""
 
@@ -101,8 +101,8 @@ class ResponseWriter(ABC):
         logprobs: Sequence[TokenLogprobs],
         usage: dict[str, object] | None,
     ) -> str:
-        """Return a chunk with new text. The first chunk of a choice is preceded by the opening
-        chunk, if the format has one.
+        """Return a server-sent event with new text of a choice. If the format has an opening chunk,
+        it precedes the first event of a choice. `usage` is part of the event unless it is None.
         """
         told = "null"
         if self._with_logprobs:
@@ -117,7 +117,9 @@ class ResponseWriter(ABC):
         return f"{opening}{self._head}{body}]{self._tail(usage)}"
 
     def write_end(self, choice: ChoiceState, usage: dict[str, object] | None) -> str:
-        """Return the last chunk of a choice."""
+        """Return the server-sent event that ends a choice. `usage` is part of the event unless it
+        is None.
+        """
         assert choice.finish is not None, "it has ended"
         opening = ""
         if not choice.has_started:
@@ -131,7 +133,9 @@ class ResponseWriter(ABC):
         return f"{opening}{self._head}{body}]{self._tail(usage)}"
 
     def write_usage(self, choices: Sequence[ChoiceState]) -> str:
-        """Return the chunk with the token usage, which has no choice."""
+        """Return the last server-sent event of a stream. It has the token usage of all choices, and
+        its list of choices is empty.
+        """
         finishes = _finishes(choices)
         told = json_quote(total_usage_body(finishes, self._n))
         speculation = json_quote(metrics_body(sum_stats([finish.stats for finish in finishes])))

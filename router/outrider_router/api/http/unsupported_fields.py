@@ -12,7 +12,9 @@ from typing import Final
 from outrider.errors import InvalidRequestError
 
 UnsupportedFields = Mapping[str, tuple[object, ...]]
-"""Unsupported fields by name, each with the values other than null that have no effect."""
+"""Maps the name of an unsupported field to its harmless values. A request with null or a harmless
+value in the field is accepted.
+"""
 
 _BOTH: Final[dict[str, tuple[object, ...]]] = {
     # OpenAI's fields.
@@ -68,7 +70,7 @@ TOKENIZED_CHAT: Final[UnsupportedFields] = {
     "documents": ([],),
     "tools": ([],),
 }
-"""Unsupported fields of /tokenize for a conversation, which would change its tokens."""
+"""Fields that /tokenize does not support for a conversation. They would change its tokens."""
 MESSAGE: Final[UnsupportedFields] = {
     "audio": (),
     "function_call": (),
@@ -101,8 +103,11 @@ class UnsupportedFieldError(InvalidRequestError):
 def refuse_unsupported(
     extra: Mapping[str, object] | None, fields: UnsupportedFields, where: str = ""
 ) -> None:
-    """Raise UnsupportedFieldError for the first of `fields` whose value would change the answer.
-    `where` is the prefix of its name.
+    """Raise UnsupportedFieldError if a field in `extra` is one of `fields` and its value would
+    change the answer.
+
+    `extra` has the fields of a body that its pydantic model does not define. `where` is put before
+    the name of the field in the error, such as "messages[0].".
     """
     for name, value in (extra or {}).items():
         harmless = fields.get(name)

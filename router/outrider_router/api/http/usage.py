@@ -12,8 +12,8 @@ from outrider.wire.stats import SpecStats
 def usage_body(
     prompt_tokens: int, completion_tokens: int, stats: SpecStats | None = None
 ) -> dict[str, object]:
-    """Return OpenAI's `usage`. If `stats` are given, draft tokens are reported as predicted
-    tokens.
+    """Return OpenAI's `usage` object. If `stats` are given, it includes the numbers of accepted and
+    rejected draft tokens, as `accepted_prediction_tokens` and `rejected_prediction_tokens`.
     """
     told: dict[str, object] = {
         "prompt_tokens": prompt_tokens,
@@ -29,7 +29,9 @@ def usage_body(
 
 
 def total_usage_body(finishes: Sequence[FinishInfo], n: int) -> dict[str, object]:
-    """Return `usage` of all choices. The prompt of `n` adjacent choices counts once."""
+    """Return one `usage` object for all choices of a response. Each `n` adjacent choices share a
+    prompt, which counts once.
+    """
     return usage_body(
         sum(finish.usage.prompt_tokens for finish in finishes[::n]),
         sum(finish.usage.completion_tokens for finish in finishes),
@@ -53,8 +55,8 @@ def sum_stats(stats: Sequence[SpecStats]) -> SpecStats:
 
 
 def metrics_body(stats: SpecStats) -> dict[str, object]:
-    """Return the object `metrics`, with vLLM's names where the meaning is the same, and Outrider's
-    other counters.
+    """Return the `metrics` object of a response. Counters have vLLM's names where the meaning is
+    the same; the others exist only in Outrider.
 
     `num_spec_steps` is the number of rounds with a proposal. `mean_acceptance_length` is the mean
     number of tokens that such a round emits: its accepted tokens plus one, as in vLLM.

@@ -63,8 +63,8 @@ Mistake = Mapping[str, Any]
 
 
 def describe_validation_errors(mistakes: Sequence[Mistake], body: object) -> InvalidRequestError:
-    """Return the error for a body with these mistakes. Its `param` is "" if no single field is
-    wrong.
+    """Return the error for a body with these mistakes. The error's `param` is the path of the first
+    wrong field, or "" if the body as a whole is wrong.
     """
     unsupported = _unsupported_turn(mistakes, body)
     if unsupported is not None:

@@ -2,9 +2,9 @@
 
 The event loop appends the tokens of a round with one `write` for all sessions, before any client
 gets them. So every token that a client has seen survives a crash of the router process. `Fsync`
-sets when the data is flushed to the disk. The file is rewritten without finished requests when it
-has grown too long, and after a failure. Until a rewrite after a failure succeeds, the router serves
-without a log.
+sets when the data is flushed to the disk. The file is rewritten when it has grown too long, and
+after a failure. The new file omits requests that cannot be resumed any more. Until a rewrite after
+a failure succeeds, the router serves without a log.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAX_FILE_BYTES = 512 << 20
 shorter.
 """
 REWRITE_FACTOR = 4
-"""Growth factor since the last rewrite at which the file is rewritten."""
+"""The file is rewritten when it is this many times as long as after the last rewrite."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class _LoggedRequest:
 
 
 class DurableLog:
-    """Log of one router. Use from one event loop."""
+    """Durable log of the resumable requests of one router. Use from one event loop."""
 
     def __init__(
         self,
@@ -114,7 +114,9 @@ class DurableLog:
 
     @property
     def is_failing(self) -> bool:
-        """Whether clients receive tokens that are not in the log."""
+        """Whether the log cannot be written now, so that clients receive tokens that are not in the
+        log.
+        """
         return self._failing
 
     def start_writing(self) -> None:
@@ -142,8 +144,8 @@ class DurableLog:
             self._lock = -1
 
     def restore_request(self, logged: LoggedRequest) -> None:
-        """Keep a request of `contents` in the log. Its `emitted` and `logprobs` lists must be the
-        ones that grow.
+        """Keep in the log a request that was read from the file. Its lists `emitted` and `logprobs`
+        must be the ones to which new tokens are appended.
         """
         live = _LoggedRequest(
             encode_opened(logged.number, logged.opened), logged.emitted, logged.logprobs
@@ -155,8 +157,8 @@ class DurableLog:
     def append_opened(
         self, opened: OpenedRequest, emitted: list[int], logprobs: list[TokenLogprobs]
     ) -> int:
-        """Log a new request and return its number. `emitted` and `logprobs` must be the request's
-        own lists, which grow.
+        """Log a new request and return its number. `emitted` and `logprobs` must be the lists to
+        which new tokens of the request are appended.
         """
         self._last_number = self._last_number % MAX_NUMBER + 1
         while self._last_number in self._live:
@@ -172,8 +174,8 @@ class DurableLog:
         self._write(encode_emitted(rows))
 
     def append_ended(self, number: int, finish: FinishInfo | None) -> None:
-        """Log the end of a request. With a finish, the request is kept until `forget_request`;
-        without one it is forgotten at once.
+        """Log the end of a request. With a `finish`, the log keeps the request until
+        `forget_request` is called; without one, the request is forgotten at once.
         """
         live = self._live.get(number)
         if live is None:
@@ -184,7 +186,7 @@ class DurableLog:
             self.forget_request(number)
 
     def forget_request(self, number: int) -> None:
-        """Omit a request from the next rewrite."""
+        """Omit a request from the file when it is rewritten next."""
         self._live.pop(number, None)
 
     def _write(self, data: bytes) -> None:

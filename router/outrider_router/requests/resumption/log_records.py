@@ -44,8 +44,8 @@ MAX_ROWS = 1 << 16
 MAX_NUMBER = (1 << 31) - 1
 """Largest number of a request; the next number after it is 1."""
 MAX_REQUESTS = 4096
-"""Largest number of requests in a log; records of further requests count as damaged. The router
-keeps as many finished answers.
+"""Largest number of requests in a log; records of further requests count as damaged. A router keeps
+at most the same number of finished answers.
 """
 
 
@@ -92,12 +92,12 @@ class LoggedRequest:
 
 @dataclass(slots=True, kw_only=True)
 class LogContents:
-    """Contents of a log: the requests that have not ended or ended with a finish."""
+    """Contents of a log: the requests that have not ended, and those that ended with a finish."""
 
     requests: dict[int, LoggedRequest] = field(default_factory=dict)
     last_number: int = 0
     alive_at: float = 0.0
-    """Wall-clock time in seconds of the newest record with a time, when the router still ran."""
+    """Latest wall-clock time in the records, in seconds. The router still ran at this time."""
     num_damaged: int = 0
     """Number of damaged records or parts of the file that were skipped."""
     is_torn: bool = False

@@ -35,8 +35,8 @@ EventWriter = Callable[[StreamEvent], Awaitable[None]]
 """Function that sends one message to a client; any exception means that the client is gone."""
 
 POLL_INTERVAL_S = 0.02
-"""Time in seconds between two checks of whether a restarted answer has reached its client's
-position.
+"""Time in seconds between two checks of whether an answer that continues after a restart has
+reached its client's position.
 """
 MAX_FINISHED_ANSWERS = 4096
 """Largest number of finished answers that are kept for their clients."""
@@ -82,7 +82,7 @@ class ResumableAnswer:
         self.error: OutriderError | None = None
         self.over = False
         self.tokens = 0
-        """Number of token ids of the entry that were added to the answer."""
+        """Number of token ids in the answer. The output of the entry may have more."""
         self.characters = 0
         """Number of characters that were added to the answer."""
         self.may_lag = may_lag
@@ -183,22 +183,22 @@ class ResumableAnswer:
             self._leave(listener)
 
     def start_task(self, events: Coroutine[object, None, None]) -> asyncio.Task[None]:
-        """Start the task that reads the request's messages, and the grace time within which a
-        client must listen.
+        """Start `events` as the task that reads the request's messages. A client must listen within
+        the grace time, which starts now.
         """
         self._task = asyncio.create_task(events, name="resumable-request")
         self._wait_for_listener()
         return self._task
 
     def cancel_timer(self) -> None:
-        """Stop the grace time within which a client must listen."""
+        """Cancel the timer that ends the request if no client listens."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def interrupt(self, error: OutriderError) -> None:
-        """End the call of a client with `error` if the request's task is waiting for this client,
-        which reads slowly. The task can then continue.
+        """If the request's task is waiting for a client that reads slowly, end that client's call
+        with `error`. The task can then continue.
         """
         listener = self._listener
         if self._telling and listener is not None:

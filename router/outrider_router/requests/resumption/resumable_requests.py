@@ -99,8 +99,9 @@ class ResumableRequests:
         return answer
 
     def interrupt_answer(self, entry: RequestEntry, error: OutriderError) -> None:
-        """End a write to a slow client for which the task of a request waits. The request fails
-        with `error`. Has no effect for requests that are not resumable.
+        """If the task of a failing request is waiting for a slow client, end that client's call
+        with `error`, so that the task can continue. Has no effect for requests that are not
+        resumable.
         """
         answer = self._answers.get_answer(entry.request_id)
         if answer is not None and answer.entry is entry:
@@ -156,7 +157,7 @@ class ResumableRequests:
         output.record_logged(self._log.append_opened(opened, output.token_ids, output.logprobs))
 
     def log_emitted(self, rows: Sequence[EmittedRow]) -> None:
-        """Log token ids that were appended to logged entries, before any client receives them."""
+        """Log new token ids of logged requests. Must be called before any client receives them."""
         if self._log is not None:
             self._log.append_emitted(rows)
 

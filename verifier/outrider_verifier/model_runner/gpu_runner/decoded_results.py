@@ -1,8 +1,9 @@
 """Decodes the result words of a GPU launch into accepted tokens, features and log-probabilities.
 
-Letters in shapes: n rows; N nodes of a row's bucket; H feature width. A row has 2 + 2N words: the
-number of accepted rows of its bucket (including the root's), flags, the indices of these rows, and
-the tokens that follow each of them.
+A row is a decoding session of the launch. In shapes, n is the number of rows, N the number of nodes
+per row that the launch verifies (including the root), and H the feature width. The result of a row
+has 2 + 2N words: the number of accepted nodes (including the root), flags, N words for the indices
+of the accepted nodes, and N words for the token that follows each of them.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ class LaunchResults(NamedTuple):
     words: NDArray[np.int32]
     """Result words of the rows, [n, 2 + 2N]."""
     counts: list[int]
-    """First word of each row, [n]: the number of accepted rows of its bucket."""
+    """Number of accepted nodes of each row, including the root, [n]. This is the first result
+    word."""
     features: NDArray[np.generic] | None
-    """Features [n * N and more, H]: for each row, those of its accepted nodes come first."""
+    """Features, at least [n * N, H]. Each row has N entries, and those of its accepted nodes come
+    first. None if there are no features."""
     draft_nodes: int
     """Number of in-process draft nodes that the launch verified in each row."""
     logprobs: dict[int, PathLogprobs]
-    """Log-probabilities of the tokens of rows whose sessions request them, by row."""
+    """Log-probabilities of the tokens of rows whose sessions request them, indexed by row."""
     is_in_shm: bool = False
     """Whether the features are in shared memory that the drafter of the rows reads."""
 
@@ -49,7 +52,7 @@ class LaunchResults(NamedTuple):
         return int(self.words.shape[1]) // 2 - 1
 
     def tokens(self) -> NDArray[np.int32]:
-        """Return the tokens that the rows emitted, row after row."""
+        """Return the tokens that all rows emitted, one row after the other."""
         nodes = self.nodes
         if len(self.counts) == 1:
             return self.words[0, 2 + nodes : 2 + nodes + self.counts[0]].copy()
@@ -97,17 +100,19 @@ class LaunchResults(NamedTuple):
         return verified
 
     def special_rows(self) -> set[int]:
-        """Return the rows that have flags or log-probabilities to report."""
+        """Return the indices of the rows that have flags or log-probabilities to report."""
         told = self.words[:, 1] & (TARGET_ONLY_FALLBACK | INVALID_OUTPUT)
         return {*np.flatnonzero(told).tolist(), *self.logprobs}
 
     def invalid(self) -> NDArray[np.bool_] | None:
-        """See `DecodeOutput.invalid`."""
+        """Return a mask [n] of the rows for which the model returned invalid logits, or None if
+        there are none."""
         invalid: NDArray[np.bool_] = (self.words[:, 1] & INVALID_OUTPUT) != 0
         return invalid if invalid.any() else None
 
     def row_outputs(self, numbers: Sequence[int], *, with_features: bool = True) -> list[RowOutput]:
-        """Return the full results of the rows with these numbers."""
+        """Return the full results of the rows with the indices `numbers`. Their features are None
+        if `with_features` is False."""
         told, first, drafted = self.logprobs.get, 2 + self.nodes, self.in_process_nodes()
         features = self.row_features() if with_features else [None] * len(self.counts)
         return [
@@ -123,7 +128,8 @@ class LaunchResults(NamedTuple):
         ]
 
     def block(self) -> NDArray[np.generic] | None:
-        """See `DecodeOutput.block`."""
+        """Return the features of all rows as one array [n, H] if each row has only its root, so
+        that it emits one token. Otherwise, or if there are no features, return None."""
         rows = self.features
         if rows is None or self.nodes > 1:
             return None
@@ -131,14 +137,15 @@ class LaunchResults(NamedTuple):
 
 
 class LaunchLogprobs(NamedTuple):
-    """Log-probabilities of a launch, by decoding row and by prefill chunk."""
+    """Log-probabilities that sessions requested of a launch. `rows` is indexed by decoding row, and
+    `chunks` by prefill chunk."""
 
     rows: dict[int, PathLogprobs]
     chunks: dict[int, PathLogprobs]
 
 
 def read_logprobs(launched: LaunchedRound) -> LaunchLogprobs:
-    """Wait for a launch and return the log-probabilities that were requested of it."""
+    """Wait for a launch, and return the log-probabilities that its sessions requested."""
     if launched.logprobs is None:
         return _NOTHING_TOLD
     asked = launched.logprobs.asked
@@ -152,7 +159,8 @@ _NOTHING_TOLD: Final = LaunchLogprobs({}, {})
 
 
 def merge_results(judged: Sequence[LaunchResults], rows: int) -> DecodeOutput:
-    """Return the results of all rows of a round, in the order of the round."""
+    """Merge the results of a round's launches. Return the results of all `rows` rows of the round
+    in the order in which they were submitted."""
     if len(judged) == 1 and judged[0].group.round_indices == list(range(rows)):
         (all_rows,) = judged
         block = all_rows.block()

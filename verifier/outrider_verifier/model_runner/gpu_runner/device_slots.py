@@ -27,7 +27,8 @@ _NOBODY: Final[frozenset[int]] = frozenset()
 
 @dataclass(slots=True, eq=False)
 class DeviceSlot:
-    """Device slot of a session, and the properties that decide how its rows are launched."""
+    """The device slot of a session, which is its index in the state arrays on the GPU, and the
+    properties that decide how the session is launched."""
 
     slot: int
     uses_token_matching: bool
@@ -37,9 +38,10 @@ class DeviceSlot:
     uses_rejection: bool = False
     """Whether the session has the rejection rule, which needs the draft distributions."""
     has_current_draft: bool = False
-    """Whether the in-process draft on the device follows the session's prefix."""
+    """Whether the draft that the device holds for the session continues its current prefix."""
     has_full_draft_kv: bool = False
-    """Whether the in-process drafter has draft KV for all positions that were written so far."""
+    """Whether the drafter has draft KV for all positions of the session that were written so
+    far."""
     uploaded_blocks: int = 0
     """Number of the session's KV blocks that were uploaded to the device."""
     is_plain: bool = field(init=False)
@@ -50,7 +52,8 @@ class DeviceSlot:
 
     @classmethod
     def create(cls, session: Session, slot: int, *, warped: bool) -> DeviceSlot:
-        """Return the device slot of a session that starts in `slot`."""
+        """Return the device slot of a session that starts in `slot`. `warped` says whether the
+        logits processor changes the session's logits."""
         rule = session.spec.sampling.effective_rule
         return cls(
             slot,
@@ -64,8 +67,8 @@ class DeviceSlot:
 class DeviceSlotTable:
     """Gives device slots to sessions and takes them back.
 
-    All updates of the device are made in stream order, without waiting; those that can be combined
-    are queued until `upload_changes`.
+    Updates of the device are made in stream order, and the host does not wait for them. Updates
+    that can be combined are queued until `upload_changes`.
     """
 
     def __init__(
@@ -103,8 +106,9 @@ class DeviceSlotTable:
         return [device_slots[session.ticket] for session in sessions]
 
     def resume_session(self, session: Session) -> bool:
-        """See `ModelRunner`. Restores the session's state on the device except its in-process
-        draft: its next round has none."""
+        """Resume a suspended session: give it a device slot, and restore its state on the device.
+        Return whether its KV was copied back; otherwise its prefix must be prefilled again. An
+        in-process draft is not restored, so the session's next round has none."""
         slot = self._slots.open_slot(session.kv)
         kept = self._suspended.swap_in(session)
         # What a grammar allows the in-process drafter to draft, the host says round by round.
@@ -150,7 +154,8 @@ class DeviceSlotTable:
         return kept
 
     def suspend_session(self, session: Session, swap: SwapSpace | None) -> bool:
-        """See `ModelRunner`."""
+        """Release a session's device slot and KV blocks. Before that, copy its committed KV to
+        `swap` if there is one and it has room. Return whether the KV was copied."""
         device_slot = self._device_slots.pop(session.ticket)
         self._blank.discard(device_slot.slot)
         self._grown.pop(session.ticket, None)
@@ -160,11 +165,13 @@ class DeviceSlotTable:
         return self._suspended.swap_out(session, swap)
 
     def prefetch_session(self, session: Session) -> bool:
-        """See `ModelRunner`."""
+        """Start to copy a suspended session's KV back while rounds run. Return whether
+        `resume_session` could now run without delaying a round."""
         return self._suspended.prefetch(session)
 
     def close_session(self, session: Session) -> None:
-        """Free the device slot of a session that has ended, suspended or not."""
+        """Free the device slot of a session that has ended, and drop the copy of its KV if it was
+        suspended."""
         self._suspended.drop_copy(session)
         self._were_whole.discard(session.ticket)
         self._grown.pop(session.ticket, None)
@@ -198,9 +205,10 @@ class DeviceSlotTable:
     def record_drafts(
         self, device_slots: Sequence[DeviceSlot], prompts: Sequence[PrefillRow], *, own: bool
     ) -> frozenset[int]:
-        """Record which sessions have an in-process draft for their prefix after a launch of these
-        rows and prompts. `own`: whether the launch makes such drafts. Return the rows that have no
-        such draft to verify in this launch."""
+        """Record which sessions have an in-process draft for their prefix after a launch.
+        `device_slots` are the slots of its decoding rows, and `prompts` its prefill rows. `own`
+        says whether the launch makes such drafts. Return the indices of the decoding rows that have
+        no such draft to verify in this launch."""
         if self._in_process_drafter is None and self._remote_drafter is None:
             return _NOBODY
         if not own:

@@ -1,7 +1,8 @@
-"""In-process drafts of sessions with a grammar: chains level by level, and trees.
+"""Restricts in-process drafts to the grammars of their sessions, for chains and for trees.
 
-Drafting begins under allowed-token masks as soon as the accepted tokens are known. Letters in
-shapes: n in-process drafts of a row; W words of a mask.
+A chain is drafted one level after the other: the mask of a level is known once the token before it
+is known. Letters in shapes: n is the number of in-process draft tokens of a row; W is the number of
+32-bit words of an allowed-token mask.
 """
 
 from __future__ import annotations
@@ -30,37 +31,39 @@ from outrider_verifier.state.session import Session
 
 
 class GrammarChain:
-    """A draft chain that is extended under the masks of its grammar.
+    """A draft chain of one session, extended token by token under the session's grammar.
 
-    Where the grammar allows only one token, that token is the draft, whatever the head predicts.
-    Under the rejection rule drafts must be drawn from their distribution: there no token is forced.
+    If the grammar allows only one next token, this token becomes the draft token, and the head's
+    token is ignored. The rejection rule is an exception: its draft tokens must be drawn from the
+    draft distribution, so the head's token is always used.
     """
 
     def __init__(self, session: Session) -> None:
         self.constraint = advance_grammar(session)
-        """The grammar constraint, at the end of the chain."""
+        """Grammar state after the last token of the chain."""
         self.tokens: list[int] = []
-        """Draft tokens to verify."""
+        """Draft tokens of the chain that the round verifies."""
         self.masks: list[Mask] = []
-        """Allowed-token masks after the root and after each token, as far as they are known."""
+        """Allowed-token masks that are known so far: after the root, then after each token."""
         self.given: int | None = None
-        """The next token if the grammar forces it; else None."""
+        """Next token if the grammar allows only one and the chain may use it; else None."""
         self.is_open = True
-        """Whether the chain can be extended."""
+        """Whether another token can be appended."""
         self.is_known = True
-        """Whether the chain on the device equals this one."""
+        """Whether the copy of the chain on the device is equal to this chain."""
         self._drawn = session.spec.sampling.effective_rule is Rule.REJECTION
         self._entered = 0
 
     def set_mask(self, mask: Mask) -> None:
-        """Set the mask of the tokens that may follow the chain."""
+        """Append the mask of the tokens that may follow the chain."""
         self.masks.append(mask)
         self.given = None if self._drawn else single_id(mask)
 
     def extend_chain(self, drafted: int | None, drafts: GrammarDraftBuffer) -> None:
-        """Extend the chain by the forced token or by the drafted token; `drafted` is None if its
-        result has not been read yet. The chain ends at a token that the grammar does not allow,
-        which the head drafts if its vocabulary has no allowed token."""
+        """Append the next token: the one that the grammar forces, or else `drafted`, the head's
+        token. `drafted` may be None if the token is forced. If the grammar does not allow the
+        head's token, nothing is appended and the chain ends; this happens if no token of the head's
+        vocabulary is allowed."""
         token = drafted if self.given is None else self.given
         assert token is not None
         inside = 0 <= token < self.constraint.vocab_size
@@ -75,27 +78,29 @@ class GrammarChain:
         self.is_open = entered > 0
 
     def padded_masks(self, length: int) -> NDArray[np.uint32]:
-        """Return the allowed-token masks after the root and after each node, uint32 [1 + length,
-        W]. Unknown masks allow every token, because no token is accepted there."""
+        """Return the allowed-token masks after the root and after each of `length` draft tokens,
+        uint32 [1 + length, W]. A mask that is unknown allows every token, which is safe because no
+        token is accepted at its position."""
         masks = np.full((1 + length, self.constraint.num_mask_words), ALL_TOKENS, dtype=np.uint32)
         masks[: len(self.masks)] = self.masks
         return masks
 
     def padded_tokens(self, length: int) -> NDArray[np.int32]:
-        """Return the draft tokens, padded with -1 to [length]."""
+        """Return the draft tokens, int32 [length]; -1 follows the last token."""
         tokens = np.full(length, -1, dtype=np.int32)
         tokens[: len(self.tokens)] = self.tokens
         return tokens
 
     def close(self) -> None:
-        """Rewind the session's constraint to the accepted tokens."""
+        """Rewind the grammar state of the session to the accepted tokens."""
         self.constraint.pop_tokens(self._entered)
         self._entered = 0
 
 
 def grow_chains(chains: Mapping[int, GrammarChain], drafts: GrammarDraftBuffer) -> None:
-    """Extend chains, by slot, to their ends while the device drafts, and upload the chains that
-    differ from those on the device. Waits for the device where the host cannot know a token."""
+    """Extend chains until they end or are full, while the device drafts, and upload those that
+    differ from their copies on the device. `chains` maps device slots to chains. Waits for the
+    device where a token depends on the head's result."""
     open_ = dict(chains)
     for level in range(drafts.length):
         waits = any([chain.given is None for chain in open_.values()])
@@ -118,7 +123,7 @@ def grow_chains(chains: Mapping[int, GrammarChain], drafts: GrammarDraftBuffer) 
 
 
 def _unknown(chains: Mapping[int, GrammarChain]) -> dict[int, GrammarChain]:
-    """Return the chains that differ from those on the device."""
+    """Return the entries of `chains` whose chain differs from its copy on the device."""
     return {slot: chain for slot, chain in chains.items() if not chain.is_known}
 
 
@@ -127,14 +132,14 @@ def _tokens(chains: Mapping[int, GrammarChain], drafts: GrammarDraftBuffer) -> N
 
 
 def request_masks(chains: Collection[GrammarChain]) -> None:
-    """Request the masks at the ends of these chains."""
+    """Compute the allowed-token mask at the end of each chain, and append it to the chain."""
     found = masks_along_drafts([(chain.constraint, ()) for chain in chains])
     for chain, along in zip(chains, found, strict=True):
         chain.set_mask(along.masks[0])
 
 
 class GrammarTreeWalk:
-    """Walk of a grammar constraint through a draft tree that is verified unchanged."""
+    """Computes the allowed-token masks of a draft tree. The grammar does not change the tree."""
 
     def __init__(
         self,
@@ -144,8 +149,9 @@ class GrammarTreeWalk:
         *,
         blank: bool,
     ) -> None:
-        """Prepare the walk. `tokens` and `parents` describe the draft, int32 [n] each; a row that
-        is `blank` has a tree without nodes."""
+        """Prepare the walk through a tree of n nodes. `tokens` and `parents` hold the token and the
+        parent index of each node, int32 [n]. `blank` is whether the round has no draft of this
+        session."""
         self.constraint = advance_grammar(session)
         self.masks = np.full(
             (1 + len(tokens), self.constraint.num_mask_words), ALL_TOKENS, dtype=np.uint32
@@ -154,12 +160,13 @@ class GrammarTreeWalk:
         self._tree = ConstrainedTree(self.constraint, tokens, parents)
 
     def walk(self) -> ConstraintWalk:
-        """Return the walk through the tree and back."""
+        """Return a generator that walks the constraint through the tree, fills `masks`, and returns
+        the constraint to the root."""
         yield from walk_tree(self._tree, self.masks)
 
 
 class GrammarEmission(NamedTuple):
-    """Tokens that a round emitted for a session with a grammar and an in-process drafter."""
+    """Tokens that a round emitted for one session with a grammar and an in-process drafter."""
 
     session: Session
     slot: int
@@ -167,8 +174,8 @@ class GrammarEmission(NamedTuple):
 
 
 def can_skip_drafts(group: LaunchGroup) -> bool:
-    """Return whether the head may skip the drafts of a launch, because all its sessions with
-    in-process drafts have a grammar and their drafts would be discarded."""
+    """Return whether the launch need not draft after its tokens: all its sessions with in-process
+    drafts have a grammar, so drafts made without masks would be discarded."""
     # The first row mostly tells.
     return (
         group.has_in_process_drafts
@@ -180,9 +187,10 @@ def can_skip_drafts(group: LaunchGroup) -> bool:
 def start_masked_drafts(
     emitted: Sequence[GrammarEmission], drafts: GrammarDraftBuffer, *, undrafted: bool = False
 ) -> None:
-    """Launch drafts after the tokens that these sessions emitted, under the masks of their
-    grammars: whole trees, or the first tokens of chains. Does not wait for the device, which drafts
-    while the host commits the round. `undrafted` is whether the launch skipped all drafts."""
+    """Launch the next drafts of sessions with a grammar, under allowed-token masks: whole trees, or
+    the first token of each chain. `emitted` holds the tokens that the round emitted for these
+    sessions, and `undrafted` is whether its launch skipped all drafts. Does not wait for the
+    device, so the host can commit the round while the device drafts."""
     told: dict[int, Masks | None] = {}
     asked: list[tuple[int, Constraint]] = []
     for each in emitted:
@@ -207,8 +215,8 @@ def start_masked_drafts(
 
 
 def apply_grammars(group: LaunchGroup, drafts: GrammarDraftBuffer | None) -> None:
-    """Restrict the in-process drafts and the acceptance of a launch to the grammars of its
-    sessions. Waits for the device if any session has a grammar."""
+    """Apply the grammars of a launch's sessions to their in-process drafts, and set the
+    allowed-token masks of acceptance. Waits for the device if any session has a grammar."""
     if drafts is None or not group.has_in_process_drafts:
         return
     places = [n for n, row in enumerate(group.rows) if row.session.constraint is not None]
@@ -224,7 +232,8 @@ def apply_grammars(group: LaunchGroup, drafts: GrammarDraftBuffer | None) -> Non
 def _chains(
     group: LaunchGroup, places: Sequence[int], drafts: GrammarDraftBuffer
 ) -> list[NDArray[np.uint32]]:
-    """Extend the chains of these rows and return their masks."""
+    """Extend the chains of the rows with indices `places`, and return the masks of each row, uint32
+    [1 + n, W]."""
     chains = {place: GrammarChain(group.rows[place].session) for place in places}
     growing = {
         group.device_slots[place].slot: chain
@@ -249,7 +258,8 @@ def _chains(
 def _trees(
     group: LaunchGroup, places: Sequence[int], drafts: GrammarDraftBuffer
 ) -> list[NDArray[np.uint32]]:
-    """Return the masks of the trees of these rows, which are verified unchanged."""
+    """Return the allowed-token masks for the draft trees of the rows with indices `places`, uint32
+    [1 + n, W] for each row. The trees are verified unchanged."""
     trees = drafts.read_trees([group.device_slots[place].slot for place in places])
     walks = [
         GrammarTreeWalk(group.rows[place].session, *tree, blank=place in group.undrafted_rows)

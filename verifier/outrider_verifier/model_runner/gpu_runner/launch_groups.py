@@ -1,4 +1,4 @@
-"""Groups the rows and prefill chunks of a round into GPU launches. Pure."""
+"""Assigns the decode rows and prefill chunks of a round to GPU launches. Pure."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ _NO_ROWS: Final = RoundRows.of_rows([])
 
 @dataclass(slots=True, eq=False)
 class PromptChunk:
-    """Prompt tokens of a session, as prefill chunks of a launch."""
+    """Prompt tokens that one launch prefills for one session, split into prefill chunks."""
 
     round_index: int
-    """Index in the round's prompts."""
+    """Index of the prompt among the prompts of the round."""
     row: PrefillRow
     first_chunk: int
-    """Index of the first prefill chunk in the launch."""
+    """Index of the prompt's first chunk among all prefill chunks of the launch."""
     chunks: list[PrefillChunkInput]
 
     @property
     def last_chunk(self) -> int:
-        """Index of the last prefill chunk in the launch."""
+        """Index of the prompt's last chunk among all prefill chunks of the launch."""
         return self.first_chunk + len(self.chunks) - 1
 
 
 @dataclass(slots=True, eq=False)
 class LaunchGroup:
-    """Rows of one launch, by their index in the round."""
+    """Decode rows and prompts that one GPU launch computes. `round_indices`, `rows` and
+    `device_slots` have one entry for each decode row; `round_indices` holds its index in the
+    round."""
 
     round_indices: list[int]
     rows: list[VerifyRow]
@@ -51,42 +53,44 @@ class LaunchGroup:
     prompts: list[PromptChunk] = field(default_factory=list)
     launched: LaunchedRound | None = None
     shm_link_id: int | None = None
-    """Link of the drafter that may read the launch's features from shared memory."""
+    """Exchange link of the drafter that may read the launch's features from shared memory; None if
+    no drafter may."""
     undrafted_rows: frozenset[int] = frozenset()
-    """Rows of a launch with in-process drafts that have no draft yet."""
+    """Indices of the rows that have no in-process draft yet, in a launch that verifies such
+    drafts."""
     draft_limits: dict[int, int] = field(default_factory=dict)
-    """Number of in-process draft nodes to verify, by row. Rows that verify all nodes are not
-    included."""
+    """Maximum number of in-process draft nodes to verify, by index of the row. Rows without an
+    entry verify all nodes."""
 
     @property
     def all_chunks(self) -> list[PrefillChunkInput]:
-        """All prefill chunks, prompt by prompt."""
+        """All prefill chunks of the launch, grouped by prompt."""
         return [piece for chunk in self.prompts for piece in chunk.chunks]
 
     @property
     def needs_features(self) -> bool:
-        """Whether any session of the launch keeps features."""
+        """Whether any session of the launch keeps features for its drafter."""
         return any_keeps_features([row.session for row in self.rows]) or any_keeps_features(
             [chunk.row.session for chunk in self.prompts]
         )
 
     @property
     def link_id(self) -> int | None:
-        """Link of the only drafter that receives features of the launch; None if there are several
-        or none."""
+        """Exchange link of all sessions of the launch; None if they do not all have the same
+        link."""
         links = {row.session.link_id for row in self.rows}
         links |= {chunk.row.session.link_id for chunk in self.prompts}
         return links.pop() if len(links) == 1 else None
 
     @property
     def has_in_process_drafts(self) -> bool:
-        """Whether the rows verify drafts of this process's in-process drafter."""
+        """Whether the launch verifies drafts of the in-process drafter."""
         return self.drafts is DraftKind.IN_PROCESS
 
 
 @dataclass(slots=True, eq=False)
 class GpuInFlightRound:
-    """A submitted round that was not collected yet."""
+    """A round that was submitted and whose results were not collected yet."""
 
     prefill: Sequence[PrefillRow]
     verify: Sequence[VerifyRow]
@@ -102,8 +106,8 @@ class GpuInFlightRound:
 
 
 def requested_logprobs(group: LaunchGroup, draft_levels: int) -> LogprobRequest | None:
-    """Return which tokens of a launch need log-probabilities; None if no session requests them.
-    `draft_levels` is the maximum depth of in-process drafts."""
+    """Return the rows and chunks of a launch that need log-probabilities; None if no session
+    requests any. `draft_levels` is the maximum depth of in-process drafts."""
     rows: list[int] = []
     tops: list[int] = []
     depth = 0
@@ -128,9 +132,10 @@ def requested_logprobs(group: LaunchGroup, draft_levels: int) -> LogprobRequest 
 def group_rows(
     verify: Sequence[VerifyRow], device_slots: Sequence[DeviceSlot], max_rows: Callable[[int], int]
 ) -> list[LaunchGroup]:
-    """Group rows, each with its device slot, by their method of acceptance and by the source of
-    their drafts; every row is in one group. `max_rows` returns the maximum number of rows of a
-    launch for the largest number of nodes of any of its rows."""
+    """Return launches for all decode rows. Rows that share a launch have drafts from the same
+    source: the in-process drafter, or any other source or none. `device_slots` holds the device
+    slot of each row. `max_rows` maps a number of nodes, including the root, to the maximum number
+    of rows of a launch in which no row has more nodes."""
     if _all_plain(verify) and len(verify) <= max_rows(1):
         slots = RoundRows.without_drafts([slot.slot for slot in device_slots])
         places = list(range(len(verify)))
@@ -177,7 +182,7 @@ def _group(
 
 
 def _all_plain(verify: Sequence[VerifyRow]) -> bool:
-    """Return whether there are rows, and none of them has a draft or a grammar."""
+    """Return whether there is at least one row, and no row has a draft or a grammar."""
     for row in verify:
         if row.nodes or row.in_process_depth or row.session.constraint is not None:
             return False
@@ -195,8 +200,8 @@ def _judge(device_slots: Sequence[DeviceSlot]) -> AcceptanceMode:
 def _fitting(
     places: list[int], verify: Sequence[VerifyRow], max_rows: Callable[[int], int]
 ) -> list[list[int]]:
-    """Return the indices of the rows of each launch; all rows of a launch are padded to the nodes
-    of its largest row."""
+    """Distribute the rows with indices `places` over launches, and return the row indices of each
+    launch. A launch pads all its rows to the nodes of its largest row."""
     if len(places) <= max_rows(1 + max([verify[place].nodes for place in places])):
         return [places]
     left = sorted(places, key=lambda place: -verify[place].nodes)
@@ -209,7 +214,7 @@ def _fitting(
 
 
 def round_rows(rows: Sequence[VerifyRow], device_slots: Sequence[DeviceSlot]) -> RoundRows:
-    """Return the inputs of rows for the device."""
+    """Return the device inputs of these rows: slots, drafts and draft distributions."""
     slots = [slot.slot for slot in device_slots]
     if not any([row.nodes for row in rows]):
         return RoundRows.without_drafts(slots)
@@ -230,8 +235,8 @@ def round_rows(rows: Sequence[VerifyRow], device_slots: Sequence[DeviceSlot]) ->
 
 
 def _masked(inputs: RoundRows, rows: Sequence[VerifyRow]) -> RoundRows:
-    """Return the inputs with the allowed-token masks of the sessions' grammars, if any session has
-    one."""
+    """Return `inputs` with the allowed-token masks of the sessions' grammars; return `inputs`
+    unchanged if no session has a grammar."""
     if not any([row.session.constraint is not None for row in rows]):
         return inputs
     return inputs._replace(
@@ -240,8 +245,8 @@ def _masked(inputs: RoundRows, rows: Sequence[VerifyRow]) -> RoundRows:
 
 
 def _message(rows: Sequence[VerifyRow]) -> Proposals | None:
-    """Return the message that holds exactly the drafts of these rows, without distributions; None
-    if there is no such message."""
+    """Return the message from which all drafts of these rows come. Return None if there are several
+    messages, if the message has draft distributions, or if a draft was shortened."""
     held = [row.held for row in rows if row.held is not None]
     message = held[0].proposals if held else None
     if message is None or message.distributions is not None or any([row.cut for row in rows]):
@@ -266,8 +271,9 @@ def add_prompts(
     in_process_drafter: bool,
     mixes: Callable[[DraftKind, int, int], bool],
 ) -> None:
-    """Add prompts, each with its index in the round and its device slot, to a launch of decoding
-    rows, or to a launch of their own. `mixes` is `ShapeFamily.allows_prefill`."""
+    """Add prompts to one of the launches in `groups`, or append a launch for them. Each entry of
+    `prefill` contains the index of the prompt in the round, the prompt, and its device slot.
+    `mixes` is `ShapeFamily.allows_prefill`."""
     if not prefill:
         return
     drafted = in_process_drafter and any(
@@ -297,8 +303,9 @@ def add_prompts(
 
 
 def _shared(groups: Sequence[LaunchGroup], *, drafted: bool) -> LaunchGroup | None:
-    """Return the launch that prompts join: the one with in-process drafts if the prompts need them,
-    else any."""
+    """Return the launch that the prompts join; None if they need a launch of their own. A launch
+    with in-process drafts has precedence. `drafted` is whether the prompts need in-process
+    drafts."""
     own = [group for group in groups if group.has_in_process_drafts]
     if own or drafted:
         return own[0] if own else None

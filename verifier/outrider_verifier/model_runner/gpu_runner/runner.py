@@ -1,9 +1,7 @@
-"""GpuModelRunner: runs rounds on the GPU, where acceptance and next tokens are decided.
+"""GpuModelRunner: runs rounds on the GPU, including acceptance and sampling.
 
-The host decides only which sessions a round has. Rows with the same source of drafts share a
-launch: those with drafts of the in-process drafter, and those with drafts from outside (or none).
-Prefill chunks join one of these launches. Letters in shapes: N nodes of a row's bucket; P rows of a
-chunk; H feature width.
+The host decides only which sessions are in a round. Rows with in-process drafts share one launch;
+rows with proposals or without drafts share another. Prefill chunks join one of these launches.
 """
 
 from __future__ import annotations
@@ -87,7 +85,8 @@ _TREE_TOP_K: Final = 4
 
 
 class GpuModelRunner:
-    """A `ModelRunner` whose rounds are launches of `RoundLauncher`."""
+    """A `ModelRunner` on a GPU. Each round consists of one or several launches of
+    `RoundLauncher`."""
 
     can_run_ahead = True
 
@@ -103,20 +102,22 @@ class GpuModelRunner:
         feature_dtype: TensorDtype,
         throttle: RoundThrottle | None = None,
     ) -> None:
-        """Create a runner. `throttle` makes rounds last longer, for tests; None adds no delay."""
+        """Create a runner. `slack` is the number of KV slots that rounds may write in advance.
+        `throttle` makes rounds last longer, for tests; None adds no delay."""
         self._slots = slots
         self.rounds = rounds
         self.in_process_drafter = in_process_drafter
-        """The drafter in this process; None if there is none."""
+        """The in-process drafter; None if there is none."""
         self.remote_drafter = remote_drafter
-        """The exchange with a drafter on another device; None if it is off."""
+        """Exchange with a drafter on another GPU; None if the device exchange is off."""
         self._draft_nodes = 0
-        """Number of nodes of a row with drafts on this device, including the root; 0 if there are
-        none."""
+        """Number of nodes of a row with a draft in the present shape, including the root. The draft
+        comes from the in-process drafter or through the device exchange. 0 if there is neither."""
         self._draft_levels = 0
-        """Maximum depth of these drafts."""
+        """Maximum depth of the drafts that `_draft_nodes` counts."""
         self._wanted_nodes = 0
-        """Number of nodes of the requested draft shape; 0 if none was requested."""
+        """Number of nodes of a row in the draft shape that `set_draft_shape` requested, including
+        the root; 0 if it was not called."""
         if in_process_drafter is not None:
             self._draft_nodes = 1 + in_process_drafter.shape.num_nodes
             self._draft_levels = max(shape.levels for shape in in_process_drafter.shapes)
@@ -124,24 +125,25 @@ class GpuModelRunner:
             self._draft_levels = remote_drafter.exchange_shape.draft_length
             self._draft_nodes = 1 + self._draft_levels
         self._usual_nodes = self._draft_nodes
-        """Number of nodes of a row with drafts of the default shape."""
+        """Number of nodes of a row in the default draft shape, including the root."""
         self._feature_dtype = feature_dtype
         self._wire_dtype = to_wire_array(torch.empty(0), feature_dtype).dtype
         self._device = device
         self.slot_headroom = slack
         self.device_slots = DeviceSlotTable(slots, in_process_drafter, remote_drafter)
-        """Device slots of the sessions."""
+        """Table of the sessions' device slots."""
         self._throttle = throttle
         self._reserve: ShmAllocator | None = None
-        """Function that reserves shared memory for features; None if there is none."""
+        """Function that reserves shared memory for features; None if features are never written
+        there."""
         self._asking: set[int] = set()
         """Tickets of sessions that request log-probabilities."""
         self._constrained: set[int] = set()
-        """Tickets of sessions with a grammar or a limited set of ids."""
+        """Tickets of sessions with a grammar or a limited set of allowed token ids."""
         self._collected = 0.0
-        """Time at which the last round was collected."""
+        """Time, on the clock of `time.perf_counter`, at which the last round was collected."""
         self.round_times = MeasuredRoundTimes(rounds.family)
-        """Round durations that were measured at warm-up."""
+        """Round durations that warm-up measured."""
 
     @classmethod
     def build(
@@ -155,9 +157,10 @@ class GpuModelRunner:
         throttle: RoundThrottle | None = None,
         exchange_timeout_ms: float = 0.0,
     ) -> GpuModelRunner:
-        """Build the runner of a loaded target. `head` drafts in this process (colocated, fused) and
-        `throttle` makes rounds last longer. `exchange_timeout_ms` is the time that a round waits
-        for drafts of a drafter on another GPU of this host; 0 turns the exchange off."""
+        """Build the runner of a loaded target. `head` is the head of an in-process drafter
+        (placement colocated or fused). `throttle` makes rounds last longer, for tests.
+        `exchange_timeout_ms` is the time that a round waits for drafts of a drafter on another GPU
+        of this host; 0 disables this exchange."""
         is_exchanging = head is None and projection is not None and exchange_timeout_ms > 0.0
         drafts_here = head is not None or is_exchanging
         shape = InProcessDraftShape(
@@ -228,13 +231,14 @@ class GpuModelRunner:
         )
 
     def compile_kernels(self, check: Callable[[], None] | None = None) -> None:
-        """Compile the kernels of all rounds in parallel. No weights are read, so that they may be
-        copied meanwhile. `check` is called between kernels and raises to give up."""
+        """Compile the kernels of all rounds in parallel. The weights are not read, so they may
+        still be loading. `check` is called between kernels, and raises an error to stop the
+        compilation."""
         compile_shapes(self.rounds, self._device, check)
 
     def warm_up(self) -> None:
-        """Compile the kernels, and capture and time the graph of every shape, so that no request
-        waits for that."""
+        """Compile the kernels, and capture and time the CUDA graph of every shape. No request then
+        waits for compilation or capture. Does nothing without CUDA graphs."""
         if not self.rounds.graphs.enabled:
             return
         seconds: Mapping[RoundShape, float] = warm_up_shapes(self.rounds, self._device)
@@ -243,29 +247,30 @@ class GpuModelRunner:
         self.round_times.set_measurements(seconds)
 
     def release(self) -> None:
-        """Free the blocks of the target's pool that the runner itself holds."""
+        """Free the KV blocks that the runner has reserved for itself."""
         self._slots.release_padding()
 
     @property
     def in_process_draft_length(self) -> int:
-        """Number of draft tokens per round of the in-process drafter."""
+        """Maximum number of tokens that the in-process drafter drafts for a row in its default
+        shape; 0 if there is no such drafter."""
         return 0 if self.in_process_drafter is None else self.in_process_drafter.shape.num_nodes
 
     @property
     def table_blocks(self) -> int:
-        """Maximum number of KV blocks of a session."""
+        """Number of columns of the block table, which is the maximum number of KV blocks of a
+        session."""
         return self._slots.sequence.tables.shape[1]
 
     def detach_remote_drafter(self) -> None:
-        """Record that the drafter on another device is gone, so that no session has drafts of
-        it."""
+        """Record that the drafter on another GPU is gone, and discard its drafts."""
         assert self.remote_drafter is not None
         self.remote_drafter.detach()
         self.device_slots.forget_remote_drafts()
 
     @property
     def chunk_tokens(self) -> int:
-        """Number of prompt tokens of a prefill chunk."""
+        """Number of prompt tokens of a full prefill chunk."""
         return CHUNK_TOKENS
 
     @property
@@ -274,7 +279,7 @@ class GpuModelRunner:
         return self.rounds.family.max_prefill_tokens
 
     def plain_round_s(self, rows: int, *, own: bool, chunks: int = 0) -> float | None:
-        """See `ModelRunner`. In-process drafts have the present draft shape."""
+        """See `ModelRunner`. In-process drafts are assumed to have the present shape."""
         nodes = self._draft_nodes if own else 0
         return self.round_times.plain_s(rows, own_nodes=nodes, chunks=chunks)
 
@@ -306,7 +311,7 @@ class GpuModelRunner:
         self._wanted_nodes = num_nodes
 
     def _is_available(self, num_nodes: int, rows: int) -> bool:
-        """Return whether rounds of `rows` sessions may have drafts of `num_nodes` nodes, including
+        """Return whether a round of `rows` sessions may use drafts of `num_nodes` nodes, including
         the root."""
         family = self.rounds.family
         if num_nodes == family.short_chain_nodes:
@@ -314,7 +319,8 @@ class GpuModelRunner:
         return num_nodes == self._usual_nodes or rows <= family.max_in_process_tree_rows
 
     def _prepare_draft_shape(self, rows: int) -> None:
-        """Switch to the draft shape of a round of `rows` sessions."""
+        """Select the draft shape for a round of `rows` sessions: the requested one if it is
+        available, else the default one."""
         wanted, before = self._wanted_nodes, self._draft_nodes
         if not (wanted and before):
             return
@@ -332,11 +338,11 @@ class GpuModelRunner:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the device still works. Waits for all launches."""
+        """Whether the device still works. Waits until all launches have ended."""
         return is_device_usable(self._device)
 
     def enter_thread(self) -> None:
-        """Prepare the thread that runs the rounds. This thread calls it once."""
+        """Prepare the calling thread to run rounds. That thread must call this once."""
         init_launching_thread(self._device)
 
     def pin_memory(self, memory: NDArray[np.uint8]) -> bool:
@@ -348,7 +354,8 @@ class GpuModelRunner:
         self._reserve = reserve
 
     def make_swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
-        """Return host memory for the KV of the target and of the in-process drafter."""
+        """Return host memory of `budget_bytes` bytes for the KV of suspended sessions: target KV
+        and, with an in-process drafter, draft KV."""
         storages = [pool.storage]
         if self.in_process_drafter is not None:
             storages.append(self.in_process_drafter.storage)
@@ -364,13 +371,15 @@ class GpuModelRunner:
             self._constrained.add(session.ticket)
 
     def close_session(self, session: Session) -> None:
-        """Free the session's device slot, or drop its copy in host memory."""
+        """Free the session's device slot; if the session is suspended, drop the copy of its KV in
+        host memory."""
         self._asking.discard(session.ticket)
         self._constrained.discard(session.ticket)
         self.device_slots.close_session(session)
 
     def record_new_blocks(self, session: Session) -> None:
-        """Queue the upload of new blocks for `upload_new_blocks` or the next `submit_round`."""
+        """Queue the session's new KV blocks, which `upload_new_blocks` or the next `submit_round`
+        uploads."""
         self.device_slots.queue_new_blocks(session)
 
     def upload_new_blocks(self) -> None:
@@ -398,7 +407,7 @@ class GpuModelRunner:
     def submit_round(
         self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
     ) -> GpuInFlightRound:
-        """Launch the round on the device."""
+        """Submit the launches of a round to the device."""
         self._prepare_draft_shape(len(verify))
         self.device_slots.upload_changes()
         device_slots = self.device_slots.get_slots([row.session for row in verify])
@@ -442,8 +451,9 @@ class GpuModelRunner:
     def _shm_target_of(
         self, group: LaunchGroup
     ) -> Callable[[int], NDArray[np.uint8] | None] | None:
-        """Return shared memory for the features of a round of one launch; None if its drafter
-        cannot read them there."""
+        """Return a function that reserves shared memory for the features of the round's only
+        launch. Return None if the sessions do not share one drafter, or if that drafter cannot read
+        the memory."""
         if self._reserve is None or not (group.rows and has_drafter_link(group.rows[0].session)):
             return None
         group.shm_link_id = group.link_id
@@ -458,7 +468,8 @@ class GpuModelRunner:
         return all(launched is None or launched.result.has_arrived for launched in groups)
 
     def collect_round(self, flight: RoundHandle) -> RunnerOutput:
-        """Wait for the launches and update the host's view of the sessions."""
+        """Wait for the launches, update the host's state of the sessions, and return the
+        results."""
         assert isinstance(flight, GpuInFlightRound)
         rows = sum(row.num_tokens for row in flight.prefill)
         prompts: list[RowOutput | None] = [None] * len(flight.prefill)
@@ -488,7 +499,8 @@ class GpuModelRunner:
         )
 
     def _begin_under_masks(self, group: LaunchGroup, launched: LaunchedRound) -> None:
-        """Start masked drafts before the host handles the results, because the device is idle."""
+        """Start the drafts of sessions with a grammar now, before the host handles the results of
+        the launch, because the device is idle until then."""
         drafts = self.rounds.form_drafts
         if drafts is None or not group.has_in_process_drafts:
             return
@@ -510,7 +522,7 @@ class GpuModelRunner:
     def _read(
         self, group: LaunchGroup, launched: LaunchedRound, logprobs: dict[int, PathLogprobs]
     ) -> LaunchResults:
-        """Return the results of rows whose acceptance ran on the device."""
+        """Return the results of the decode rows of a launch."""
         words_of_rows, _ = launched.read_outcome()
         words = words_of_rows[: len(group.rows)]
         counts = words[:, 0].tolist()
@@ -524,7 +536,7 @@ class GpuModelRunner:
         return LaunchResults(group, words, counts, features, drafted, logprobs, in_place)
 
     def _read_chunk(self, chunk: PromptChunk, launched: LaunchedRound) -> RowOutput:
-        """Return the result of a prompt that ran as prefill chunks."""
+        """Return the result of a prompt after its prefill chunks were computed."""
         row, session = chunk.row, chunk.row.session
         if session.phase is not ENDED:
             session.kv.advance(row.num_tokens)
@@ -555,8 +567,8 @@ def _remote_drafter(
     *,
     timeout_ms: float,
 ) -> RemoteDrafter:
-    """Return the exchange with a drafter on another device; its buffers hold any round of
-    `family`."""
+    """Return the exchange with a drafter on another GPU. Its buffers are large enough for any round
+    of `family`."""
     shapes = [shape for shape in family.all_shapes() if shape.draft_kind is DraftKind.IN_PROCESS]
     num_slots = slots.padding + 1
     shape = ExchangeShape(

@@ -1,4 +1,4 @@
-"""Batch shapes to capture as GPU graphs, from the verifier's settings. Pure function."""
+"""Chooses the batch shapes to capture as CUDA graphs from the verifier's settings. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def shape_family_for(
     features: bool,
     remote_distributions: bool = False,
 ) -> ShapeFamily:
-    """Return the shapes of a verifier's rounds; see `ShapeFamily` for the arguments."""
+    """Return the batch shapes of a verifier's rounds; `ShapeFamily` describes the arguments."""
     return ShapeFamily(
         max_rows=config.max_sessions,
         # Sessions may use n-gram drafts beside an in-process drafter too. Simulated acceptance is
