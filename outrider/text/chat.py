@@ -18,8 +18,8 @@ from outrider.text.generation_block import GenerationBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """Options for the end of a conversation's rendered text. Raises InvalidRequestError if both are
-    set."""
+    """Options that determine how the rendered text of a conversation ends. Raises
+    InvalidRequestError if both are true."""
 
     add_generation_prompt: bool = True
     """Whether the text ends where the assistant's next answer begins."""
@@ -35,11 +35,11 @@ class ChatOptions:
 
 
 NEXT_ANSWER = ChatOptions()
-"""Options with which the text ends where the assistant's next answer begins."""
+"""Options for a text that ends where the assistant's next answer begins."""
 
 
 class ChatTemplate:
-    """A compiled chat template. Default system messages come only from the template itself."""
+    """A compiled chat template. No system message is added, except by the template itself."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile a template. `special_tokens` maps names such as `bos_token` to their texts.

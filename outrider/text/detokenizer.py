@@ -1,4 +1,4 @@
-"""Incremental detokenizer: token ids in, whole characters out."""
+"""Incremental detokenizer: converts token ids to text, in whole characters."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from outrider.text.token_bytes import TokenByteTable
 
 
 class Detokenizer:
-    """Turns one stream of ids into text whose concatenation is the text of all ids.
+    """Converts a stream of token ids to pieces of text. Together, the pieces equal the text of all
+    ids.
 
-    A character split across tokens is held back until it is complete; only bytes that can no
-    longer become a character are shown as U+FFFD.
+    A character split across tokens is held back until it is complete. Only bytes that can no longer
+    become a character are shown as U+FFFD.
     """
 
     def __init__(self, pieces: TokenByteTable) -> None:
@@ -21,13 +22,14 @@ class Detokenizer:
         self._to_strip = pieces.strip_start
 
     def push_tokens(self, token_ids: Iterable[int]) -> str:
-        """Return the text that `token_ids` completed; "" while a character is incomplete."""
+        """Add token ids, and return the text that they complete. It is empty while a character is
+        incomplete."""
         text = self._utf8.decode(b"".join(map(self._pieces.__getitem__, token_ids)))
         return self._strip(text) if self._to_strip else text
 
     def flush(self) -> str:
         """Return the remaining text at the end of the stream: U+FFFD for an incomplete character,
-        or ""."""
+        else an empty text."""
         return self._strip(self._utf8.decode(b"", final=True))
 
     def _strip(self, text: str) -> str:

@@ -1,6 +1,7 @@
 """Jinja extension for the `{% generation %}` block of chat templates.
 
-Trainers use the block to find the assistant's tokens; for serving only its contents matter.
+Training code uses the block to find the assistant's tokens. In serving, the block has no effect:
+its content is rendered as usual.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chat rendering with messages as plain text: only the template writes special tokens."""
+"""Chat rendering in which messages are plain text, and only the template writes special tokens."""
 
 from __future__ import annotations
 
@@ -25,18 +25,22 @@ _ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
 class PlainChat:
     """Chat template whose special tokens clients cannot imitate in their messages.
 
-    The source of the template is changed: it writes a placeholder that no client knows in the place
-    of each special token. The string of a special token in the rendered prompt then comes from a
-    client and is encoded as plain text. Some templates build special tokens from parts, such as
-    `'<|' + role + '|>'`. For these, the strings of special tokens in messages are escaped before
-    the template is rendered.
+    The source of the template is changed: in the place of each special token, it writes a private
+    name that no client knows. If the rendered prompt still contains the string of a special token,
+    a client has sent it, and it is encoded as plain text. Some templates build special tokens from
+    parts, such as `'<|' + role + '|>'`. For these, the strings of special tokens in messages are
+    replaced by placeholders before the template is rendered.
     """
 
     def __init__(
         self, source: str, names: Mapping[str, str], tokens: SpecialTokens, usual: ChatTemplate
     ) -> None:
-        """Create a template from `usual`. `source` is its source, and `names` maps names such as
-        `bos_token` to the texts of its special tokens."""
+        """Create a chat template.
+
+        `usual` is the compiled template and `source` its source. `names` maps names such as
+        `bos_token` to the texts of special tokens. `tokens` gives special tokens their private
+        names.
+        """
         self._tokens = tokens
         self._template = usual
         self._is_marked = False
@@ -53,8 +57,8 @@ class PlainChat:
             self._is_marked = not any(map(tokens.contains_string, results))
 
     def render(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
-        """Return the conversation as text, with private names for the template's special tokens;
-        `options` are those of `ChatTemplate.render`.
+        """Return the conversation as text, with private names in place of the special tokens that
+        the template writes. `options` are those of `ChatTemplate.render`.
 
         Raises InvalidRequestError if the template refuses the messages.
         """

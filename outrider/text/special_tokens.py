@@ -1,4 +1,4 @@
-"""Private names for a tokenizer's special tokens, which no client text can contain."""
+"""Private names for the special tokens of a tokenizer. No text of a client can contain them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class SpecialTokens:
     """
 
     def __init__(self, raw: bytes) -> None:
-        """`raw` is the content of tokenizer.json. Raises InvalidRequestError (BAD_TOKENIZER) if
-        its special tokens cannot be renamed."""
+        """Create the copy of a tokenizer. `raw` is the content of its tokenizer.json. Raises
+        InvalidRequestError (BAD_TOKENIZER) if the special tokens cannot be renamed."""
         document: dict[str, Any] = json.loads(raw)
         added = document.get("added_tokens") or []
         self._strings = [
@@ -51,7 +51,8 @@ class SpecialTokens:
         """Ids of all special tokens."""
 
     def check_ids(self, fast: FastTokenizer) -> None:
-        """Raise InvalidRequestError unless the copy has the ids of `fast`, the tokenizer itself."""
+        """Raise InvalidRequestError unless every special token has the same id in the copy as in
+        `fast`, the original tokenizer."""
         if self._ids != [fast.token_to_id(string) for string in self._strings]:
             raise InvalidRequestError(
                 "the special tokens of tokenizer.json have no ids of their own",
@@ -59,7 +60,7 @@ class SpecialTokens:
             )
 
     def contains_string(self, text: str) -> bool:
-        """Return whether `text` holds the usual string of a special token."""
+        """Return whether `text` contains the usual string of a special token."""
         return self._string.search(text) is not None
 
     def mark(self, text: str) -> str:
@@ -72,8 +73,8 @@ class SpecialTokens:
         return self._string.sub(lambda found: self._hidden[self._number[found[0]]], text)
 
     def unmark(self, text: str) -> str:
-        """Return `text` with the strings of special tokens in place of their private names, which
-        `mark` wrote, and of the placeholders that `hide` wrote."""
+        """Return `text` with the strings of special tokens in place of the private names that
+        `mark` wrote and of the placeholders that `hide` wrote."""
         return self._any.sub(self._string_of, text)
 
     def marked_ids(self, text: str) -> list[int]:
@@ -81,8 +82,8 @@ class SpecialTokens:
         return [self._ids[int(number)] for number in self._name.findall(text)]
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a marked text. Private names become special ids, and everything else
-        becomes ordinary ids. No BOS or other document ids are added."""
+        """Return the ids of a text in which `mark` replaced special tokens. Private names become
+        special ids, and everything else becomes ordinary ids. No BOS or similar ids are added."""
         shown = self._concealed.sub(self._string_of, text)
         # The call for one text would hold up all other threads.
         (found,) = self._fast.encode_batch_fast([shown], add_special_tokens=False)

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 class StopStringFilter:
     """Passes text through until a stop string is complete, and cuts the text there.
 
-    The stop string itself is cut off unless `include` is set. If it is cut off, text that could be
-    the start of a stop string is held back until more text arrives. The stop string that is
-    complete first ends the text; of several that are complete at the same character, the longest.
-    The result therefore does not depend on how the text was split into pieces.
+    The stop string itself is cut off, too, unless `include` is set. If it is cut off, text that
+    could be the start of a stop string is held back until more text arrives. The first stop string
+    that is complete ends the text. If several are complete at the same character, the longest of
+    them counts. The result therefore does not depend on how the text was split into pieces.
 
-    Text that is pushed with `may_end=False` does not end the answer: the filter passes on a stop
-    string that is complete within that text. A stop string that begins in that text and is
-    complete in later text does end the answer.
+    A stop string that is complete within text that is pushed with `may_end=False` does not end the
+    answer and is passed on. A stop string that begins in such text and is complete in later text
+    ends the answer.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         """Create a filter for one answer.
 
-        `stops`: non-empty strings; without any, all text passes through. `include`: whether the
-        stop string that ends the text is part of the text.
+        `stops` are non-empty strings; if there are none, all text passes through. `include` says
+        whether the stop string that ends the answer is part of the returned text.
         """
         assert all(stops), "empty stop strings are refused with the request"
         self._stops = tuple(sorted(set(stops), key=len, reverse=True))
@@ -30,12 +30,13 @@ class StopStringFilter:
         self._held = ""
         """Text that may be the start of a stop string. With `include` it was returned already."""
         self.matched: str | None = None
-        """The stop string that ended the text."""
+        """The stop string that ended the text; None before that."""
 
     def push_text(self, text: str, *, may_end: bool = True) -> str:
-        """Add text and return the text that can be shown now; "" after a match.
+        """Add text, and return the text that can be shown now. It is empty after a stop string has
+        ended the answer.
 
-        `may_end`: whether a stop string that `text` completes ends the answer.
+        `may_end` says whether a stop string that `text` completes ends the answer.
         """
         if not self._stops or self.matched is not None:
             return text if not self._stops else ""
@@ -51,13 +52,14 @@ class StopStringFilter:
         return text if self._include else held[: len(held) - keep]
 
     def flush(self) -> str:
-        """Return the text held back, at the end of an answer without a stop string."""
+        """Return the text that is held back. Call this at the end of an answer that no stop string
+        has ended."""
         held, self._held = self._held, ""
         return "" if self._include else held
 
     def _first_match(self, text: str, num_old: int) -> tuple[int, str] | None:
-        """Return (end, text) of the stop string that is complete first after `num_old`
-        characters."""
+        """Return the end index and the stop string of the first match that ends after the first
+        `num_old` characters, or None."""
         best: tuple[int, str] | None = None
         for stop in self._stops:
             start = text.find(stop, max(0, num_old + 1 - len(stop)))

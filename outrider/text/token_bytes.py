@@ -32,7 +32,8 @@ _BYTE_LEVEL = _byte_level_alphabet()
 
 
 class TokenByteTable:
-    """Bytes of every id, filled on first use. Special and unknown ids contribute nothing."""
+    """Table of the bytes that each token id contributes to a text. An entry is computed when it is
+    first read. Special and unknown ids contribute nothing."""
 
     def __init__(
         self,
@@ -54,15 +55,15 @@ class TokenByteTable:
         self._cache: dict[int, bytes] = {}
 
     def including_special(self) -> TokenByteTable:
-        """Return the same table, in which special ids contribute their text, too."""
+        """Return a copy of this table in which special ids contribute their text."""
         table = copy.copy(self)
         table._special, table._cache = frozenset(), {}
         return table
 
     @classmethod
     def from_tokenizer(cls, fast: FastTokenizer) -> TokenByteTable:
-        """Create the table of a tokenizer. Raises FailedPreconditionError if its decoder is not
-        supported."""
+        """Create the table of a tokenizer. Raises FailedPreconditionError if the tokenizer's
+        decoder is not supported."""
         if fast.decoder is None:
             raise _unsupported("none")
         spec = json.loads(fast.decoder.__getstate__())

@@ -1,6 +1,7 @@
-"""Tokenizer of a served model, loaded from its files in the hub's layout (torch-free).
+"""Tokenizer of a served model, loaded from files in the layout of the Hugging Face Hub.
 
-`tokenizers` is imported when a tokenizer is loaded, so that `tokenizer_hash` does not need it.
+The module does not import torch. It imports `tokenizers` when a tokenizer is loaded, so that
+`tokenizer_hash` does not need it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 LONG_INPUT = 4_000
 """Number of characters or ids from which encoding or decoding takes milliseconds. Such work belongs
-on a thread, where other threads can run meanwhile."""
+on a thread of its own, so that the event loop can continue."""
 _PIECE_CHARS = 1 << 14
 _MAX_CHARS_PER_TOKEN = 8
 """A text with at most this many characters per allowed token is encoded without a check of its
@@ -38,10 +39,11 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def tokenizer_hash(path: str | Path) -> str:
-    """Return the sha256 (hexadecimal) of the bytes of tokenizer.json.
+    """Return the SHA-256 (hexadecimal) of the bytes of tokenizer.json, or an empty text if there is
+    no such file. Peers treat the empty text as unknown.
 
-    `path` is that file or the model directory that holds it; a GGUF file has its tokenizer beside
-    it. Returns "" if there is none, which peers treat as unknown.
+    `path` is that file, the model directory that contains it, or a weight file in the same
+    directory.
     """
     file = tokenizer_file(path)
     if not file.is_file():
@@ -137,12 +139,12 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> tuple[int, ...]:
-        """Return the ids of `text`, with `add_special_tokens` including those that open a document
-        (BOS).
+        """Return the token ids of `text`. With `add_special_tokens`, they include ids such as BOS
+        that the tokenizer adds to a document.
 
         Raises InvalidRequestError (PROMPT_TOO_LONG) for a text with far more than `max_tokens`
-        tokens, in a time that depends on `max_tokens` but not on the length of the text. A text
-        with only a few tokens more is encoded.
+        tokens. The time until then depends on `max_tokens`, but not on the length of the text. A
+        text that exceeds `max_tokens` slightly is encoded.
         """
         if len(text) <= LONG_INPUT:
             return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -176,14 +178,14 @@ class Tokenizer:
         parse_special_tokens: bool = False,
         max_tokens: int | None = None,
     ) -> tuple[int, ...]:
-        """Return the ids of a conversation; each message has "role" and "content". See
-        `ChatOptions` for `options`.
+        """Return the token ids of a conversation. Each message has "role" and "content". `options`
+        are explained in `ChatOptions`.
 
         The template writes its own special tokens and its own default system message. The string of
-        a special token in a message is ordinary text, or with `parse_special_tokens` the special
-        token; a conversation without such strings has the same ids in both cases. `max_tokens` is
-        as in `encode`. Raises InvalidRequestError if the model has no template or the template
-        refuses the messages.
+        a special token in a message is encoded as ordinary text. With `parse_special_tokens` it is
+        encoded as the special token. A conversation without such strings has the same ids in both
+        cases. `max_tokens` is as in `encode`. Raises InvalidRequestError if the model has no
+        template or the template refuses the messages.
         """
         if self._template is None:
             raise InvalidRequestError(
@@ -211,7 +213,8 @@ class Tokenizer:
         return text
 
     def token_name(self, token_id: int) -> str:
-        """Return the vocabulary's name of an id; "" if the vocabulary does not hold the id."""
+        """Return the name of a token id in the vocabulary, or an empty text if the vocabulary does
+        not contain the id."""
         return self._fast.id_to_token(token_id) or ""
 
 

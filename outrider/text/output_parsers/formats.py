@@ -1,0 +1,247 @@
+"""Formats of tool calls and of reasoning: which parser reads them, and which templates use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
+
+from outrider.errors import InvalidRequestError
+from outrider.text.output_parsers import harmony
+from outrider.text.output_parsers.call_readers import (
+    JsonCallsReader,
+    MakeReader,
+    MistralCallsReader,
+    NamedCallReader,
+)
+from outrider.text.output_parsers.events import OutputParser
+from outrider.text.output_parsers.leading_calls import LeadingCallParser
+from outrider.text.output_parsers.marked_calls import MarkedCallParser
+from outrider.text.output_parsers.plain import PlainContentParser
+from outrider.text.output_parsers.pythonic_calls import PythonicCallsReader
+from outrider.text.output_parsers.reasoning import TaggedReasoningParser
+
+_FormatT = TypeVar("_FormatT")
+
+NONE: Final = "none"
+"""Name with which an operator switches a parser off."""
+AUTO: Final = "auto"
+"""Name with which the chat template decides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """A format in which models write tool calls."""
+
+    name: str
+    """Name of the parser in the configuration, as in vLLM."""
+    make: Callable[[], OutputParser]
+    """Makes the parser of one answer."""
+    markers: tuple[str, ...]
+    """Texts that the parser must see even if the tokenizer declares them special tokens."""
+    template_marks: tuple[tuple[str, ...], ...]
+    """A chat template uses the format if it holds all texts of one of these entries."""
+    has_short_ids: bool = False
+    """Whether call ids must have 9 letters and digits, as Mistral's templates demand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """A format in which models write their reasoning."""
+
+    name: str
+    """Name of the parser in the configuration, as in vLLM."""
+    open_tag: str
+    close_tag: str
+    template_marks: tuple[str, ...]
+    """A chat template uses the format if it holds all of these texts."""
+    is_harmony: bool = False
+    """Whether the parser of tool calls reads the reasoning, too."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that the parser must see even if the tokenizer declares them special tokens."""
+        return harmony.MARKERS if self.is_harmony else (self.open_tag, self.close_tag)
+
+
+def _marked(
+    begin: str, end: str = "", ignored: tuple[str, ...] = (), *, reader: MakeReader
+) -> Callable[[], OutputParser]:
+    return partial(MarkedCallParser, begin=(begin,), end=end, ignored=ignored, reader=reader)
+
+
+def _deepseek(name: str) -> str:
+    """Return a special token of DeepSeek's tokenizers, which have two characters of their own."""
+    bar, space = "\uff5c", "\u2581"
+    return f"<{bar}{name.replace(' ', space)}{bar}>"
+
+
+_DEEPSEEK_SECTION: Final = (_deepseek("tool calls begin"), _deepseek("tool calls end"))
+_DEEPSEEK_BEGIN: Final = _deepseek("tool call begin")
+_DEEPSEEK_END: Final = _deepseek("tool call end")
+_DEEPSEEK_SEPARATOR: Final = _deepseek("tool sep")
+_DEEPSEEK_MARKERS: Final = (
+    *_DEEPSEEK_SECTION,
+    _DEEPSEEK_BEGIN,
+    _DEEPSEEK_END,
+    _DEEPSEEK_SEPARATOR,
+)
+
+_TOOLS: Final = (
+    ToolFormat(
+        name="openai",
+        make=harmony.HarmonyParser,
+        markers=harmony.MARKERS,
+        template_marks=((harmony.CHANNEL, "to=functions."),),
+    ),
+    ToolFormat(
+        name="deepseek_v3",
+        make=_marked(
+            f"{_DEEPSEEK_BEGIN}function{_DEEPSEEK_SEPARATOR}",
+            _DEEPSEEK_END,
+            _DEEPSEEK_SECTION,
+            reader=partial(NamedCallReader, separators=("\n",), fences=("```json",)),
+        ),
+        markers=_DEEPSEEK_MARKERS,
+        template_marks=((_DEEPSEEK_BEGIN, "```json"),),
+    ),
+    ToolFormat(
+        name="deepseek_v31",
+        make=_marked(
+            _DEEPSEEK_BEGIN,
+            _DEEPSEEK_END,
+            _DEEPSEEK_SECTION,
+            reader=partial(NamedCallReader, separators=(_DEEPSEEK_SEPARATOR,)),
+        ),
+        markers=_DEEPSEEK_MARKERS,
+        template_marks=((_DEEPSEEK_BEGIN,),),
+    ),
+    ToolFormat(
+        name="mistral",
+        make=_marked("[TOOL_CALLS]", reader=MistralCallsReader),
+        markers=("[TOOL_CALLS]", "[ARGS]"),
+        template_marks=(("[TOOL_CALLS]",),),
+        has_short_ids=True,
+    ),
+    ToolFormat(
+        name="hermes",
+        make=_marked("<tool_call>", "</tool_call>", reader=JsonCallsReader),
+        markers=("<tool_call>", "</tool_call>"),
+        template_marks=(("<tool_call>", "arguments"),),
+    ),
+    ToolFormat(
+        name="llama3_json",
+        make=partial(
+            LeadingCallParser,
+            opening="{",
+            marker="<|python_tag|>",
+            separator=";",
+            reader=partial(JsonCallsReader, first_keys=("name", "type")),
+        ),
+        markers=("<|python_tag|>",),
+        template_marks=(("<|python_tag|>",), ('"parameters"', "Respond in the format")),
+    ),
+    ToolFormat(
+        name="pythonic",
+        make=partial(
+            LeadingCallParser, opening="[", marker="<|python_tag|>", reader=PythonicCallsReader
+        ),
+        markers=("<|python_tag|>",),
+        template_marks=(("[func_name1(",),),
+    ),
+)
+_REASONING: Final = (
+    ReasoningFormat(
+        name="openai_gptoss",
+        open_tag="",
+        close_tag="",
+        template_marks=(harmony.CHANNEL, "analysis"),
+        is_harmony=True,
+    ),
+    ReasoningFormat(
+        name="granite",
+        open_tag="Here is my thought process:",
+        close_tag="Here is my response:",
+        template_marks=("Here is my thought process:", "Here is my response:"),
+    ),
+    ReasoningFormat(
+        name="qwen3", open_tag="<think>", close_tag="</think>", template_marks=("<think>",)
+    ),
+    ReasoningFormat(
+        name="deepseek_r1", open_tag="<think>", close_tag="</think>", template_marks=("</think>",)
+    ),
+)
+TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {each.name: each for each in _TOOLS}
+"""Formats of tool calls by name."""
+REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {each.name: each for each in _REASONING}
+"""Formats of reasoning by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """Formats in which a model writes reasoning and tool calls; None for those that are not
+    parsed."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+    def make_parser(self, *, with_tools: bool, with_reasoning: bool, prompt: str) -> OutputParser:
+        """Return the parser of one answer.
+
+        `with_tools`, `with_reasoning`: whether tool calls and reasoning are wanted apart from
+        content. `prompt`: the end of the prompt, which may hold the tag that begins reasoning.
+        """
+        tools = self.tools if with_tools else None
+        reasoning = self.reasoning if with_reasoning else None
+        if reasoning is not None and reasoning.is_harmony:
+            return harmony.HarmonyParser()
+        content = PlainContentParser() if tools is None else tools.make()
+        if reasoning is None:
+            return content
+        return TaggedReasoningParser(
+            reasoning.open_tag,
+            reasoning.close_tag,
+            is_open=prompt.rstrip().endswith(reasoning.open_tag),
+            content=content,
+        )
+
+    def markers(self, *, with_tools: bool, with_reasoning: bool) -> tuple[str, ...]:
+        """Return the texts that the parser must see even if they are special tokens."""
+        tools = self.tools.markers if self.tools is not None and with_tools else ()
+        if self.reasoning is None or not with_reasoning:
+            return tools
+        return (*tools, *self.reasoning.markers)
+
+
+def choose_output_format(
+    template: str, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
+) -> OutputFormat:
+    """Return the formats of a model by the source of its chat template, "" if it has none, or by
+    the names that the operator has set. Raises InvalidRequestError for an unknown name."""
+    return OutputFormat(
+        _by_name("tool_call_parser", tool_call_parser, TOOL_FORMATS)
+        if tool_call_parser != AUTO
+        else next((each for each in _TOOLS if _uses_tools(template, each)), None),
+        _by_name("reasoning_parser", reasoning_parser, REASONING_FORMATS)
+        if reasoning_parser != AUTO
+        else next(
+            (each for each in _REASONING if all(m in template for m in each.template_marks)), None
+        ),
+    )
+
+
+def _uses_tools(template: str, each: ToolFormat) -> bool:
+    return any(all(mark in template for mark in marks) for marks in each.template_marks)
+
+
+def _by_name(setting: str, name: str, formats: Mapping[str, _FormatT]) -> _FormatT | None:
+    if name == NONE:
+        return None
+    if name not in formats:
+        raise InvalidRequestError(
+            f"{setting} must be one of {', '.join([AUTO, NONE, *sorted(formats)])}, got {name!r}",
+            reason="INVALID_CONFIG",
+            param=setting,
+        )
+    return formats[name]

@@ -1,0 +1,100 @@
+"""Output parser of reasoning between tags, such as `<think>` and `</think>`."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from outrider.text.output_parsers.events import OutputEvent, OutputParser, ReasoningDelta
+from outrider.text.output_parsers.markers import MarkedText
+
+
+class _State(Enum):
+    BEGIN = auto()
+    """Before the first character that is no white space."""
+    REASONING_BEGIN = auto()
+    """Behind the open tag, in white space."""
+    REASONING = auto()
+    CONTENT_BEGIN = auto()
+    """Behind the close tag, in white space."""
+    CONTENT = auto()
+
+
+class TaggedReasoningParser:
+    """Splits an answer into reasoning between tags at its beginning, and the rest.
+
+    The rest goes through another parser. White space around the reasoning is left out.
+    """
+
+    def __init__(
+        self, open_tag: str, close_tag: str, *, is_open: bool, content: OutputParser
+    ) -> None:
+        """Create a parser. `is_open`: whether the prompt ended with the open tag, so that the
+        answer begins with reasoning. `content`: parser of the text behind the reasoning."""
+        self._open, self._close = open_tag, close_tag
+        self._content = content
+        self._text = MarkedText()
+        self._space = ""
+        """White space at the end of the reasoning so far."""
+        self._state = _State.REASONING_BEGIN if is_open else _State.BEGIN
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the reasoning has begun and its end was not seen."""
+        return self._state in (_State.REASONING_BEGIN, _State.REASONING)
+
+    def push_text(self, text: str) -> list[OutputEvent]:
+        """See `OutputParser`."""
+        if self._state is _State.CONTENT:
+            return self._content.push_text(text)
+        self._text.push_text(text)
+        events: list[OutputEvent] = []
+        while self._step(events):
+            pass
+        return events
+
+    def flush(self) -> list[OutputEvent]:
+        """See `OutputParser`."""
+        events: list[OutputEvent] = []
+        rest = self._text.take_all()
+        if self.is_reasoning:
+            self._add_reasoning(rest, events)
+        elif self._state is _State.BEGIN:
+            events += self._content.push_text(self._space + rest)
+        return events + self._content.flush()
+
+    def _step(self, events: list[OutputEvent]) -> bool:
+        """Process text in the present state. Return whether the state has changed."""
+        match self._state:
+            case _State.BEGIN:
+                self._space += self._text.take_space()
+                prefix = self._text.take_prefix(self._open)
+                if prefix is None:
+                    return False
+                self._state = _State.REASONING_BEGIN if prefix else _State.CONTENT
+                if not prefix:
+                    events += self._content.push_text(self._space + self._text.take_all())
+                self._space = ""
+                return bool(prefix)
+            case _State.REASONING_BEGIN | _State.CONTENT_BEGIN:
+                self._text.take_space()
+                if not len(self._text):
+                    return False
+                is_reasoning = self._state is _State.REASONING_BEGIN
+                self._state = _State.REASONING if is_reasoning else _State.CONTENT
+                return True
+            case _State.REASONING:
+                text, marker = self._text.take_until(self._close)
+                self._add_reasoning(text, events)
+                if marker:
+                    self._state, self._space = _State.CONTENT_BEGIN, ""
+                return bool(marker)
+            case _State.CONTENT:
+                events += self._content.push_text(self._text.take_all())
+                return False
+
+    def _add_reasoning(self, text: str, events: list[OutputEvent]) -> None:
+        kept = text.rstrip()
+        if kept:
+            events.append(ReasoningDelta(self._space + kept))
+            self._space = ""
+        self._space += text[len(kept) :]
