@@ -19,8 +19,8 @@ process_tuning.py          Runtime tuning of a process: event loop (uvloop), gar
 signals.py                 Signals that make a process drain and exit: SIGTERM, SIGINT and SIGHUP.
 spans.py                   OpenTelemetry tracing: spans of sampled requests across router, verifier
                            and drafter.
-start_times.py             Durations of the stages of a process's start, for one log event when it
-                           is ready.
+start_times.py             Measures the stages of a process's start, and logs their durations when
+                           the process is ready.
 timeline.py                Timeline recorder: the work of each thread of this process, in Trace
                            Event Format (Perfetto).
 watchdog.py                Watchdog of a process's worker thread: detects pending work without a

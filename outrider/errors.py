@@ -11,8 +11,8 @@ OutriderError
 +-- FailedPreconditionError    peers that do not fit together, or an unsuitable environment
 +-- UnavailableError           peer lost or not ready; safe to retry if nothing was emitted
 |   +-- ConnectionLostError    an exchange connection ended or went silent
-+-- DeadlineExceededError      the deadline passed first
-+-- CancelledRequestError      cancelled by its client, by Abort, or with its group
++-- DeadlineExceededError      the deadline passed before the request ended
++-- CancelledRequestError      cancelled by its client, by an `Abort` call, or with its group
 +-- AbortedError               another call has taken over the stream
 +-- InternalError              a bug in Outrider, or a model whose output cannot be used
 """
@@ -39,7 +39,12 @@ class OutriderError(Exception):
         retry_after_s: float | None = None,
         param: str = "",
     ) -> None:
-        """`param` names the field of the request at fault, or is ""."""
+        """Create an error.
+
+        `message` is the text for people, `reason` the identifier for machines. `retry_after_s`
+        suggests after how many seconds to retry. `param` names the invalid field of the request; it
+        is "" if there is none.
+        """
         super().__init__(message)
         self.message = message
         self.reason = reason
@@ -47,7 +52,8 @@ class OutriderError(Exception):
         self.param = param
 
     def copy(self) -> Self:
-        """Return a copy, because an error that is raised twice would chain its tracebacks."""
+        """Return a copy of this error, for a second raise: one object raised twice would collect
+        both tracebacks."""
         return type(self)(
             self.message,
             reason=self.reason,
@@ -63,7 +69,7 @@ class InvalidRequestError(OutriderError):
 
 
 class InvalidMessageError(InvalidRequestError):
-    """A peer's message failed validation; it is dropped and nothing else happens."""
+    """A peer's message failed validation. Only this message is dropped."""
 
 
 class UnauthenticatedError(OutriderError):
@@ -79,8 +85,8 @@ class PermissionDeniedError(OutriderError):
 
 
 class NotFoundError(OutriderError):
-    """A session, request, model, peer, file, package or process does not exist, or cannot be
-    reached (the model hub)."""
+    """A session, request, model, peer, file, package or process does not exist, or the model hub
+    does not give access to a model."""
 
     code = "NOT_FOUND"
 
@@ -92,7 +98,8 @@ class AlreadyExistsError(OutriderError):
 
 
 class ResourceExhaustedError(OutriderError):
-    """A limit was reached; `retry_after_s` is a hint."""
+    """A queue, KV budget, rate limit or other limit was reached. `retry_after_s` suggests after how
+    many seconds to retry."""
 
     code = "RESOURCE_EXHAUSTED"
 
@@ -121,8 +128,8 @@ class DeadlineExceededError(OutriderError):
 
 
 class CancelledRequestError(OutriderError):
-    """The request was cancelled: by its client, by Abort, with another request of its group, or
-    because the client of a resumable request did not come back in time."""
+    """The request was cancelled by its client, by an `Abort` call or with another request of its
+    group, or the client of a resumable request did not come back in time."""
 
     code = "CANCELLED"
 

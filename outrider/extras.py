@@ -24,16 +24,18 @@ EXTRAS: Final = {
     "triton": "engine",
     "uvicorn": "router",
 }
-"""Pip extra of each optional package that some module imports."""
+"""Maps each optional package that some module imports to the pip extra of Outrider that installs
+it."""
 
 
 @contextmanager
 def explain_missing_packages(who: str) -> Iterator[None]:
-    """Replace the import error of a missing optional package by one that names its pip extra.
+    """Replace the import error of a missing optional package with an error that names its pip
+    extra.
 
     `who` is the name of the program or command, for the message. Raises NotFoundError
-    (NOT_INSTALLED) in place of the ModuleNotFoundError. The ModuleNotFoundError of any other module
-    is a bug and is not replaced.
+    (NOT_INSTALLED) in place of the ModuleNotFoundError. A ModuleNotFoundError for a package that is
+    not in `EXTRAS` is a bug and is not replaced.
     """
     try:
         yield

@@ -13,13 +13,15 @@ _supervisors: list[TextIO] = []
 
 
 def report_failure(reason: str) -> None:
-    """Write the event to stderr, and to the supervisor of this process if there is one."""
+    """Write a failure event with this reason to stderr and to the streams of all supervisors (see
+    `add_supervisor`)."""
     for stream in (sys.stderr, *_supervisors):
         write_failure(stream, reason)
 
 
 def write_failure(stream: TextIO, reason: str) -> None:
-    """Write the event as one line."""
+    """Write a failure event with this reason to `stream`, as one line of JSON. Errors of the stream
+    are ignored."""
     words = " ".join(reason.split())[:MAX_REASON_CHARS]
     # The reader may have gone first; the failure itself is what must be raised.
     with contextlib.suppress(OSError, ValueError):
@@ -28,5 +30,6 @@ def write_failure(stream: TextIO, reason: str) -> None:
 
 
 def add_supervisor(stream: TextIO) -> None:
-    """Let a supervisor read the events of this process from `stream`."""
+    """Make `report_failure` also write to `stream`, from which a supervisor reads the events of
+    this process."""
     _supervisors.append(stream)

@@ -8,16 +8,17 @@ from __future__ import annotations
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
-"""A client's request, chosen by the client or made by the router; unique per router."""
+"""Id of a client's request, chosen by the client or made by the router. Unique within a router."""
 
 SessionId = NewType("SessionId", str)
-"""A request being served by a verifier; unique per router incarnation."""
+"""Id of a session, which is a request's state in a verifier. Unique for one run of the router
+process."""
 
 DrafterId = NewType("DrafterId", str)
-"""A drafter process; stable across its restarts."""
+"""Id of a drafter process, which keeps its id when it restarts."""
 
 VerifierId = NewType("VerifierId", str)
-"""A verifier process; stable across its restarts."""
+"""Id of a verifier process, which keeps its id when it restarts."""
 
 TenantId = NewType("TenantId", str)
-"""Tenant to which a request is charged; empty if the request names none."""
+"""Id of the tenant to which a request is charged; empty if the request names none."""

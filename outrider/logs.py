@@ -13,7 +13,8 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a log record as JSON: ts, level, logger, event, then the fields of `extra`."""
+    """Formats a log record as a JSON object with the keys ts, level, logger and event, then the
+    fields of `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as one line, with keys in a fixed order."""
@@ -37,7 +38,8 @@ def check_level(level: str) -> None:
 
 
 def setup_logging(level: str = "INFO", stream: TextIO | None = None) -> None:
-    """Send every log record of this process to `stream` (stderr) as JSON lines."""
+    """Write every log record of this process from `level` on to `stream` as JSON lines. `stream`
+    None means stderr."""
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger()

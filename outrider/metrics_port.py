@@ -53,7 +53,7 @@ class PortMetrics:
         )
 
     def count_refusal(self, reason: str) -> None:
-        """Count a refused call."""
+        """Count a refused call. `reason` is the value of the counter's label."""
         self._refusals.labels(reason).inc()
 
     def count_handshake(self) -> None:
@@ -72,11 +72,12 @@ def serve_metrics(
     tls: TlsConfig | None = None,
     check: Callable[[str | None], object] = lambda header: None,
 ) -> str:
-    """Serve /metrics on a separate thread until the process ends, and return the HOST:PORT.
+    """Serve /metrics on a separate thread until the process ends, and return the address as
+    HOST:PORT.
 
-    With `tls`, callers need a certificate of the role operator. `check` is called with the
-    `authorization` header, or None, and raises OutriderError to refuse the request. Raises
-    FailedPreconditionError if the address or the certificate cannot be used.
+    With `tls`, callers need a certificate of the role `operator`. `check` is called with each
+    request's `authorization` header, or None, and raises OutriderError to refuse the request.
+    Raises FailedPreconditionError if the address or the certificate cannot be used.
     """
     from prometheus_client import make_wsgi_app
 
@@ -122,7 +123,8 @@ class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def secure(self, tls: TlsConfig) -> None:
-        """Use TLS from now on. Raises FailedPreconditionError."""
+        """Use TLS for all later connections. Raises FailedPreconditionError if the files cannot be
+        used."""
         server_context(tls, require_client=True)
         self._tls = tls
 

@@ -23,9 +23,10 @@ FULL_COLLECTION_INTERVAL: Final = 100
 """Number of middle-generation collections between two full collections. With Python's default of
 10, a busy router ran a full collection of up to 180 ms every two or three seconds."""
 MAX_FILES: Final = 1 << 16
-"""Maximum number of open files that a process of a fleet needs."""
+"""Number of open files up to which `raise_file_limit` raises the limit; no process needs more."""
 KEPT_HEAP_BYTES: Final = 128 << 20
-"""Free memory at the end of the heap, in bytes, beyond which memory is returned to the system."""
+"""Number of free bytes that the C library keeps at the end of the heap. It returns more than that
+to the system."""
 OMP_SPIN_COUNT: Final = 20_000
 """Spin count of OpenMP threads: about 1 ms if a pause instruction takes 140 cycles, 0.25 ms if it
 takes 40."""
@@ -38,8 +39,8 @@ _OWN_SETTINGS: Final = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLI
 
 
 def run_event_loop(main: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Run `main` on uvloop if it is installed, else on asyncio: uvloop shortens a gRPC round trip
-    by a tenth."""
+    """Run `main` on uvloop if it is installed, else on asyncio's own event loop. With uvloop, a
+    gRPC round trip is a tenth shorter."""
     try:
         import uvloop
     except ImportError:
@@ -49,8 +50,8 @@ def run_event_loop(main: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 async def run_in_short_thread(function: Callable[..., ResultT], *args: Any) -> ResultT:
     """Run `function(*args)` in a thread that ends with the call, unlike the threads of
-    `asyncio.to_thread`. Use it for CPU computations in a process in which another thread will
-    compute later.
+    `asyncio.to_thread`. Use this for computations on the CPU before another thread of the process
+    computes.
 
     OpenMP keeps a team of threads for every thread that has computed, until that thread ends. If a
     process has more OpenMP threads than the machine has processors, libgomp's threads no longer
@@ -65,7 +66,8 @@ async def run_in_short_thread(function: Callable[..., ResultT], *args: Any) -> R
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files to the system's maximum and return the new limit.
+    """Raise the limit of open files to the hard limit, but at most to MAX_FILES. Returns the soft
+    limit that applies afterwards.
 
     Every connection is a file, and the usual soft limit of 1024 exists for programs that use
     `select`.
@@ -84,7 +86,7 @@ CA_HELP = "Certificate of the authority that signed the other processes' certifi
 
 
 def add_tls_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of a process's `tls` table."""
+    """Add the command-line flags for the configuration table `tls` to a parser."""
     add = parser.add_argument_group("certificates").add_argument
     add("--tls-cert", metavar="FILE.pem", dest="tls.cert", help=CERT_HELP)
     add("--tls-key", metavar="FILE.pem", dest="tls.key", help="Private key of --tls-cert.")
@@ -92,18 +94,19 @@ def add_tls_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def set_openmp_spin() -> None:
-    """Limit the busy-waiting of OpenMP threads to about 1 ms; call this before torch is imported.
+    """Limit the busy-waiting of OpenMP threads to about 1 ms. Call this before torch is imported.
 
-    The threads wait some tens of microseconds between two matrix products. With libgomp's default
-    of 16 ms (Intel Xeon), they would take cores from other processes and from this process's event
-    loop after a forward pass. Settings in the environment take precedence.
+    Between two matrix products, the threads wait some tens of microseconds. After a forward pass,
+    they would wait for 16 ms with libgomp's default (Intel Xeon), and take cores from other
+    processes and from this process's event loop. Settings in the environment take precedence.
     """
     if not any(name in os.environ for name in ("OMP_WAIT_POLICY", _SPIN_COUNT)):
         os.environ[_SPIN_COUNT] = str(OMP_SPIN_COUNT)
 
 
 def tune_process() -> None:
-    """Tune a process that only serves; call this once the models are loaded."""
+    """Tune the interpreter, the allocator and the garbage collector of a process that serves
+    requests. Call this once the models are loaded."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     tune_garbage_collector()
@@ -112,8 +115,8 @@ def tune_process() -> None:
 def tune_garbage_collector() -> None:
     """Exclude the objects that exist now from garbage collection, and make full collections rare.
 
-    Call this once models, vocabulary and modules are loaded. All streams of the process wait during
-    a full collection.
+    Call this once models, vocabulary and modules are loaded. All requests of the process wait
+    during a full collection.
     """
     gc.collect()
     gc.freeze()
@@ -122,11 +125,11 @@ def tune_garbage_collector() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep freed memory.
+    """Make the C library keep freed memory instead of returning it to the system.
 
-    A round of 64 sessions allocates and frees megabytes of features, and memory that is new from
-    the system costs a page fault for every 4 KiB. Settings in the environment take precedence;
-    without glibc nothing changes.
+    A round of 64 sessions allocates and frees megabytes of hidden states, and memory that is new
+    from the system costs a page fault for every 4 KiB. Settings in the environment take precedence.
+    Without glibc nothing changes.
     """
     if any(name in os.environ for name in _OWN_SETTINGS):
         return

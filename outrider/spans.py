@@ -1,9 +1,9 @@
 """OpenTelemetry tracing: spans of sampled requests across router, verifier and drafter.
 
-Timelines (`outrider.timeline`) are something else: they show everything that one process did. The
-router starts a span for each sampled request and passes its W3C `traceparent` to verifier and
-drafter, whose spans become its children. A request that is not sampled has `NO_SPAN`, which does
-nothing, and no engine thread ever creates a span.
+Timelines (`outrider.timeline`), in contrast, record all work of one process. The router starts a
+span for each sampled request and passes its W3C `traceparent` to verifier and drafter, whose spans
+become its children. A request that is not sampled has the span `NO_SPAN`, whose methods do nothing.
+Engine threads never create spans.
 
 OpenTelemetry is optional (`pip install outrider[trace]`) and imported only if an endpoint is
 configured. A background thread exports the spans; those that the collector does not accept in time
@@ -60,7 +60,7 @@ class TracingConfig:
 
 
 def add_tracing_flags(parser: ArgumentParser) -> None:
-    """Declare the flags of a process's `tracing` table."""
+    """Add the command-line flags for the configuration table `tracing` to a parser."""
     add = parser.add_argument
     add(
         "--otlp-endpoint",
@@ -78,7 +78,8 @@ def add_tracing_flags(parser: ArgumentParser) -> None:
 
 
 class RequestSpan:
-    """A span, or a placeholder for a request that is not traced, whose methods do nothing."""
+    """Span of a traced request, or placeholder for a request that is not traced. The methods of a
+    placeholder do nothing."""
 
     __slots__ = ("_span",)
 
@@ -92,12 +93,13 @@ class RequestSpan:
 
     @property
     def trace_id(self) -> str:
-        """Trace id for logs, 32 hexadecimal digits; "" without a span."""
+        """Trace id for logs, 32 hexadecimal digits; empty for a placeholder."""
         return "" if self._span is None else f"{self._span.get_span_context().trace_id:032x}"
 
     @property
     def traceparent(self) -> str:
-        """W3C `traceparent` for spans of other processes; "" without a span."""
+        """W3C `traceparent` that makes spans of other processes children of this span; empty for a
+        placeholder."""
         if self._span is None:
             return ""
         context = self._span.get_span_context()
@@ -106,7 +108,8 @@ class RequestSpan:
     def child(
         self, name: str, attributes: Attributes | None = None, *, began: float | None = None
     ) -> RequestSpan:
-        """Start a child span. `began` is wall-clock time in seconds; None means now."""
+        """Start a child span and return it. `began` is its start as wall-clock time in seconds;
+        None means now."""
         if self._span is None or _exporter is None:
             return NO_SPAN
         from opentelemetry.trace import set_span_in_context
@@ -120,7 +123,7 @@ class RequestSpan:
         return RequestSpan(start)
 
     def event(self, name: str, attributes: Attributes | None = None) -> None:
-        """Add an event at the current time."""
+        """Add an event to the span, at the current time."""
         if self._span is not None:
             self._span.add_event(name, dict(attributes or {}))
 
@@ -132,8 +135,8 @@ class RequestSpan:
     def end(self, error: BaseException | None = None, *, at: float | None = None) -> None:
         """End the span; idempotent.
 
-        `error` is the error if the work of the span failed. `at` is wall-clock time in seconds;
-        None means now.
+        `error` is the error with which the span's work failed, or None. `at` is the end as
+        wall-clock time in seconds; None means now.
         """
         if self._span is None or not self._span.is_recording():
             return
@@ -163,8 +166,8 @@ NO_SPAN = RequestSpan(None)
 
 
 class RoundTraceSampler:
-    """Selects the rounds of one session that get a span, at a rate that falls as the session
-    continues."""
+    """Selects the rounds of one session that get a span. The longer the session, the fewer rounds
+    it selects."""
 
     __slots__ = ("_left", "_most", "_stride", "_until")
 
@@ -240,9 +243,9 @@ def start_span(
 ) -> RequestSpan:
     """Start a span of this process as a child of the span that `traceparent` names, and return it.
 
-    The sampling flag of the parent decides whether the span is recorded, and without a valid parent
-    the sampling ratio does. If `traceparent` is empty, `NO_SPAN` is returned unless `may_begin` is
-    set.
+    The sampling flag of the parent decides whether the span is recorded. If `traceparent` is
+    invalid, or is empty and `may_begin` is set, the span begins a new trace and the sampling ratio
+    decides. If `traceparent` is empty and `may_begin` is not set, returns `NO_SPAN`.
     """
     if _exporter is None or not (traceparent or may_begin):
         return NO_SPAN
@@ -261,7 +264,7 @@ def start_span(
 
 
 def round_sampling() -> RoundTraceSampler:
-    """Return the sampler for the rounds of a traced session."""
+    """Create the sampler that selects the rounds of a traced session that get a span."""
     return RoundTraceSampler(1 if _exporter is None else _exporter.rounds)
 
 
@@ -272,10 +275,10 @@ def to_wall_time(monotonic: float) -> float:
 
 @contextmanager
 def export_spans(config: TracingConfig, service: str, instance: str = "") -> Generator[None]:
-    """Create and export spans within the context, if the configuration names a collector.
+    """Export spans within the context if the configuration names a collector; otherwise do nothing.
 
-    `service` and `instance` are the names of this process in the spans. Raises
-    FailedPreconditionError (reason NO_OPENTELEMETRY) if OpenTelemetry is needed and not installed.
+    `service` and `instance` name this process in its spans. Raises FailedPreconditionError
+    (NO_OPENTELEMETRY) if a collector is configured and OpenTelemetry is not installed.
     """
     global _exporter
     if not config.otlp_endpoint:

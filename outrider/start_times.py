@@ -1,4 +1,4 @@
-"""Durations of the stages of a process's start, for one log event when it is ready."""
+"""Measures the stages of a process's start, and logs their durations when the process is ready."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class StartStage(StrEnum):
     WEIGHTS = "weights"
     """Allocation and reading of the weights of all models."""
     KERNELS = "kernels"
-    """Compilation of kernels ahead of the captures."""
+    """Compilation of kernels before CUDA graphs are captured."""
     WEIGHTS_WAIT = "weights_wait"
     """Wait for weights after the kernels were compiled."""
     CAPTURE = "capture"
-    """Capture of graphs and timing of rounds."""
+    """Capture of CUDA graphs and timing of rounds."""
 
 
 class StartTimes:
@@ -46,7 +46,7 @@ class StartTimes:
 
     @contextmanager
     def measure(self, stage: StartStage) -> Iterator[None]:
-        """Add the time within the context to a stage."""
+        """Add the duration of the context to the time of a stage."""
         began = time.monotonic()
         try:
             yield
@@ -54,12 +54,12 @@ class StartTimes:
             self.add(stage, time.monotonic() - began)
 
     def add(self, stage: StartStage, seconds: float) -> None:
-        """Add seconds to a stage."""
+        """Add seconds to the time of a stage."""
         self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
 
     def log(self) -> None:
-        """Log the event "start-up finished": seconds of each stage, and of all since the process
-        began (`total`)."""
+        """Log the event "start-up finished" with the seconds of each stage, and with `total`, the
+        seconds since the process began."""
         seconds = {str(stage): round(took, 2) for stage, took in self._seconds.items()}
         seconds["total"] = round(time.monotonic() - self._began, 2)
         logger.info("start-up finished", extra={"seconds": seconds})

@@ -1,6 +1,6 @@
 """Timeline recorder: the work of each thread of this process, in Trace Event Format (Perfetto).
 
-Marks are recorded only within `record_timeline`; elsewhere the functions return at once. The marks
+Marks are recorded only within `record_timeline`; outside of it, the functions do nothing. The marks
 are kept in a ring buffer of fixed size, so the file contains the latest ones. Times are those of
 `time.perf_counter`, which on Linux is one clock for all processes of a host, so the files of
 several processes can be merged (`outrider bench timeline`).
@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 MAX_MARKS: Final = 1 << 17
 """Maximum number of marks kept, enough for some 10,000 rounds of one process."""
 INSTANT: Final = -1.0
-"""Value of `lasted` for an event without a duration."""
+"""Value of `TimelineMark.lasted` for an event without a duration."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 __all__ = [
@@ -37,7 +37,8 @@ __all__ = [
 
 
 class TimelineMark(NamedTuple):
-    """One entry of a timeline; times in seconds."""
+    """One entry of a timeline: a span of work, or an event without a duration. Times are in seconds
+    of `time.perf_counter`."""
 
     began: float
     lasted: float
@@ -46,11 +47,12 @@ class TimelineMark(NamedTuple):
     n: int
     """Number of rows, sessions or nodes that the work covered."""
     track: str | int
-    """Name of a track, or the id of the thread that recorded the mark."""
+    """Line of the timeline that shows the mark: a name, or the id of the thread that recorded the
+    mark."""
 
 
 class TimelineRecorder:
-    """Ring buffer of the last marks of a process; any thread may add one."""
+    """Ring buffer of the latest marks of a process. Any thread may add a mark."""
 
     def __init__(self, process: str, capacity: int = MAX_MARKS) -> None:
         self.process = process
@@ -60,8 +62,9 @@ class TimelineRecorder:
         """Names of the threads that recorded marks; a thread may end before the file is written."""
 
     def add_mark(self, began: float, lasted: float, name: str, n: int, track: str) -> None:
-        """Record a span of `n` items on a track. It began at `began` and lasted `lasted`
-        seconds."""
+        """Record that work on `n` items began at `began` and lasted `lasted` seconds. `track` names
+        the line of the timeline that shows it; an empty text means the line of the calling
+        thread."""
         # The counter gives each place to one thread only.
         place = next(self._places) % len(self._ring)
         self._ring[place] = TimelineMark(began, lasted, name, n, track or self._calling_thread())
@@ -74,12 +77,14 @@ class TimelineRecorder:
         return thread
 
     def marks(self) -> list[TimelineMark]:
-        """Return the marks by start time; a mark that contains another one comes first."""
+        """Return the marks in the order of their starts. Of marks with the same start, the longest
+        comes first."""
         kept = [mark for mark in self._ring if mark is not None]
         return sorted(kept, key=lambda mark: (mark.began, -mark.lasted))
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the marks as trace events, in microseconds, with one thread for each track."""
+        """Return the marks as trace events, with times in microseconds. Each track becomes a thread
+        of the trace."""
         pid, marks = os.getpid(), self.marks()
         tracks = {track: place for place, track in enumerate(dict.fromkeys(m.track for m in marks))}
         events: list[dict[str, Any]] = [_about(pid, 0, "process_name", self.process)]
@@ -121,14 +126,16 @@ _recorder: TimelineRecorder | None = None
 
 
 def mark_span(name: str, began: float, n: int = 0, *, ended: float = 0.0, track: str = "") -> None:
-    """Record a span that began at `began` (see `now`) and ended at `ended`, or now if `ended` is 0.
-    Its track is `track`, or this thread if `track` is ""."""
+    """Record a span of work that began at `began`, a time of `now`, and ended at `ended`. An
+    `ended` of 0 means the current time. `n` is the number of items that the work covered. `track`
+    names the line of the timeline that shows the span; an empty text means the line of this
+    thread."""
     if _recorder is not None:
         _recorder.add_mark(began, max(0.0, (ended or now()) - began), name, n, track)
 
 
 def mark_instant(name: str, n: int = 0, *, track: str = "") -> None:
-    """Record an event at the current time."""
+    """Record an event at the current time. `n` and `track` are as in `mark_span`."""
     if _recorder is not None:
         _recorder.add_mark(now(), INSTANT, name, n, track)
 
@@ -140,7 +147,8 @@ def is_recording() -> bool:
 
 @contextmanager
 def record_timeline(path: str | Path, process: str) -> Generator[None]:
-    """Record marks within the context, then write them to `path`; "" records nothing."""
+    """Record marks within the context, then write them to the file `path`. With an empty path
+    nothing is recorded. `process` is the name of this process in the file."""
     global _recorder
     if not path:
         yield

@@ -2,9 +2,9 @@
 
 The worker thread owns a `Progress` and counts its steps there. Code inside one long step (the
 layers of a forward pass) finds the `Progress` of its thread through `record_step`, so that a long
-step is distinguished from a hang. Time is counted in checks of the event loop, and each check
-counts as its nominal interval at most: a process that was stopped and continued does not take its
-own thread for hung.
+step is distinguished from a hang. The watchdog measures time by its checks on the event loop, and
+each check counts as the interval between checks, even if more time has passed. A process that was
+stopped and continued therefore does not consider its worker thread hung.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ EXIT_GRACE_S = 5.0
 """Time in seconds that a process whose worker thread hung has to inform its peers and shut down.
 After this time the process ends at once."""
 EXIT_NOTICE_S = 0.5
-"""Time in seconds for which the health service of such a process reports NOT_SERVING to peers and
-probes before the port is closed."""
+"""Time in seconds for which the health service of a process whose worker thread hung reports
+NOT_SERVING to peers and probes before the port is closed."""
 _LOOKS_PER_TIMEOUT = 40
 _MAX_LOOK_S = 0.25
 
@@ -52,7 +52,7 @@ class Progress:
         return self._allowances > 0
 
     def bind(self) -> None:
-        """Make this the progress of the calling thread."""
+        """Make this object the `Progress` of the calling thread, which is the worker thread."""
         self.thread_id = threading.get_ident()
         _current.progress = self
 
@@ -62,7 +62,8 @@ class Progress:
 
     @contextlib.contextmanager
     def unbounded_step(self) -> Iterator[None]:
-        """Let one step take as long as it needs: a compilation or a graph capture."""
+        """Exempt the code in the context, which counts as one step, from the watchdog's time limit.
+        Use this for compilations and graph captures."""
         self._allowances += 1
         try:
             yield
@@ -71,7 +72,8 @@ class Progress:
             self.steps += 1
 
     def stack(self) -> str:
-        """Return where the thread is now, for the log; "" if it does not run."""
+        """Return the present call stack of the thread as text, for the log. It is empty if the
+        thread does not run."""
         if self.thread_id is None:
             return ""
         frame = sys._current_frames().get(self.thread_id)
@@ -86,14 +88,15 @@ def record_step() -> None:
 
 
 def unbounded_step() -> contextlib.AbstractContextManager[None]:
-    """Return `Progress.unbounded_step` of the calling thread, or a context that does nothing if the
-    thread is not watched."""
+    """Return the context `Progress.unbounded_step` of the calling thread, or a context that does
+    nothing if the thread has no `Progress`."""
     progress: Progress | None = getattr(_current, "progress", None)
     return contextlib.nullcontext() if progress is None else progress.unbounded_step()
 
 
 class Watchdog:
-    """Calls `on_stall` once when a worker has work and finishes no step for `timeout_s`."""
+    """Calls `on_stall` once if a worker thread has work and finishes no step for `timeout_s`
+    seconds."""
 
     def __init__(
         self,
@@ -103,8 +106,11 @@ class Watchdog:
         on_stall: Callable[[float], None],
         timeout_s: float,
     ) -> None:
-        """Create a watchdog without starting it. `on_stall` is called on the event loop with the
-        number of seconds without a step. `timeout_s` 0 disables the watchdog."""
+        """Create a watchdog without starting it.
+
+        `has_work` says whether the worker thread has work. `on_stall` is called on the event loop
+        with the number of seconds without a step. `timeout_s` 0 disables the watchdog.
+        """
         self._progress = progress
         self._has_work = has_work
         self._on_stall = on_stall

@@ -23,7 +23,7 @@ class DrafterMetrics:
         registry = self.registry
         self.sessions = Gauge(
             "outrider_drafter_sessions",
-            "Sessions that the drafter currently follows",
+            "Sessions for which this drafter drafts at present",
             registry=registry,
         )
         self.connections = Gauge(
@@ -34,7 +34,10 @@ class DrafterMetrics:
             "outrider_drafter_proposals", "Proposals made", ["method"], registry=registry
         )
         self.draft_tokens = Counter(
-            "outrider_drafter_draft_tokens", "Nodes of all proposals", ["method"], registry=registry
+            "outrider_drafter_draft_tokens",
+            "Draft tokens of all proposals",
+            ["method"],
+            registry=registry,
         )
         self.no_proposal = Counter(
             "outrider_drafter_no_proposal",
@@ -44,36 +47,37 @@ class DrafterMetrics:
         )
         self.lost_sessions = Counter(
             "outrider_drafter_lost_sessions",
-            "Sessions no longer drafted, by reason",
+            "Running sessions for which the drafter has stopped drafting, by reason",
             ["reason"],
             registry=registry,
         )
         self.device_losses = Counter(
             "outrider_drafter_device_losses",
-            "Lost devices; the process exits after the first",
+            "Times that the GPU failed; the process exits after the first",
             registry=registry,
         )
         self.ignored_messages = Counter(
             "outrider_drafter_ignored_messages",
-            "Messages without effect, by reason",
+            "Messages of verifiers that were ignored, by reason",
             ["reason"],
             registry=registry,
         )
         self.connects = Counter(
             "outrider_drafter_connects",
-            "Attempts to connect, by outcome",
+            "Connections to verifiers and failed attempts, by outcome: connected, refused, "
+            "unreachable, lost (an open connection ended), failed (internal error)",
             ["outcome"],
             registry=registry,
         )
         self.dropped_proposals = Counter(
             "outrider_drafter_dropped_proposals",
-            "Draft batches dropped because the connection was slow or gone",
+            "Messages with proposals that were dropped because the connection was slow or gone",
             registry=registry,
         )
         self._add_look_ahead()
         self.draft_seconds = Histogram(
             "outrider_drafter_draft_seconds",
-            "Time from taking up the verdicts of a batch to its proposals",
+            "Time to draft for a batch of sessions, after their verdicts were read",
             ["method"],
             buckets=_BUCKETS,
             registry=registry,
@@ -89,42 +93,48 @@ class DrafterMetrics:
         registry = self.registry
         self.look_aheads = Counter(
             "outrider_drafter_look_aheads",
-            "Look-ahead passes that scored pending proposals",
+            "Look-ahead passes; each estimates the likely outcomes of proposals whose verdicts "
+            "are awaited, and drafts for these outcomes",
             ["method"],
             registry=registry,
         )
         self.branches = Counter(
             "outrider_drafter_outcome_drafts",
-            "Drafts sent for outcomes before their verdict",
+            "Drafts made by look-ahead, each for one possible outcome, and sent before the verdict",
             ["method"],
             registry=registry,
         )
         self.outcomes = Counter(
             "outrider_drafter_outcomes",
-            "Verdicts of sessions with look-ahead, by whether their outcome had a draft",
+            "Verdicts of sessions with look-ahead, by whether a draft for their outcome had been "
+            "made: hit, miss",
             ["result"],
             registry=registry,
         )
         self.dropped_outcomes = Counter(
             "outrider_drafter_dropped_outcomes",
-            "Outcomes ruled out by a verdict before their draft was made",
+            "Outcomes that look-ahead had chosen, but whose draft was not made before the verdict "
+            "arrived",
             registry=registry,
         )
         self.cut_look_aheads = Counter(
             "outrider_drafter_shortened_look_aheads",
-            "Look-ahead work skipped for lack of time: proposals (pass), outcomes (slice)",
+            "Look-ahead work skipped for lack of time before the verdicts, by part: pass "
+            "(proposals whose outcomes were not estimated), slice (estimated outcomes without a "
+            "draft)",
             ["part"],
             registry=registry,
         )
         self.look_ahead_failures = Counter(
             "outrider_drafter_look_ahead_failures",
-            "Failed look-aheads; their sessions continue without",
+            "Look-ahead passes that failed; their sessions continue without look-ahead",
             ["method"],
             registry=registry,
         )
         self.look_ahead_seconds = Histogram(
             "outrider_drafter_look_ahead_seconds",
-            "Time of one look-ahead pass, by step: score, branch",
+            "Time of one launch of look-ahead, by step: score (estimates the probabilities of "
+            "outcomes), branch (drafts for the likeliest outcomes)",
             ["step"],
             buckets=_BUCKETS,
             registry=registry,

@@ -20,8 +20,8 @@ environment.py             Configuration values from environment variables.
 hooks.py                   Hooks: modules of an operator that change a process before it is built.
 loader.py                  Loads a configuration from its layers: defaults < TOML file < environment
                            < flags.
-process_registry.py        Registry of the processes that have a configuration, found by their
-                           package names.
+process_registry.py        Registry of the processes that have a configuration, each with the name
+                           of its Python package.
 reference.py               Reference page of all configuration keys, in Markdown.
 schema.py                  JSON Schema of a configuration, for editors, Helm's values and checks
                            before a start.

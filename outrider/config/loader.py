@@ -16,7 +16,7 @@ from outrider.errors import NotFoundError
 ConfigT = TypeVar("ConfigT")
 
 FLAG_SOURCE = "flag"
-"""Source of a value that came from an override."""
+"""Source that `LoadedConfig.sources` gives for a value from an override or a command-line flag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,11 @@ class LoadedConfig(Generic[ConfigT]):
 
     config: ConfigT
     sources: Mapping[str, str]
-    """Source of each value by dotted key: the file's path, the variable's name, or `flag`. Defaults
-    are omitted."""
+    """Maps the dotted key of each value to its source: the path of the TOML file, the name of the
+    environment variable, or `flag`. Values that are defaults have no entry."""
     overridden: Mapping[str, str] = field(default_factory=dict)
-    """File or variable whose value a flag has replaced, by dotted key."""
+    """Maps the dotted key of each value that a flag has changed to the source of the value before:
+    the path of the TOML file or the name of the environment variable."""
 
 
 def load_config(
@@ -38,12 +39,15 @@ def load_config(
     *,
     environment: ProcessEnvironment | None = None,
 ) -> ConfigT:
-    """Build `cls` from a TOML file, environment variables and overrides; the last one wins.
+    """Return an instance of the configuration class `cls`, with values from a TOML file,
+    environment variables and overrides. Overrides win over variables, and variables win over the
+    file.
 
-    An override's key may be dotted (`"limits.max_queue"`) to reach into a nested table; one of None
-    means "not given". Without a path the environment may name the file.
-    Raises NotFoundError if the file is missing, InvalidRequestError (reason INVALID_CONFIG) for
-    bad TOML, unknown keys, wrong types and values that the dataclass refuses (ValueError).
+    A key of `overrides` may be dotted (`"limits.max_queue"`) to set a value in a nested table. An
+    override with the value None is ignored. Without `toml_path`, the environment may name the file.
+
+    Raises NotFoundError if the file is missing. Raises InvalidRequestError (reason INVALID_CONFIG)
+    for invalid TOML, unknown keys, wrong types and values that the class refuses with a ValueError.
     """
     return load_with_sources(cls, toml_path, overrides, environment=environment).config
 
@@ -55,7 +59,8 @@ def load_with_sources(
     *,
     environment: ProcessEnvironment | None = None,
 ) -> LoadedConfig[ConfigT]:
-    """Return the result of `load_config`, and the source of each value."""
+    """Return the configuration that `load_config` returns for these arguments, with the source of
+    each value. Raises the same errors."""
     layers = _Layers()
     path = toml_path if toml_path is not None or environment is None else environment.file
     if path is not None:
@@ -80,15 +85,23 @@ def parse_config(
     argv: Sequence[str] | None,
     role: str,
 ) -> LoadedConfig[ConfigT]:
-    """Return the configuration of a process from its command line: `--config` and flags named like
-    fields. Raises like `load_config`. Ends the process as argparse does for an unknown flag."""
+    """Return the configuration of a process from its command line, its environment and the TOML
+    file.
+
+    `parser` must define `--config`, which names the TOML file, and flags whose destinations are
+    dotted keys of the configuration class `cls`. `argv` None means the arguments of this process.
+    `role` is router, verifier, drafter or ray; it selects the environment variables
+    (`OUTRIDER_<ROLE>_...`). Raises the errors of `load_config`. Ends the process, as argparse does,
+    if the command line is invalid.
+    """
     flags = vars(parser.parse_args(argv))
     path = flags.pop("config")
     return load_with_sources(cls, path, flags, environment=ProcessEnvironment.for_role(role))
 
 
 def comma_list(text: str) -> list[str]:
-    """Type of a flag that takes A,B,...."""
+    """Return the non-empty parts of a text that is separated by commas. Use it as the `type` of an
+    argparse flag."""
     return [part for part in text.split(",") if part]
 
 
@@ -98,11 +111,12 @@ class _Layers:
     sources: dict[str, str] = field(default_factory=dict)
 
     def add(self, values: Mapping[str, Any], source: str) -> None:
-        """Lay `values` over what is there; tables are merged, all else is replaced."""
+        """Merge `values` into the present ones: tables are merged, and all other values are
+        replaced."""
         self._merge(self.values, values, source, "")
 
     def value_of(self, key: str) -> object:
-        """Return the value of a dotted key that is there."""
+        """Return the value of a dotted key, which must exist."""
         value: Any = self.values
         for name in key.split("."):
             value = value[name]

@@ -1,6 +1,6 @@
-"""Registry of the processes that have a configuration, found by their package names.
+"""Registry of the processes that have a configuration, each with the name of its Python package.
 
-The library does not import the packages of the processes. A command imports the package of a
+This module does not import the packages of the processes. A command imports the package of a
 process by name when the command needs the package.
 """
 
@@ -30,7 +30,8 @@ class ConfiguredProcess:
 
     @property
     def config(self) -> type[Any]:
-        """Configuration dataclass. Raises NotFoundError if the package is missing."""
+        """Configuration dataclass of the process. Raises NotFoundError if the package is
+        missing."""
         found = getattr(self._module("config"), self.config_name)
         assert isinstance(found, type)
         return found
@@ -43,9 +44,12 @@ class ConfiguredProcess:
         return parser
 
     def load(self, argv: Sequence[str]) -> LoadedConfig[Any]:
-        """Load the configuration of the process from a command line, the environment and the
-        configuration file, and check the other files that the process reads before it loads a
-        model. Raises NotFoundError, InvalidRequestError or FailedPreconditionError.
+        """Return the configuration of the process from a command line, the environment and the TOML
+        file.
+
+        Also checks the other files that the process reads before it loads a model. Raises
+        NotFoundError, InvalidRequestError or FailedPreconditionError if the configuration or one of
+        these files is missing or invalid.
         """
         loaded = parse_config(self.config, self.parser, argv, self.role)
         check_files = getattr(self._module("__main__"), "check_files", None)
@@ -55,7 +59,8 @@ class ConfiguredProcess:
 
     @property
     def table(self) -> ConfigTable:
-        """Configuration keys of the process. Raises NotFoundError if the package is missing."""
+        """Description of the process's configuration keys. Raises NotFoundError if the package is
+        missing."""
         return describe_config(self.config)
 
     def _module(self, name: str) -> Any:

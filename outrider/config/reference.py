@@ -76,7 +76,8 @@ def render_section(title: str, table: ConfigTable, flags: Mapping[str, str]) -> 
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Return the command-line flags of each key that has any, joined by a slash."""
+    """Return the command-line flags of each configuration key that has any. The result maps the
+    dotted key to its flags, joined by a slash, for instance `--port` or `-p/--port`."""
     found = {}
     for action in parser._actions:
         if action.option_strings and action.dest not in ("help", "config"):

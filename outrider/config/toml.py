@@ -10,9 +10,9 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def toml_value(value: object) -> str:
-    """Return a value in TOML: a boolean, number, string, list or inline table.
+    """Return `value` as TOML text: a boolean, number, string, list or inline table.
 
-    Raises TypeError for other types, and ValueError for strings with unpaired surrogates.
+    Raises TypeError for values of other types, and ValueError for strings with unpaired surrogates.
     """
     match value:
         case bool():
@@ -35,5 +35,5 @@ def toml_value(value: object) -> str:
 
 
 def toml_key(name: str) -> str:
-    """Return one part of a dotted key in TOML, quoted if necessary."""
+    """Return `name`, one part of a dotted key, as TOML text; it is quoted if necessary."""
     return name if _BARE.fullmatch(name) else toml_value(name)

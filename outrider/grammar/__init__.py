@@ -1,11 +1,12 @@
-"""Constraints of sessions: grammars over token ids, allowed and banned ids, and their masks.
+"""Token constraints of sessions (grammars, allowed ids, bad words) and their allowed-token masks.
 
-No torch; `llguidance` is imported when the first grammar is compiled.
+The package does not import torch. It imports `llguidance`, the grammar library, when the first
+grammar is compiled.
 
-compile_queue.py           Compile queue: compiles grammars on threads, once for all requests that
-                           wait for the same one.
-compile_scheduler.py       Order of grammar compiles: short first tries for all, full compiles for
-                           few.
+compile_queue.py           Compile queue: compiles each grammar on a thread, and only once if
+                           several requests wait for it.
+compile_scheduler.py       Scheduler of grammar compilations: short first tries, and compilations
+                           with the full limits.
 compile_worker.py          Compile process: loads one tokenizer, then forks a process for each
                            grammar to compile.
 compiler.py                Test-compiles grammars in child processes, so that no grammar can hang or
@@ -14,22 +15,20 @@ complexity.py              Complexity limits of grammar texts, checked before th
                            reads them.
 constraint.py              Token constraints of sessions: allowed-token masks at a position and
                            along drafts.
-digit_bound.py             Digit limit of numbers in JSON answers, similar to the limit on their
-                           white space.
+digit_bound.py             Limit on the number of digits of numbers in JSON answers.
 draft_masks.py             Allowed-token masks along the drafts of many sessions, computed together.
 error_messages.py          Rewords error messages of the grammar library for clients.
-grammar_cache.py           Grammar cache of one tokenizer: compiles each grammar once and keeps it
-                           while it is used.
-grammar_constraint.py      Grammar constraint: a session's state in its grammar, and the masks there
-                           and along a draft.
-json_numbers.py            Refuses JSON schemas with numbers that the grammar library cannot hold
-                           exactly.
+grammar_cache.py           Grammar cache of one tokenizer: compiles each grammar once and keeps
+                           those used most recently.
+grammar_constraint.py      Grammar constraint: a session's position in its grammar, and the masks
+                           there and along drafts.
+json_numbers.py            Refuses JSON schemas with numbers that the grammar library cannot
+                           represent exactly.
 limits.py                  Cost limits of grammars: `CompileLimits` for compiling, `MaskLimits` for
                            computing masks.
 mask_jobs.py               Mask computation on worker threads; a job that exceeds its time budget is
                            abandoned.
-matcher_compiler.py        Compiles matchers with the grammar library, from its tokenizer, source
-                           text and limits.
+matcher_compiler.py        Compiles grammars into matchers with the grammar library (llguidance).
 socket_frames.py           Frames of bytes over a stream socket: four bytes of length, then the
                            content.
 special_tokens.py          Hides the texts of special tokens from the grammar library.

@@ -1,4 +1,5 @@
-"""Compile queue: compiles grammars on threads, once for all requests that wait for the same one."""
+"""Compile queue: compiles each grammar on a thread, and only once if several requests wait for
+it."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from outrider.spec.structured_output import StructuredOutput
 
 ResultT = TypeVar("ResultT")
 CompileCall: TypeAlias = Callable[[StructuredOutput, Cancellation], ResultT]
-"""Compiles a grammar on the calling thread until it is done or cancelled."""
+"""Function that compiles a grammar on the calling thread and returns the result. The `Cancellation`
+can end the call early."""
 
 MAX_WAITING: Final = 64
-"""Maximum number of grammars that wait or are compiled, regardless of the number of requests for
-each."""
+"""Maximum number of grammars that wait or are being compiled in a `CompileQueue`. A grammar counts
+once, even if several requests wait for it."""
 RETRY_S: Final = 1.0
 
 
@@ -36,9 +38,10 @@ class _Compiling(Generic[ResultT]):
 
 
 class CompileQueue(Generic[ResultT]):
-    """Calls `compile_grammar` on threads, once for each grammar.
+    """Calls a compile function on threads, once for each grammar, however many requests wait for
+    it.
 
-    Use from the asyncio thread only.
+    Not thread-safe: use it from the asyncio thread only.
     """
 
     def __init__(self, compile_grammar: CompileCall[ResultT], *, threads: int) -> None:
@@ -47,10 +50,11 @@ class CompileQueue(Generic[ResultT]):
         self._compiling: dict[StructuredOutput, _Compiling[ResultT]] = {}
 
     async def compile(self, structured: StructuredOutput, *, tenant: str = "") -> ResultT:
-        """Return the result of compiling a grammar.
+        """Compile a grammar and return the result of the compile function.
 
-        The compilation is cancelled once all callers that wait for it are cancelled. Raises what
-        `compile_grammar` raises, and ResourceExhaustedError if too many grammars wait.
+        The compilation is cancelled once all callers that wait for it are cancelled. `tenant` is
+        the tenant of the request; only `TwoStageCompileQueue` uses it. Raises the errors of the
+        compile function, and ResourceExhaustedError if too many grammars wait.
         """
         compiling = self._compiling.get(structured) or self._begin(structured, tenant)
         compiling.waiting += 1
@@ -84,8 +88,9 @@ class CompileQueue(Generic[ResultT]):
 class TwoStageCompileQueue(CompileQueue[ResultT]):
     """Compile queue for grammars of clients that do not trust each other.
 
-    Each grammar first gets a short try. Grammars that need longer wait in a slow queue, which
-    always leaves one of several workers to first tries.
+    Each grammar first gets a try with a short time limit. A grammar that needs longer is compiled
+    again with the full limits, from a second queue. Compilations from the second queue never occupy
+    all threads, unless there is only one thread.
     """
 
     def __init__(
@@ -97,7 +102,9 @@ class TwoStageCompileQueue(CompileQueue[ResultT]):
     ) -> None:
         """Create a queue.
 
-        `first_try` raises FirstTryEndedError for grammars that `compile_grammar` must compile.
+        `first_try` compiles a grammar within a short time limit, and raises FirstTryEndedError if
+        that is not possible. The grammar is then compiled by `compile_grammar`, with the full
+        limits. `threads` is the number of worker threads.
         """
         super().__init__(compile_grammar, threads=threads)
         self._first_try = first_try

@@ -1,4 +1,7 @@
-"""Order of grammar compiles: short first tries for all, full compiles for few. Pure."""
+"""Scheduler of grammar compilations: short first tries, and compilations with the full limits.
+
+It starts no threads and reads no clock.
+"""
 
 from __future__ import annotations
 
@@ -16,35 +19,39 @@ MAX_WAITING_SLOW: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class CompileTask(Generic[ItemT]):
-    """Next task of a compile worker."""
+    """Compilation that a worker of the compile queue must run next. `item` is the caller's object
+    for the grammar."""
 
     item: ItemT
     is_slow: bool
-    """Whether the task is a compile with the full limits instead of a first try."""
+    """Whether the task is a compilation with the full limits instead of a first try."""
 
 
 class CompileScheduler(Generic[ItemT]):
-    """Chooses the next grammar to compile; pure.
+    """Chooses the compilation that the next free worker runs. An item is the caller's object for a
+    grammar.
 
-    At least one of several workers is always left to first tries, in which tenants take turns. A
-    single worker alternates between first tries and full compiles.
+    With several workers, at least one never runs a compilation with the full limits, so that first
+    tries do not wait long. First tries take turns by tenant. A single worker alternates between
+    first tries and full compilations.
     """
 
     def __init__(self, workers: int) -> None:
         self._workers, self._max_slow = workers, max(1, workers - 1)
         self._first: OrderedDict[str, deque[ItemT]] = OrderedDict()
-        """Waiting first tries by tenant, in the order of the tenants' turns; no queue is empty."""
+        """Waiting first tries of each tenant; the tenant whose turn is next comes first. No deque
+        is empty."""
         self._slow: deque[ItemT] = deque()
         self._running = self._running_slow = 0
         self._was_slow = False
         """Whether the latest task was a full compile."""
 
     def add_first_try(self, item: ItemT, tenant: str) -> ItemT | None:
-        """Add an item to the first tries.
+        """Add an item to the queue of first tries.
 
-        If the queue is full, the item that has waited longest, of the tenant with the most waiting
-        items, is removed and returned; otherwise returns None. So a client that sends many grammars
-        displaces only its own.
+        If the queue then has more than MAX_WAITING_FIRST items, remove and return the oldest item
+        of the tenant that has the most items in it; otherwise return None. A client that sends many
+        grammars thus displaces only its own.
         """
         self._first.setdefault(tenant, deque()).append(item)
         if sum(map(len, self._first.values())) <= MAX_WAITING_FIRST:
@@ -53,14 +60,15 @@ class CompileScheduler(Generic[ItemT]):
         return self._pop(busiest)
 
     def add_full_compile(self, item: ItemT) -> bool:
-        """Add an item to the full compiles. Returns False if too many items wait."""
+        """Add an item to the queue of compilations with the full limits, and return True. If the
+        queue is full, return False and do not add the item."""
         if len(self._slow) >= MAX_WAITING_SLOW:
             return False
         self._slow.append(item)
         return True
 
     def discard(self, item: ItemT) -> None:
-        """Remove an item if it is waiting."""
+        """Remove an item from its queue, if it waits in one."""
         if item in self._slow:
             self._slow.remove(item)
         for tenant, items in self._first.items():
@@ -71,8 +79,11 @@ class CompileScheduler(Generic[ItemT]):
                 return
 
     def take(self) -> CompileTask[ItemT] | None:
-        """Return the next task of a free worker, or None if no worker is free or no task may
-        start."""
+        """Return the next task for a free worker, or None if all workers are busy or no task may
+        start now.
+
+        The worker counts as busy until `finish` is called with the task.
+        """
         if self._running >= self._workers:
             return None
         may_be_slow = bool(self._slow) and self._running_slow < self._max_slow
@@ -90,7 +101,7 @@ class CompileScheduler(Generic[ItemT]):
         return turn
 
     def finish(self, turn: CompileTask[ItemT]) -> None:
-        """Record that the worker of a task is free again."""
+        """Record that a task has ended and that its worker is free again."""
         self._running -= 1
         self._running_slow -= turn.is_slow
 

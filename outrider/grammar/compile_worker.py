@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 ADDRESS_SLACK_BYTES: Final = 64 << 20
-"""Address space that allocators reserve without using it."""
+"""Address space, in bytes, that a compilation may take beyond its memory limit, because allocators
+reserve address space that they do not use."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -104,8 +105,9 @@ def _run_child(
 
 
 def _answer(structured: StructuredOutput, tokenizer: LLTokenizer | OutriderError) -> dict[str, Any]:
-    """Return the answer to the other end: the memory that the grammar takes, or why it is
-    refused."""
+    """Return the message for the other end: a dict with one key. The key is `memory_bytes` (memory
+    of the compiled grammar), `refused` (why the grammar cannot be used) or `unsupported` (why the
+    library cannot read the tokenizer)."""
     if isinstance(tokenizer, OutriderError):
         return {"unsupported": tokenizer.message}
     before = _memory_pages()[1]

@@ -41,20 +41,22 @@ from outrider.spec.structured_output import StructuredOutput
 logger = logging.getLogger(__name__)
 
 MAX_CACHED_OUTCOMES: Final = 1024
-"""Maximum number of outcomes (verdicts on grammars) that are cached."""
+"""Maximum number of `CompileOutcome` objects that one `GrammarCompiler` caches."""
 RETRY_AFTER_DEATH_S: Final = 30.0
-"""Seconds for which a grammar stays refused after its compile process timed out or died. Later the
-machine may be less busy."""
+"""Seconds for which a grammar stays refused after its compile process timed out or died. After
+that, it may be tried again, because the machine may be less busy."""
 START_TIMEOUT_S: Final = 60.0
 """Maximum time, in seconds, for starting a compile process, which first reads the tokenizer."""
 MAX_BEGIN_S: Final = 5.0
-"""Seconds within which a running compile process must begin a grammar. A process that does not is
-stopped or hangs, and is killed."""
+"""Maximum time, in seconds, that a running compile process may take to begin with a grammar. A
+process that takes longer hangs and is killed."""
 REPLY_GRACE_S: Final = 1.0
-"""Seconds beyond the time limit after which a process without an answer is considered dead."""
+"""Seconds to wait for an answer beyond the time limit of a compilation. After that, the process is
+considered dead."""
 _WORKER: Final = "outrider.grammar.compile_worker"
 _MIN_TIMED_OUT: Final = 0.9
-"""Share of the time limit after which the end of a process counts as a timeout."""
+"""Share of the time limit. If a process ends after this share, the compilation is considered to
+have timed out."""
 _MAX_STARTS: Final = 2
 """Maximum number of compile processes that are started for one grammar if they die or hang before
 they begin to compile the grammar."""
@@ -67,14 +69,14 @@ class CompileOutcome:
     error: OutriderError | None
     """Error for which the grammar is refused; None if the grammar can be used."""
     memory_bytes: int = 0
-    """Memory of the compiled grammar in bytes, as far as it could be measured."""
+    """Memory of the compiled grammar in bytes; 0 if it could not be measured."""
     expires_at: float = float("inf")
     """Time of `time.monotonic` at which this outcome expires and the grammar is tried again."""
 
 
 class FirstTryEndedError(Exception):
-    """The first try of a grammar timed out or died, which does not mean that the grammar is
-    invalid."""
+    """The first try to compile a grammar exceeded its short time limit, or its process died. The
+    grammar may still be valid."""
 
 
 class Cancellation:
@@ -93,9 +95,10 @@ class Cancellation:
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     def watch(self, connection: socket.socket | None) -> None:
-        """Set the socket of the compilation that `cancel` ends; None if none is running.
+        """Set the socket to the process that compiles, which `cancel` shuts down; None if nothing
+        is being compiled.
 
-        Raises CancelledRequestError if `cancel` was called before.
+        Raises CancelledRequestError if a socket is given and `cancel` was called before.
         """
         with self._lock:
             self._connection = connection
@@ -172,13 +175,15 @@ class GrammarCompiler:
         *,
         is_first_try: bool = False,
     ) -> CompileOutcome:
-        """Test-compile a grammar in a separate process, unless its outcome is cached, and return
-        the outcome of a grammar that can be used. With `is_first_try` the time limit is short; a
-        grammar that exceeds it raises FirstTryEndedError, and no outcome is cached.
+        """Test-compile a grammar in a separate process, and return the outcome if the grammar can
+        be used. A cached outcome is used if there is one.
 
-        Raises InvalidRequestError for a grammar that cannot be used, CancelledRequestError,
-        FailedPreconditionError for a tokenizer that the library cannot read, and UnavailableError
-        if no process can be started.
+        With `is_first_try` the time limit is short. A grammar that exceeds it raises
+        FirstTryEndedError, and no outcome is cached.
+
+        Raises InvalidRequestError if the grammar cannot be used, CancelledRequestError if the call
+        is cancelled, FailedPreconditionError if the library cannot read the tokenizer, and
+        UnavailableError if no process can be started.
         """
         verdict = self.find_verdict(structured)
         if verdict is None:

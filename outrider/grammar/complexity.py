@@ -24,9 +24,9 @@ MAX_RULES: Final = 4_000
 MAX_REFERENCES: Final = 4_000
 """Maximum number of references in a JSON schema."""
 MAX_TOTAL_NESTING: Final = 16_000
-"""Maximum sum of the nesting depths of a JSON schema and of everything that it refers to, or of the
-rules of a Lark grammar, where each rule counts one more level. The library cannot recurse more
-deeply than this sum."""
+"""Maximum sum of nesting depths in a text. For a JSON schema, it is the sum over the schema and all
+parts that it refers to. For a Lark grammar, it is the sum over all rules, and each rule adds one
+level. The library cannot recurse more deeply than this sum."""
 
 _TOKEN: Final = re.compile(
     r"""
@@ -44,10 +44,10 @@ _CLASS: Final = re.compile(r"\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]", re.DOTALL
 
 
 def check_complexity(structured: StructuredOutput) -> None:
-    """Refuse a schema, pattern or grammar that is nested too deeply, has too many rules or
-    references, or has numbers that llguidance, the grammar library, cannot hold.
+    """Refuse a schema, pattern or grammar that exceeds a complexity limit: nesting depth, number of
+    rules or references, or numbers that llguidance, the grammar library, cannot represent exactly.
 
-    Raises InvalidRequestError with the reason INVALID_STRUCTURE, which says what is allowed. A
+    Raises InvalidRequestError (reason INVALID_STRUCTURE), whose message says what is allowed. A
     malformed text passes, because the library reports what is wrong with it.
     """
     match structured.kind:

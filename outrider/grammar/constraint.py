@@ -41,7 +41,8 @@ def mask_of(ids: Sequence[int] | NDArray[np.int64], words: int) -> Mask:
 
 
 def is_allowed(mask: Mask, token: int) -> bool:
-    """Return whether a mask allows a token id, which must be below 32 times the mask's words."""
+    """Return whether a mask allows a token id. The id must be below 32 times the number of
+    words."""
     return bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
 
@@ -67,9 +68,12 @@ def small_id_set(mask: Mask, most: int) -> list[int]:
 
 
 class Constraint(Protocol):
-    """Token constraint of one session at its current position. Use from one thread at a time.
+    """Token constraint of one session: it determines which tokens may follow at the current
+    position.
 
-    Accepted tokens are never undone; draft tokens are entered and undone.
+    The position is in the session's output. It moves forward over accepted tokens and never back
+    over them. `push_tokens` moves it forward along draft tokens, and `pop_tokens` moves it back.
+    Use a constraint from one thread at a time.
     """
 
     @property
@@ -83,7 +87,8 @@ class Constraint(Protocol):
         ...
 
     def commit_tokens(self) -> None:
-        """Accept the draft tokens that `push_tokens` entered, because they were emitted."""
+        """Accept the draft tokens that `push_tokens` moved over, because the session has emitted
+        them."""
         ...
 
     @property
@@ -106,15 +111,17 @@ class Constraint(Protocol):
 
     @property
     def matcher(self) -> LLMatcher | None:
-        """Matcher that computes the grammar's masks at the current position and along drafts.
+        """llguidance matcher that computes the grammar's masks at the current position and along
+        drafts.
 
-        None if no mask has to be computed.
+        None if the constraint has no grammar or has a `failure`.
         """
         ...
 
     @property
     def meter(self) -> MaskMeter | None:
-        """Meter of the time that the session's masks have cost; None without a matcher."""
+        """Meter of the time that computing the session's masks takes; None if the constraint has no
+        grammar."""
         ...
 
     def prepare(self, output_ids: NDArray[np.int32]) -> bool:
@@ -126,40 +133,42 @@ class Constraint(Protocol):
         ...
 
     def give_up(self, why: str) -> None:
-        """End the session with the reason `why`; its matcher is not used any more."""
+        """Set `failure` to the reason `why`, so that the session ends. The matcher is not used any
+        more."""
         ...
 
     def fill_masks(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
         """Turn the matcher's masks into the masks of this constraint, in place.
 
         `masks`, uint32 [1 + k, W], holds the matcher's mask at the current position and after each
-        of the k draft tokens. Returns the number of leading draft tokens after which the constraint
-        can continue; rows after these are not meaningful.
+        of the k draft tokens. Returns the number n of leading draft tokens after which the
+        constraint can continue. Only rows 0 to n are meaningful afterwards.
         """
         ...
 
     def push_tokens(self, tokens: Sequence[int]) -> int:
-        """Advance along draft tokens while the constraint can continue after them.
+        """Move the position forward along draft tokens, up to the first one after which the
+        constraint cannot continue.
 
-        Returns the number of tokens entered.
+        Returns the number of tokens that the position has moved over.
         """
         ...
 
     def pop_tokens(self, count: int) -> None:
-        """Undo the last `count` draft tokens.
+        """Move the position back over the last `count` draft tokens.
 
-        All draft tokens must be undone before `advance_to`.
+        All draft tokens must be undone in this way before `advance_to` is called.
         """
         ...
 
     def forced_tokens(self) -> Sequence[int]:
-        """Return the ids that must follow here because no others are allowed, as far as they are
-        known."""
+        """Return the ids that must follow at the current position because no others are allowed.
+        The list ends where the constraint does not know the next id."""
         ...
 
 
 class PathMasks(NamedTuple):
-    """Allowed-token masks along draft tokens."""
+    """Allowed-token masks at a constraint's current position and along draft tokens."""
 
     masks: NDArray[np.uint32]
     """Masks at the current position and after each draft token, uint32 [1 + k, W]. Rows after a
@@ -175,8 +184,9 @@ MaskRequest = tuple[Constraint, Sequence[int]]
 def masks_along_drafts(wishes: Sequence[MaskRequest]) -> list[PathMasks]:
     """Return the masks of each constraint at its current position and along its draft tokens.
 
-    `wishes` may hold each constraint once. The masks are computed in one call of the library: every
-    call releases the interpreter lock, and getting it back can take ten times as long as a mask.
+    `wishes` must not contain a constraint twice. As many masks as possible are computed in one call
+    of the library: every call releases the interpreter lock, and getting it back can take ten times
+    as long as a mask.
     """
     if not wishes:
         return []
@@ -275,7 +285,8 @@ def allowed_mask(constraint: Constraint) -> Mask:
 
 
 def masks_of_paths(constraint: Constraint, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
-    """Return the mask after each path of draft tokens, uint32 [P, W].
+    """Return the mask after each path of draft tokens, uint32 [P, W]. Each path begins at the
+    constraint's current position.
 
     The row of a path after which nothing can follow is not meaningful.
     """
@@ -289,7 +300,8 @@ def masks_of_paths(constraint: Constraint, paths: Sequence[Sequence[int]]) -> ND
 
 
 def allowed_prefix_len(constraint: Constraint, tokens: Sequence[int]) -> int:
-    """Return how many leading draft tokens the constraint allows one after the other."""
+    """Return the length of the longest prefix of `tokens` that the constraint allows at its current
+    position."""
     along = masks_along_drafts([(constraint, tokens)])[0]
     for count, token in enumerate(tokens):
         inside = count <= along.entered and 0 <= token < constraint.vocab_size

@@ -1,7 +1,7 @@
-"""Digit limit of numbers in JSON answers, similar to the limit on their white space.
+"""Limit on the number of digits of numbers in JSON answers.
 
-JSON allows any number of digits, and a model that favours digits then never ends a number. The
-limit applies wherever the grammar allows anything but a further digit.
+JSON allows any number of digits, so a model that prefers digits might never end a number. The limit
+applies only where the grammar allows something other than a digit, too.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_NUMBER_DIGITS: Final = 32
-"""Maximum number of consecutive digits in a JSON number, before and after the decimal point
-each."""
+"""Maximum number of digits before the decimal point of a JSON number, and also after it."""
 MAX_EXPONENT_DIGITS: Final = 3
 """Maximum number of digits in the exponent of a JSON number."""
 _QUOTE: Final = ord('"')
@@ -28,7 +27,8 @@ _SIGNS: Final = frozenset(b"+-")
 
 
 class JsonPosition(NamedTuple):
-    """State at the end of a JSON text that determines how many digits may follow."""
+    """State at the end of an incomplete JSON text, from which follows how many digits may be
+    added."""
 
     in_string: bool = False
     escaped: bool = False
@@ -40,12 +40,12 @@ class JsonPosition(NamedTuple):
 
     @property
     def digits_left(self) -> int:
-        """Number of digits that may follow."""
+        """Number of digits that may be added."""
         limit = MAX_EXPONENT_DIGITS if self.in_exponent else MAX_NUMBER_DIGITS
         return max(0, limit - self.digits)
 
     def advance(self, text: bytes) -> JsonPosition:
-        """Return the position after further text."""
+        """Return the position after `text` is added to the JSON text."""
         in_string, escaped, digits, in_exponent = self
         for byte in text:
             if in_string:
@@ -63,7 +63,10 @@ class JsonPosition(NamedTuple):
 
 
 class DigitBound:
-    """Digit limit for one tokenizer. Thread-safe. In shapes, W is the number of words of a mask."""
+    """Removes ids with too many digits from the allowed-token masks of one tokenizer. Thread-safe.
+
+    In shapes, W is the number of words of a mask.
+    """
 
     def __init__(self, tokenizer: LLTokenizer, words: int) -> None:
         self._text_of = functools.lru_cache(maxsize=1 << 16)(
@@ -82,16 +85,16 @@ class DigitBound:
         """The mask of ids whose text does not begin with digits that are all zeros."""
 
     def advance(self, position: JsonPosition, token: int) -> JsonPosition:
-        """Return the position after a further token."""
+        """Return the position after the text of a token id is added to the JSON text."""
         return position.advance(self._text_of(token))
 
     def restrict(self, mask: NDArray[np.uint32], position: JsonPosition) -> None:
-        """Remove ids with too many digits from a mask [W], in place, unless nothing else is
-        allowed.
+        """Remove the ids whose text begins with more digits than may follow at `position` from a
+        mask, uint32 [W], in place.
 
-        If the mask allows only such ids, those that begin with nothing but zeros are removed
-        instead, unless nothing else is allowed: after zeros, a number above an exclusive bound
-        could never end.
+        If the mask allows no other ids, those that begin with zeros and no other digit are removed
+        instead: a number that must exceed an exclusive bound could otherwise continue with zeros
+        forever. If the mask allows only such ids, it is not changed.
         """
         left = position.digits_left
         if left >= len(self._up_to):

@@ -1,7 +1,8 @@
 """Allowed-token masks along the drafts of many sessions, computed together.
 
-Each session walks along its draft; the masks that all walks need at a time are computed in one
-call. N is the number of nodes of a tree; masks are as in `outrider.grammar.constraint`.
+A generator for each session walks along the session's draft and yields requests for masks. The
+requests of all sessions are computed in one call. In shapes, N is the number of nodes of a tree;
+masks are those of `outrider.grammar.constraint`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from outrider.grammar.constraint import (
 from outrider.spec.tree import ROOT
 
 ConstraintWalk = Generator[Sequence[int], PathMasks, None]
-"""A walk of one constraint along its draft. The generator yields the draft tokens, from the current
-position on, along which it needs masks, and is sent their `PathMasks`."""
+"""Generator that walks along the draft of one constraint. It yields the draft tokens, from the
+constraint's current position on, along which it needs masks, and is sent their `PathMasks`."""
 
 
 def run_walks(walks: Sequence[tuple[Constraint, ConstraintWalk]]) -> None:
-    """Run all walks to their ends, and compute the masks that they request together."""
+    """Run all walks to their ends. The masks that they request at the same time are computed
+    together."""
     wishes = [(constraint, walk, _wish(walk, None)) for constraint, walk in walks]
     while wishes := [wish for wish in wishes if wish[2] is not None]:
         found = masks_along_drafts([(constraint, tokens or ()) for constraint, _, tokens in wishes])
@@ -51,8 +53,7 @@ def _wish(walk: ConstraintWalk, along: PathMasks | None) -> Sequence[int] | None
 
 
 class ConstrainedTree(NamedTuple):
-    """Draft nodes after a constraint's current position, in an order with parents before
-    children."""
+    """Draft tree below a constraint's current position. Parents come before their children."""
 
     constraint: Constraint
     tokens: NDArray[np.int32]
@@ -62,10 +63,11 @@ class ConstrainedTree(NamedTuple):
 
 
 def masks_of_trees(trees: Sequence[ConstrainedTree]) -> list[NDArray[np.uint32]]:
-    """Return the masks of each tree, uint32 [1 + N, W]: after the root, then after each node.
+    """Return the masks of each tree, uint32 [1 + N, W]. Row 0 is the mask after the root, and row i
+    + 1 the mask after node i.
 
-    Rows below a node whose token is not allowed are not meaningful, because nothing there can be
-    accepted.
+    The rows of nodes below a token that is not allowed are not meaningful, because no such node can
+    be accepted.
     """
     found = [
         np.full((1 + len(tree.tokens), tree.constraint.num_mask_words), ALL_TOKENS, dtype=np.uint32)
@@ -81,7 +83,8 @@ def masks_of_trees(trees: Sequence[ConstrainedTree]) -> list[NDArray[np.uint32]]
 
 
 def walk_tree(tree: ConstrainedTree, masks: NDArray[np.uint32]) -> ConstraintWalk:
-    """Walk through a tree and write the masks after the root and each node into `masks` [1 + N, W].
+    """Walk through a tree and write its masks into `masks` [1 + N, W]: row 0 after the root, row i
+    + 1 after node i.
 
     The walk follows first children down to a leaf, then continues with the remaining children of
     the nodes above. At the end the constraint is at its original position again.
@@ -115,17 +118,18 @@ def walk_tree(tree: ConstrainedTree, masks: NDArray[np.uint32]) -> ConstraintWal
 
 
 class ChainTruncation:
-    """Restricts a chain that was drafted as a whole to the tokens that its constraint allows.
+    """Restricts a drafted chain of tokens to those that a constraint allows.
 
     Where the constraint allows a single id, that id replaces the drafted token. Where it allows
-    several and not the drafted token, the best allowed alternative replaces the token. Drafted
-    tokens after a replacement are dropped, because they were drafted after another token.
+    several ids but not the drafted token, the best allowed alternative replaces the drafted token.
+    The drafted tokens after a replacement are dropped, because they were drafted to follow another
+    token.
     """
 
     def __init__(self, constraint: Constraint, *, others: Sequence[Sequence[int]] = ()) -> None:
-        """Restrict chains of one constraint.
+        """Create an object for one chain of one constraint.
 
-        `others` holds the alternative draft tokens of each level, best first.
+        `others` holds the alternative draft tokens of each level of the chain, best first.
         """
         self.constraint = constraint
         self.tokens: list[int] = []
@@ -136,8 +140,8 @@ class ChainTruncation:
     def truncate(self, drafted: Sequence[int]) -> ConstraintWalk:
         """Walk along a drafted chain and add the allowed tokens to `tokens`.
 
-        The result ends early where another token would have to be drafted. The mask after the whole
-        chain is not requested.
+        `tokens` may become shorter than `drafted`: it ends where the drafter would have to draft
+        another token. The mask after the last token of the chain is not requested.
         """
         ahead = drafted
         while True:

@@ -1,4 +1,4 @@
-"""Grammar cache of one tokenizer: compiles each grammar once and keeps it while it is used."""
+"""Grammar cache of one tokenizer: compiles each grammar once and keeps those used most recently."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ if TYPE_CHECKING:
 MAX_CACHED_GRAMMARS: Final = 256
 """Maximum number of compiled grammars in the cache."""
 MAX_KEPT_BYTES: Final = 512 << 20
-"""Maximum memory, in bytes, of the cached grammars together, not counting the newest."""
+"""Maximum memory, in bytes, of all cached grammars together. The newest grammar is kept even if it
+alone exceeds this limit."""
 
 _JSON_KINDS: Final = (StructuredKind.JSON_SCHEMA, StructuredKind.JSON_OBJECT)
 
 
 class CompiledGrammar:
-    """A compiled grammar, whose matcher is copied for each session. Thread-safe."""
+    """A compiled grammar. Each session gets a copy of its matcher. Thread-safe."""
 
     def __init__(
         self,
@@ -52,9 +53,13 @@ class CompiledGrammar:
         digits: DigitBound | None = None,
         memory_bytes: int = 0,
     ) -> None:
-        """Create a grammar. `masks` are the limits of each session. `may_be_ambiguous` is as in
-        `MaskMeter`. `digits` limits the digits of numbers if the answer is JSON. `memory_bytes` is
-        the memory of the grammar in bytes, as far as it is known."""
+        """Create a compiled grammar.
+
+        The matcher allows `end_id` where the output is complete. `masks` limits the time that the
+        masks of a session may take. `may_be_ambiguous` is explained in `MaskMeter`. `digits` limits
+        the digits of numbers if the answer is JSON. `memory_bytes` is the memory of the grammar in
+        bytes, or 0 if it is unknown.
+        """
         self._digits = digits
         self._matcher, self._vocab_size, self._end_id = matcher, vocab_size, end_id
         self._masks, self._may_be_ambiguous = masks, may_be_ambiguous
@@ -85,8 +90,12 @@ class GrammarCache:
         limits: CompileLimits | None = None,
         masks: MaskLimits | None = None,
     ) -> None:
-        """Create an empty cache. `tokenizer_json` is the content of a tokenizer.json. `vocab_size`
-        is the size of the logits, which may be padded beyond the tokenizer's ids."""
+        """Create an empty cache.
+
+        `tokenizer_json` is the content of a tokenizer.json. `vocab_size` is the size of the logits,
+        which may be padded beyond the tokenizer's ids. `limits` applies to compiling, and `masks`
+        to the masks of each session.
+        """
         self._json = tokenizer_json
         self._vocab_size = vocab_size
         self._masks = masks or MaskLimits()
@@ -113,8 +122,8 @@ class GrammarCache:
         """Create the cache for a tokenizer.json. Returns None if the file is missing or the grammar
         library is not installed.
 
-        Call it before the process serves: it takes a third of a second for 50,000 ids and blocks
-        all other threads.
+        Call this before the process accepts requests, because it blocks all other threads for about
+        a third of a second with 50,000 token ids.
         """
         if not is_installed() or not tokenizer_file.is_file():
             return None
@@ -143,9 +152,10 @@ class GrammarCache:
     def compile_grammar(
         self, structured: StructuredOutput, cancellation: Cancellation | None = None
     ) -> CompiledGrammar:
-        """Return a compiled grammar, from the cache if possible. Threads that request the same
-        grammar at the same time share one compilation; the `cancellation` of the first of them ends
-        it for all.
+        """Return a compiled grammar, from the cache if possible.
+
+        Threads that request the same grammar at the same time share one compilation. The
+        `cancellation` of the first of these threads cancels it for all of them.
 
         Raises InvalidRequestError, with the library's reason, if the grammar cannot be compiled
         within the limits; FailedPreconditionError if the library cannot read the tokenizer;
@@ -224,6 +234,7 @@ class GrammarCache:
 
 
 def _yield_to_serving() -> None:
-    """Lower the priority of this thread against other threads (Linux has a niceness per thread)."""
+    """Lower the priority of this thread below that of other threads (Linux has a niceness per
+    thread)."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE_INCREMENT)

@@ -1,6 +1,6 @@
-"""Grammar constraint: a session's state in its grammar, and the masks there and along a draft.
+"""Grammar constraint: a session's position in its grammar, and the masks there and along drafts.
 
-Masks are as in `outrider.grammar.constraint`.
+Masks are those of `outrider.grammar.constraint`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 
 
 class GrammarConstraint:
-    """Token constraint of one session by a compiled grammar.
+    """`Constraint` of one session that has a compiled grammar.
 
     The session's stop ids are allowed where the output is complete. Elsewhere they are allowed only
-    if the grammar allows their text. Accepted tokens are never undone; draft tokens are entered and
-    undone.
+    if the grammar allows their text.
     """
 
     def __init__(
@@ -45,9 +44,13 @@ class GrammarConstraint:
         meter: MaskMeter | None = None,
         digits: DigitBound | None = None,
     ) -> None:
-        """Create a constraint. `matcher` must be at the start of the grammar and is used by this
-        object only. The matcher allows `end_id` where the output is complete. `meter` limits the
-        time of masks, and `digits` the digits of numbers if the output is JSON."""
+        """Create a constraint.
+
+        `matcher` must be at the start of the grammar, and nothing else may use it. The matcher
+        allows `end_id` where the output is complete; the session ends with one of `stop_ids`
+        instead. `meter` limits the time that masks may take. `digits` limits the digits of numbers
+        if the output is JSON.
+        """
         self._matcher = matcher
         self._vocab_size, self._end_id = vocab_size, end_id
         self._words = mask_words(vocab_size)
@@ -56,7 +59,8 @@ class GrammarConstraint:
         self._meter = meter or MaskMeter(MaskLimits(), may_be_ambiguous=False)
         self._digits = digits
         self._positions = [JsonPosition()]
-        """Positions for `digits`: after the accepted tokens, and after each draft token entered."""
+        """JSON positions that `digits` needs: after the accepted tokens, and after each entered
+        draft token."""
         self._job: MaskJob | None = None
         """Background computation of the next masks; nothing else may use the matcher meanwhile."""
         self.is_given_up = False
@@ -82,11 +86,10 @@ class GrammarConstraint:
         self._advance(new)
 
     def resume(self, output_ids: NDArray[np.int32]) -> None:
-        """Advance over tokens that were emitted before this constraint was created, regardless of
-        their number.
+        """Advance over all tokens that the session emitted before this constraint was created.
 
-        Takes up to seconds and lets other threads run meanwhile. Sets `failure` if the grammar does
-        not allow a token, or if consuming the tokens takes too long.
+        This takes up to seconds for a long output; other threads can run meanwhile. Sets `failure`
+        if the grammar does not allow a token, or if advancing takes too long.
         """
         self._seen = len(output_ids)
         for token in output_ids.tolist():

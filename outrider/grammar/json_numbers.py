@@ -1,8 +1,8 @@
-"""Refuses JSON schemas with numbers that the grammar library cannot hold exactly. Pure.
+"""Refuses JSON schemas with numbers that the grammar library cannot represent exactly.
 
-The library holds numbers in double precision and does not round decimals correctly, so that it
-would silently change some numbers of a schema. A number within the limits below is not changed: a
-double can hold all its digits, and its power of ten is exact.
+The library stores numbers in double precision and does not round decimals correctly, so it would
+silently change some numbers of a schema. It does not change a number within the limits below: a
+double can hold all digits of such a number, and its power of ten is exact.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Final, NoReturn
 from outrider.errors import InvalidRequestError
 
 MAX_INTEGER: Final = 2**53 - 1
-"""Largest magnitude of an integer, written without a fraction and an exponent."""
+"""Largest allowed magnitude of a number that is written without a fraction and without an
+exponent."""
 MAX_SIGNIFICANT_DIGITS: Final = 15
-"""Maximum number of digits of a number with a fraction or an exponent, without zeros at either
-end."""
+"""Maximum number of digits of a number with a fraction or an exponent. Leading and trailing zeros
+do not count."""
 MIN_MAGNITUDE: Final = Decimal("1e-6")
-"""Smallest magnitude of a number with a fraction or an exponent, other than 0."""
+"""Smallest allowed magnitude of a number with a fraction or an exponent. Zero is allowed, too."""
 MAX_MAGNITUDE: Final = Decimal("1e15")
 """Exclusive upper limit of the magnitude of a number with a fraction or an exponent."""
 ALLOWED_MAXIMA: Final = frozenset({str(2**63 - 1), str(2**64 - 1)})
@@ -45,13 +46,14 @@ _ANNOTATIONS: Final = frozenset({"default", "examples"})
 
 
 class NumberLiteral(str):
-    """A number as it stands in a JSON text."""
+    """A number in a JSON text, exactly as it is written there."""
 
     __slots__ = ()
 
     @property
     def is_exact(self) -> bool:
-        """Whether the library keeps this number as it is."""
+        """Whether the number is within the limits in which the grammar library does not change
+        it."""
         if self.removeprefix("-").isdecimal():
             digits = len(str(MAX_INTEGER))
             return len(self.removeprefix("-")) <= digits and abs(int(self)) <= MAX_INTEGER
@@ -75,7 +77,7 @@ class NumberLiteral(str):
 def check_numbers(text: str) -> None:
     """Refuse a JSON schema with numbers that the library would change.
 
-    Raises InvalidRequestError with the reason INVALID_STRUCTURE, which says what is allowed. A
+    Raises InvalidRequestError (reason INVALID_STRUCTURE), whose message says what is allowed. A
     malformed text passes, because the library reports what is wrong with it.
     """
     literals: list[NumberLiteral] = []

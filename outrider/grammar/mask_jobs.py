@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 SLOW_SHARE: Final = 0.1
-"""A mask is slow if it takes more than this share of its budget."""
+"""A mask is slow if it takes more than this share of the budget of one mask
+(`MaskMeter.mask_s`)."""
 MAX_WALL_FACTOR: Final = 40.0
-"""Multiple of a mask's budget in wall-clock time after which the mask is late, regardless of its
-processor time, so that no caller waits forever."""
+"""Multiple of the budget of one mask, in wall-clock time, after which a job is abandoned. It does
+not depend on the processor time that the mask has taken, so that no caller waits forever."""
 _POLL_S: Final = 0.005
 """Time between two reads of a worker's processor time while a caller waits for masks, in
 seconds."""
@@ -41,36 +42,40 @@ def worker_threads() -> int:
 
 
 class MaskMeter:
-    """Meter of the time that the masks of one session have cost, and of its limit."""
+    """Measures the time that the masks of one session take, and compares it with `MaskLimits`."""
 
     def __init__(self, limits: MaskLimits, *, may_be_ambiguous: bool) -> None:
         """Create the meter of a session.
 
-        `may_be_ambiguous`: whether the grammar's language can express any context-free grammar.
+        `may_be_ambiguous`: whether the grammar is written in a language for context-free grammars,
+        so that it may be ambiguous and its masks expensive.
         """
         self._limits, self._may_be_ambiguous = limits, may_be_ambiguous
         self.mask_s = limits.mask_ms * 1e-3
         """Budget of one mask, in seconds of processor time."""
         self.is_alone = may_be_ambiguous
-        """Whether the session's masks are computed by `MaskJob`, apart from those of other
-        sessions."""
+        """Whether the session's masks are computed by a `MaskJob` of its own instead of together
+        with those of other sessions."""
         self.is_slow = False
         """Whether the session's latest masks were slow. Rounds then run without the session while
         its masks are computed."""
         self._slow_s = 0.0
 
     def record_joint(self, seconds: float) -> None:
-        """Record the seconds that masks of this and other sessions took together."""
+        """Record that the masks of this session and others, computed in one call, took
+        `seconds`."""
         self.is_alone |= seconds > self.mask_s
 
     def record_consumption(self, seconds: float) -> str:
-        """Record the seconds of consuming a token. Returns why the session must end, or ""."""
+        """Record that the matcher took `seconds` to consume a token. Returns the reason why the
+        session must end, or an empty text if it may continue."""
         if seconds > SLOW_SHARE * self.mask_s:
             self._slow_s += seconds
         return self._check_session()
 
     def record(self, job: MaskJob) -> str:
-        """Record the times that a job has measured. Returns why the session must end, or ""."""
+        """Record the times that a job has measured. Returns the reason why the session must end, or
+        an empty text if it may continue."""
         if job.is_late or job.longest_s > self.mask_s:
             return f"a mask took more than {self._limits.mask_ms:g} ms"
         self.is_slow = job.longest_s > SLOW_SHARE * self.mask_s
@@ -85,7 +90,7 @@ class MaskMeter:
 
 
 class MaskJob:
-    """Mask computation of one matcher, which no other thread may touch until the job is done."""
+    """Mask computation of one matcher, which no other thread may use until the job is done."""
 
     def __init__(
         self,
@@ -98,8 +103,9 @@ class MaskJob:
     ) -> None:
         """Create a job.
 
-        The matcher first consumes the tokens `output`, then computes masks along `drafts`. Only
-        `drafts` are undone at the end. `words` is the number of words of a mask.
+        The matcher first consumes the tokens `output`, then computes masks along the tokens
+        `drafts`. At the end only `drafts` are undone. `words` is the number of 32-bit words of a
+        mask.
         """
         self._matcher, self._mask_s = matcher, meter.mask_s
         self._output, self._drafts = list(output), list(drafts)
@@ -111,7 +117,8 @@ class MaskJob:
         self.longest_s = self.slow_s = 0.0
         """Processor time of the longest mask and of all slow masks together, in seconds."""
         self.is_late = False
-        """Whether the job was abandoned. Its matcher and masks must not be used any more."""
+        """Whether the job was abandoned because it took too long. The matcher and masks of an
+        abandoned job must not be used any more."""
         self.done = threading.Event()
         self._clock: int | None = None
         self._began = self._began_wall = 0.0
@@ -119,7 +126,7 @@ class MaskJob:
         self._is_running = False
 
     def run(self) -> None:
-        """Compute the masks, on a worker thread."""
+        """Compute the masks. A thread of `MaskWorkers` calls this."""
         try:
             if hasattr(time, "pthread_getcpuclockid"):
                 self._clock = time.pthread_getcpuclockid(threading.get_ident())
@@ -159,7 +166,7 @@ class MaskJob:
     def check_late(self) -> bool:
         """Abandon the job if its current mask has exceeded its budget.
 
-        Returns whether it is abandoned.
+        Returns whether the job is abandoned.
         """
         if self.done.is_set() or not self._is_running or self.is_late:
             return self.is_late
@@ -176,7 +183,8 @@ class MaskJob:
 
 
 class MaskWorkers:
-    """Worker threads that run jobs in order; one whose job is abandoned is replaced."""
+    """Worker threads that run jobs in the order in which they were started. A thread whose job is
+    abandoned is replaced."""
 
     def __init__(self, threads: int) -> None:
         self._jobs: queue.SimpleQueue[MaskJob] = queue.SimpleQueue()
@@ -184,7 +192,7 @@ class MaskWorkers:
         self._lock = threading.Lock()
 
     def start(self, job: MaskJob) -> None:
-        """Start a job without waiting for it."""
+        """Put a job into the queue of the worker threads, without waiting for it."""
         self._jobs.put(job)
         with self._lock:
             missing, self._missing = self._missing, 0
@@ -198,7 +206,8 @@ class MaskWorkers:
                 return
 
     def check_late(self, job: MaskJob) -> bool:
-        """Abandon a job if it is late. Returns whether it is abandoned."""
+        """Abandon a job if its current mask has exceeded its budget. Returns whether the job is
+        abandoned."""
         if job.is_late or not job.check_late():
             return job.is_late
         with self._lock:
@@ -214,10 +223,11 @@ class MaskWorkers:
 
 
 def consume_without_lock(matcher: LLMatcher, tokens: Sequence[int]) -> int:
-    """Let a matcher consume tokens as far as its grammar allows, while other threads run.
-
-    Returns the number of tokens consumed. The matcher's own methods would hold the interpreter
+    """Let a matcher consume tokens as far as its grammar allows, without holding the interpreter
     lock.
+
+    Returns the number of tokens consumed. The matcher's own methods would hold the lock, so that no
+    other thread could run.
     """
     executor = _consuming_executor()
     for count, token in enumerate(tokens):

@@ -1,7 +1,8 @@
-"""Compiles matchers with the grammar library, from its tokenizer, source text and limits.
+"""Compiles grammars into matchers with the grammar library (llguidance).
 
-The compile process and the serving processes use the same functions, so a text that compiled in one
-compiles in the other. The module does not import numpy, so that the compile process starts fast.
+The compile process and the serving processes use the same functions, so a text that compiles in one
+of them compiles in the others. The module does not import numpy, so that the compile process starts
+fast.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 
 STACK_BYTES: Final = 256 << 20
-"""Stack size, in bytes, of the thread that compiles: the library recurses by rules and
+"""Stack size, in bytes, of the thread that compiles a grammar. The library recurses along rules and
 references."""
 NICE_INCREMENT: Final = 5
-"""Increase of the niceness of compiling, so that serving has priority if both need the same
-core."""
+"""Value that is added to the niceness of threads that compile, so that serving has priority if both
+need the same core."""
 MAX_GRAMMAR_SYMBOLS: Final = 100_000
 INITIAL_LEXER_FUEL: Final = 1_000_000
-"""Limit on the work of building a grammar's lexer, in units of the library; about some tens of
-milliseconds."""
+"""Limit on the work of building a grammar's lexer, in units of the library. It is reached after
+some tens of milliseconds."""
 MAX_STEP_ITEMS: Final = 10_000
-"""Maximum number of parser items that one mask may create; valid grammars in use need up to
-5,000."""
+"""Maximum number of parser items that the computation of one mask may create. Valid grammars in use
+need up to 5,000."""
 MAX_LEXER_STATES: Final = 50_000
-"""Maximum number of lexer states of one grammar, about 1 KiB each; valid grammars in use need up to
-5,000."""
+"""Maximum number of lexer states of one grammar. A state takes about 1 KiB. Valid grammars in use
+need up to 5,000."""
 MAX_ERROR_CHARS: Final = 500
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,32}"
 """White space allowed between the parts of a JSON value. Without a limit, a model that prefers line
@@ -49,8 +50,8 @@ _stack_size_lock = threading.Lock()
 
 
 def call_with_stack(function: Callable[[], ResultT], stack_bytes: int = STACK_BYTES) -> ResultT:
-    """Call a function in a thread with a large stack, and return its result or raise its
-    exception."""
+    """Call a function in a new thread with a stack of `stack_bytes`, and return its result or raise
+    its exception."""
     results: list[ResultT] = []
     errors: list[BaseException] = []
 
@@ -74,9 +75,10 @@ def call_with_stack(function: Callable[[], ResultT], stack_bytes: int = STACK_BY
 
 
 def load_tokenizer(tokenizer_json: str, *, vocab_size: int) -> LLTokenizer:
-    """Create the library's tokenizer.
+    """Create the grammar library's tokenizer from the content of a tokenizer.json.
 
-    Raises FailedPreconditionError if the library cannot read it.
+    `vocab_size` is the number of ids of a mask. Raises FailedPreconditionError if the library
+    cannot read the tokenizer.
     """
     from llguidance import LLTokenizer
 
@@ -94,7 +96,8 @@ def load_tokenizer(tokenizer_json: str, *, vocab_size: int) -> LLTokenizer:
 
 
 def compile_matcher(tokenizer: LLTokenizer, structured: StructuredOutput) -> LLMatcher:
-    """Create a matcher at the start of a grammar, with its lexer built.
+    """Compile a grammar into a matcher, which is at the start of the grammar and has built its
+    lexer.
 
     Raises InvalidRequestError, with the library's reason, for grammars that cannot be compiled
     within the limits.
@@ -122,7 +125,8 @@ def compile_matcher(tokenizer: LLTokenizer, structured: StructuredOutput) -> LLM
 
 
 def invalid_grammar_error(structured: StructuredOutput, why: str) -> InvalidRequestError:
-    """Return the error for a grammar that cannot be used."""
+    """Return the error for a grammar that cannot be used. `why` is the reason, for instance the
+    library's message."""
     # Their texts are hidden from the library, so its list of them would say nothing.
     known = why.find("; following special tokens are available")
     if known >= 0:
@@ -136,7 +140,7 @@ def invalid_grammar_error(structured: StructuredOutput, why: str) -> InvalidRequ
 
 
 def is_installed() -> bool:
-    """Return whether the library can be imported."""
+    """Return whether llguidance, the grammar library, can be imported."""
     with contextlib.suppress(ImportError):
         import llguidance  # noqa: F401
 

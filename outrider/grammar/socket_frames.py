@@ -10,13 +10,13 @@ _LENGTH_BYTES: Final = 4
 
 
 def write_frame(connection: socket.socket, content: bytes) -> None:
-    """Send one frame. Raises OSError."""
+    """Send `content` as one frame. Raises OSError if the connection fails."""
     connection.sendall(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
 
 
 def read_frame(connection: socket.socket) -> bytes:
-    """Receive one frame. Raises OSError, and EOFError if the stream ends before the frame is
-    complete."""
+    """Receive one frame and return its content. Raises OSError if the connection fails, and
+    EOFError if the stream ends before the frame is complete or the frame is too large."""
     size = int.from_bytes(_read(connection, _LENGTH_BYTES), "big")
     if size > MAX_FRAME_BYTES:
         raise EOFError(f"a frame of {size} bytes")

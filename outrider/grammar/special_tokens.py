@@ -1,4 +1,4 @@
-"""Hides the texts of special tokens from the grammar library. Pure.
+"""Hides the texts of special tokens from the grammar library.
 
 The library tokenizes a literal as the tokenizer would. A literal with the text of a special token,
 such as `<|im_end|>`, would therefore become that control token and end the answer too early. If the
@@ -13,8 +13,9 @@ from typing import Any
 
 
 def hide_special_tokens(tokenizer_json: str) -> str:
-    """Return the content of a tokenizer.json in which special tokens have random texts and the same
-    ids. Raises ValueError if it is not a JSON object."""
+    """Return the content of a tokenizer.json with the text of each special token replaced by a
+    random text. The ids stay the same. Raises ValueError if `tokenizer_json` is not a JSON
+    object."""
     tokenizer = json.loads(tokenizer_json)
     if not isinstance(tokenizer, dict):
         raise ValueError("tokenizer.json must be an object")

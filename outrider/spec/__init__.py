@@ -1,5 +1,7 @@
 """Definitions that drafter, verifier and router share: digests, trees, distributions, noise, plans
-and sampling. Pure numpy; it imports no other package of Outrider.
+and sampling.
+
+The package uses numpy only and imports no other package of Outrider.
 
 decoding_mode.py           Decoding mode of a workload class (plain or speculative), and the reason
                            for it.
@@ -7,9 +9,9 @@ digest.py                  Prefix digests: a 64-bit hash chain over token ids th
                            addresses a committed prefix.
 draft_distribution.py      Draft distributions: the exact, quantised distributions that draft
                            tokens were drawn from.
-exchange_mode.py           Whether drafts and features may pass between devices: auto, on or off.
-mix64.py                   64-bit mixing function (mix64) of prefix digests and noise: integers
-                           only, so all sides agree.
+exchange_mode.py           Setting of the device exchange, which passes drafts and features through
+                           GPU memory: auto, on or off.
+mix64.py                   64-bit mixing function (mix64) for prefix digests and noise.
 noise.py                   Counter-based noise: a pure function of (seed, stream, absolute
                            position, token id).
 plan.py                    Speculation plan of a session: draft method, tree shape and look-ahead

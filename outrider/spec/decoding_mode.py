@@ -20,7 +20,7 @@ class DecodingMode(StrEnum):
 
     @property
     def other(self) -> DecodingMode:
-        """PLAIN for SPECULATE, and SPECULATE for PLAIN."""
+        """The other of the two modes."""
         return DecodingMode.PLAIN if self is DecodingMode.SPECULATE else DecodingMode.SPECULATE
 
 

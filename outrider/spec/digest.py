@@ -52,20 +52,23 @@ def extend_digest(digest: int, token_ids: Iterable[int] | NDArray[np.integer]) -
 def extend_digests(
     digests: NDArray[np.uint64], token_ids: NDArray[np.integer]
 ) -> NDArray[np.uint64]:
-    """Append one token to each of B prefixes: return the digests [B] for digests [B] and token ids
-    [B] (>= 0)."""
+    """Append one token to each of B prefixes, and return the new digests, uint64 [B].
+
+    `digests` [B] are those of the prefixes, and `token_ids` [B] (>= 0) the tokens.
+    """
     return mix64_array(digests ^ _token_words(token_ids))
 
 
 def extend_ragged(
     digests: NDArray[np.uint64], counts: NDArray[np.int64], token_ids: NDArray[np.integer]
 ) -> NDArray[np.uint64]:
-    """Append tokens to B prefixes, a different number to each, and return their digests [B].
+    """Append tokens to B prefixes, a different number to each, and return their digests, uint64
+    [B].
 
     `counts` [B] is the number of tokens per prefix. `token_ids` (>= 0) contains the tokens of all
-    prefixes, one prefix after the other. Prefixes advance together, one token per step; when only a
-    few prefixes have tokens left, as with one long prompt among decoding sessions, these are
-    finished one by one.
+    prefixes, one prefix after the other. The prefixes advance together, one token per step. When
+    only a few of them have tokens left, such as one long prompt among decoding sessions, the rest
+    is computed one prefix at a time.
     """
     result = digests.copy()
     if not len(token_ids):

@@ -14,13 +14,18 @@ from outrider.spec.tree import DraftTree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftDistribution:
-    """Truncated, quantised draft distributions by parent node.
+    """Distributions from which the tokens of one draft tree were drawn, truncated and quantised.
 
-    Slot 0 is the root, slot i + 1 is node i of the tree; a slot that has no children is empty.
-    offsets: int32 [N + 2]; slot s owns entries offsets[s] .. offsets[s + 1].
-    ids: int32 [M] target ids, strictly increasing within a slot; counts: uint16 [M], >= 1.
-    The probability of an entry is its count over the sum of its slot's counts, in float64: both
-    sides compute the same number from the same integers.
+    Every node with children has a distribution over target ids, stored in a slot. Slot 0 belongs to
+    the root and slot i + 1 to node i. The slot of a node without children is empty. N is the number
+    of nodes and M the number of entries of all slots.
+
+        offsets: int32 [N + 2]; slot s owns the entries from offsets[s] to offsets[s + 1] - 1.
+        ids: int32 [M] target ids, strictly increasing within a slot.
+        counts: uint16 [M], >= 1.
+
+    The probability of an entry is its count divided by the sum of its slot's counts, in float64.
+    Drafter and verifier thus compute the same number from the same integers.
     """
 
     offsets: NDArray[np.int32]
@@ -33,22 +38,22 @@ class DraftDistribution:
         return self.ids[begin:end], self.counts[begin:end]
 
     def draft_probs(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return a slot's ids (int64) and probabilities (float64, sum 1); both empty if it is
-        empty."""
+        """Return the ids (int64) and probabilities (float64, sum 1) of a slot. Both arrays are
+        empty if the slot is empty."""
         ids, counts = self.entries(slot)
         total = int(counts.sum(dtype=np.int64))
         return ids.astype(np.int64), counts.astype(np.float64) / max(total, 1)
 
 
 DistributionEntries = tuple[NDArray[np.int32], NDArray[np.uint16]]
-"""Ids and counts of one slot."""
+"""Ids and counts of one slot of a `DraftDistribution`."""
 
 
 def make_distribution(
     num_nodes: int, slots: Mapping[int, DistributionEntries]
 ) -> DraftDistribution:
-    """Assemble the distribution of a tree of `num_nodes` nodes from the slots that have
-    children."""
+    """Create the `DraftDistribution` of a tree of `num_nodes` nodes. `slots` maps each slot that is
+    not empty to its ids and counts."""
     sizes = np.zeros(num_nodes + 2, dtype=np.int64)
     for slot, (ids, _) in slots.items():
         sizes[slot + 1] = len(ids)
@@ -69,7 +74,8 @@ def _require(ok: bool, message: str) -> None:
 def validate_distribution(
     distribution: DraftDistribution, tree: DraftTree, vocab_size: int
 ) -> None:
-    """Check a distribution against its (already valid) tree. Raises InvalidMessageError.
+    """Check a distribution against its tree, which is valid. Raises InvalidMessageError if the
+    distribution is not.
 
     A valid distribution has arrays of the right types and lengths, offsets that rise from 0 to M,
     ids in [0, vocab_size) that strictly increase within a slot, and counts >= 1. A slot has entries

@@ -1,4 +1,5 @@
-"""Whether drafts and features may pass between devices: auto, on or off."""
+"""Setting of the device exchange, which passes drafts and features through GPU memory: auto, on or
+off."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ AUTO: Final = "auto"
 ON: Final = "on"
 OFF: Final = "off"
 EXCHANGE_MODES: Final = (AUTO, ON, OFF)
-"""Values of the setting `device_exchange`. `auto` means on if the process computes on a GPU."""
+"""Values of the setting `device_exchange`. The value `auto` means on if the process computes on a
+GPU, else off."""
 
 
 def may_exchange(mode: str, device: str) -> bool:
-    """Return whether a process that computes on this torch device may exchange data between
-    devices."""
+    """Return whether a process with the setting `mode` that computes on the torch device `device`
+    may use the device exchange."""
     return mode == ON or (mode == AUTO and device.partition(":")[0] == "cuda")

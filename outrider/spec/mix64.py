@@ -1,7 +1,8 @@
-"""64-bit mixing function (mix64) of prefix digests and noise: integers only, so all sides agree.
+"""64-bit mixing function (mix64) for prefix digests and noise.
 
-mix64 is the output function of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
-number generators", OOPSLA 2014), a bijection of 64-bit words. All arithmetic is modulo 2^64.
+mix64 is the output function of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
+generators", OOPSLA 2014), a bijection of 64-bit words. All arithmetic is on integers modulo 2^64,
+so all processes compute the same values.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MULTIPLIER_B = 0x94D049BB133111EB
 
 
 def mix64(x: int) -> int:
-    """Mix one word. `x` may be any int and is reduced modulo 2^64."""
+    """Return mix64 of a word. `x` may be any int and is first reduced modulo 2^64."""
     x &= MASK64
     x = ((x ^ (x >> 30)) * MULTIPLIER_A) & MASK64
     x = ((x ^ (x >> 27)) * MULTIPLIER_B) & MASK64
@@ -25,7 +26,7 @@ def mix64(x: int) -> int:
 
 
 def mix64_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix every element of a uint64 array; return a new array of the same shape."""
+    """Return a new array with mix64 of every element of a uint64 array."""
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(MULTIPLIER_A)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(MULTIPLIER_B)
@@ -33,7 +34,7 @@ def mix64_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def mix64_in_place(x: NDArray[np.uint64]) -> None:
-    """Mix every element of a uint64 vector in place."""
+    """Replace every element of a uint64 vector by its mix64, in place."""
     # numpy warns of overflows in scalar operations only, so errstate is not needed here.
     x ^= x >> _SHIFT_A
     x *= _FACTOR_A

@@ -46,7 +46,7 @@ SHARED_DRAW_ID = -1
 
 
 Words = int | np.integer | Sequence[int] | NDArray[np.integer]
-"""Integers in [-2^63, 2^64), as a scalar, a list or an array."""
+"""Integers in [-2^63, 2^64), as a scalar, a sequence or an array."""
 
 
 class NoiseStream(IntEnum):
@@ -71,22 +71,24 @@ def _words(values: Words) -> NDArray[np.uint64]:
 
 @lru_cache(maxsize=4096)
 def stream_key(seed: int, stream: NoiseStream) -> int:
-    """Return the 64-bit key of one noise stream of a session with this 64-bit seed."""
+    """Return the 64-bit key of one noise stream of a session with the 64-bit seed `seed`."""
     person = b"outrider " + stream.name.lower().encode()
     digest = blake2b((seed & MASK64).to_bytes(8, "little"), digest_size=8, person=person).digest()
     return int.from_bytes(digest, "little")
 
 
 def noise_keys(stream_keys: Words, positions: Words) -> NDArray[np.uint64]:
-    """Combine the keys of a stream with absolute positions (>= 0), by broadcasting:
-    mix64(stream_key + position)."""
+    """Return mix64(stream_key + position), uint64: the keys of positions (>= 0) in noise streams.
+
+    The arguments are broadcast.
+    """
     with np.errstate(over="ignore"):
         return mix64_array(np.asarray(_words(stream_keys) + _words(positions), dtype=np.uint64))
 
 
 def prefix_keys(stream_keys: Words, digests: Words) -> NDArray[np.uint64]:
-    """Combine the keys of a stream with prefix digests, by broadcasting: mix64(stream_key ^
-    digest).
+    """Return mix64(stream_key ^ digest), uint64: the keys of prefixes, given by their digests, in
+    noise streams. The arguments are broadcast.
 
     Drafts that are made ahead, before it is known whether they will be used, take their noise from
     these keys. Two such drafts for the same position get the same noise only if they continue the
@@ -96,8 +98,8 @@ def prefix_keys(stream_keys: Words, digests: Words) -> NDArray[np.uint64]:
 
 
 def bits_from_keys(keys: NDArray[np.uint64], ids: Words) -> NDArray[np.uint64]:
-    """Return the 64 noise bits of each key and token id, by broadcasting. The id may also be
-    SHARED_DRAW_ID (-1), for a draw that belongs to no token."""
+    """Return 64 noise bits, uint64, for each pair of a key and a token id. The arguments are
+    broadcast. An id may also be SHARED_DRAW_ID (-1), for a draw that belongs to no token."""
     with np.errstate(over="ignore"):
         counters = (_words(ids) + np.uint64(1)) * np.uint64(GOLDEN64)
         return mix64_array(np.asarray(keys + counters, dtype=np.uint64))
@@ -109,14 +111,17 @@ def uniform_from_bits(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def noise_bits(seed: Words, stream: NoiseStream, position: Words, ids: Words) -> NDArray[np.uint64]:
-    """Return 64 noise bits for every element of the broadcast of seed, position and ids."""
+    """Return 64 noise bits, uint64, for each triple of a seed, a position and a token id.
+
+    The three arguments are broadcast, and the result has the broadcast shape.
+    """
     seeds, places = np.unique(_words(seed), return_inverse=True)
     keys = np.array([stream_key(int(one), stream) for one in seeds], dtype=np.uint64)
     return bits_from_keys(noise_keys(keys[places.reshape(np.shape(seed))], position), ids)
 
 
 def uniform(seed: Words, stream: NoiseStream, position: Words, ids: Words) -> NDArray[np.float64]:
-    """Return uniform variates in (0, 1), float64; see `noise_bits` for the shape."""
+    """Return uniform variates in (0, 1), float64, for the noise bits that `noise_bits` returns."""
     return uniform_from_bits(noise_bits(seed, stream, position, ids))
 
 
@@ -126,5 +131,6 @@ def gumbel_from_bits(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def gumbel(seed: Words, stream: NoiseStream, position: Words, ids: Words) -> NDArray[np.float64]:
-    """Return Gumbel(0, 1) variates, float64, all finite; see `noise_bits` for the shape."""
+    """Return Gumbel(0, 1) variates, float64, all finite, for the noise bits that `noise_bits`
+    returns."""
     return gumbel_from_bits(noise_bits(seed, stream, position, ids))

@@ -14,15 +14,15 @@ class Rule(StrEnum):
     """Acceptance rule of a session."""
 
     GREEDY = "greedy"
-    """argmax of the logits; always used at temperature 0."""
+    """Emit the argmax of the logits. This rule always applies at temperature 0."""
     COUPLED = "coupled"
-    """argmax of logits / T plus Gumbel noise that is keyed by seed, position and token; the default
-    at T > 0."""
+    """Emit the argmax of logits / T + g, where the Gumbel noise g depends on seed, position and
+    token. This is the default at temperature T > 0."""
     REJECTION = "rejection"
     """Rejection sampling with the draft distribution that the drafter sent."""
     TARGET_ONLY = "target-only"
-    """Rejection sampling with a one-hot draft distribution; also the fallback if the draft
-    distribution is missing."""
+    """Rejection sampling with a one-hot draft distribution. This rule also replaces REJECTION if
+    the draft distribution is missing."""
 
 
 MAX_TEMPERATURE = 100.0
@@ -32,9 +32,9 @@ MAX_BIAS = 100.0
 """Largest absolute value of a logit bias."""
 UINT64_MAX = 2**64 - 1
 MIN_SEED = -(2**63)
-"""Smallest seed that clients may send. A negative seed means itself plus 2^64."""
+"""Smallest seed that clients may send. A negative seed s stands for s + 2^64."""
 LOWEST_LOGPROB = -9999.0
-"""Value returned in place of all smaller log-probabilities and of -inf, which JSON cannot
+"""Value that is returned for all smaller log-probabilities, including -inf, which JSON cannot
 represent."""
 
 
@@ -68,9 +68,10 @@ class SamplingParams:
     top_p: float = 1.0
     """Keep the smallest set of ids whose probability reaches top_p. In (0, 1]."""
     min_p: float = 0.0
-    """Drop ids less probable than min_p times the most probable one. In [0, 1]."""
+    """Drop ids whose probability is below min_p times that of the most probable id. In [0, 1]."""
     repetition_penalty: float = 1.0
-    """Repetition penalty of CTRL over prompt and output ids; positive, and 1 disables it."""
+    """Repetition penalty, as defined for the model CTRL, over prompt and output ids; > 0. The value
+    1 disables it."""
     presence_penalty: float = 0.0
     """Amount subtracted once from the logit of every id in the output, in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -81,12 +82,13 @@ class SamplingParams:
     """Pairs of a token id and the amount in [-100, 100] that is added to its logit; ids are
     distinct."""
     seed: int = 0
-    """64-bit seed of the session's noise; 0 if the seed is withheld."""
+    """64-bit seed of the session's noise; 0 in a drafter's copy, which does not contain the
+    seed."""
     rule: Rule = Rule.COUPLED
     """Acceptance rule at temperature > 0."""
     draft_key: int | None = None
-    """Key of the noise stream for drawing drafts, for a drafter that does not get the seed; 0 if
-    the rule draws none. See `for_drafter`."""
+    """Key of the noise stream from which a drafter draws, in a drafter's copy (`for_drafter`). It
+    is 0 if drafts need no noise. None in all other objects, which contain the seed."""
 
     def __post_init__(self) -> None:
         _require(
@@ -126,11 +128,12 @@ class SamplingParams:
 
     @property
     def draft_stream(self) -> NoiseStream | None:
-        """Noise stream from which a drafter of this session draws, or None."""
+        """Noise stream from which a drafter of this session draws; None if drafts need no noise."""
         return _DRAFT_STREAMS.get(self.effective_rule)
 
     def has_noise_stream(self, stream: NoiseStream) -> bool:
-        """Return whether `stream_key` can return the key of this stream."""
+        """Return whether `stream_key` can return the key of this stream. A drafter's copy has one
+        key only."""
         return self.draft_key is None or stream is self.draft_stream
 
     def stream_key(self, stream: NoiseStream) -> int:
@@ -160,7 +163,8 @@ class SamplingParams:
         return self.with_noise(draft_key=0 if stream is None else self.stream_key(stream))
 
     def with_noise(self, *, seed: int = 0, draft_key: int | None = None) -> SamplingParams:
-        """Return these parameters with other noise, without checking the other fields again.
+        """Return a copy of these parameters with another seed or draft key. Other fields are not
+        checked again.
 
         Raises InvalidRequestError if the seed or the key is invalid.
         """

@@ -20,9 +20,10 @@ def _require(ok: bool, message: str, param: str = "") -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimits:
-    """Allowed ids and bad words of a request. What they exclude depends only on the emitted tokens.
+    """Allowed ids and bad words of a request. Bad words are forbidden sequences of ids.
 
-    Raises InvalidRequestError if both are empty or one exceeds its maximum size.
+    Raises InvalidRequestError if both are empty or one exceeds its maximum size. The ids that are
+    excluded at a position depend only on the tokens emitted before it.
     """
 
     allowed_ids: tuple[int, ...] = ()

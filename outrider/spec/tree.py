@@ -25,12 +25,13 @@ ROOT = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:
-    """N draft nodes below a root that is not itself in the arrays.
+    """Draft tree of N nodes. The root, which is the last accepted token, is not a node and not in
+    the arrays.
 
     tokens: token ids, int32 [N]. parents: index of each node's parent, int32 [N], with parents[i] <
     i, and ROOT for the first level. logprobs: cumulative log-prob of the path to each node, float32
-    [N], <= 0 and never above the parent's. Siblings are ordered best first; with a draft
-    distribution they are in the order in which they were drawn.
+    [N], <= 0 and never above that of the parent. Siblings are ordered by log-prob, best first; if
+    the tree has a draft distribution, they are in the order in which they were drawn.
 
     Under the rejection rule, the number of children of a node must be decided before they are
     sampled, because a selection among sampled tokens would change their distribution.
@@ -147,9 +148,11 @@ def valid_trees(
     vocab_size: int,
     max_nodes: int,
 ) -> NDArray[np.bool_]:
-    """Return which trees pass every check of `validate_tree` and have finite log-probs, bool [S].
+    """Return whether each tree passes every check of `validate_tree` and has finite log-probs, bool
+    [S].
 
-    Never raises. The flat arrays must have as many entries as the sum of `node_counts`.
+    The arguments are flat arrays of S trees, as explained in `outrider.spec.tree`, and must have as
+    many entries as the sum of `node_counts`. Never raises.
     """
     sound = node_counts <= max_nodes
     if not len(tokens):
@@ -188,7 +191,8 @@ def _misplaced(
 
 
 def chain_parents(node_counts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return the flat parent indices, int32 [N], of chains with these numbers of nodes."""
+    """Return the parent indices of chains, one chain after the other, int32 [N]. `node_counts` [S]
+    is the number of nodes of each chain."""
     ends = node_counts.cumsum()
     parents = np.arange(-1, int(ends[-1]) - 1 if len(ends) else -1, dtype=np.int32)
     parents -= (ends - node_counts).astype(np.int32).repeat(node_counts)
@@ -207,13 +211,13 @@ def valid_distributions(
     trees: NDArray[np.bool_],
     vocab_size: int,
 ) -> NDArray[np.bool_]:
-    """Return which trees have either no distribution or one that keeps every rule of
-    `validate_distribution`, bool [S]. Never raises.
+    """Return whether each tree has either no distribution or a valid one, bool [S]. Never raises.
 
-    `given` [S] says which trees have a distribution. For each of these, `sizes` has node_counts + 1
-    entries: the number of ids at the root and at each node. `ids` and `counts` hold the entries of
-    all slots, as many as the sum of `sizes`. `trees` [S] says which trees are valid; distributions
-    of invalid trees need not be correct.
+    A valid distribution passes every check of `validate_distribution`. `given` [S] says which trees
+    have a distribution. For each of these, `sizes` has node_counts + 1 entries: the number of ids
+    at the root and at each node. `ids` and `counts` hold the entries of all slots, as many as the
+    sum of `sizes`. `trees` [S] says which trees are valid; the result is not meaningful for invalid
+    trees.
     """
     sound = np.ones(len(node_counts), dtype=np.bool_)
     checked = given & trees
@@ -246,8 +250,8 @@ def valid_distributions(
 def _layout(
     counts: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return three arrays with one entry for each element: its owner, the start of the owner's
-    part, and its index in that part."""
+    """Return three arrays with one entry for each element of groups of `counts` elements: the index
+    of its group, the index of the group's first element, and its index in the group."""
     owners = np.repeat(np.arange(len(counts)), counts)
     firsts = (np.cumsum(counts) - counts)[owners]
     return owners, firsts, np.arange(len(owners)) - firsts

@@ -1,4 +1,4 @@
-"""Text on the router's side: tokenizing, chat templates, incremental detokenizing, stop strings.
+"""Text processing in the router: tokenizer, chat templates, incremental detokenizer, stop strings.
 
 chat.py                    Chat templates: sandboxed jinja2, with the helpers that published
                            templates rely on.

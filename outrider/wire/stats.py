@@ -47,17 +47,20 @@ class SpecStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the look-ahead rounds that were hits."""
+        """Share of the look-ahead rounds that were hits: their proposal arrived before its prefix
+        was known."""
         return _ratio(self.hit_rounds, self.look_ahead_rounds)
 
     @property
     def accepted_per_hit(self) -> float:
-        """Mean number of accepted draft nodes in a hit."""
+        """Mean number of accepted draft nodes in a hit: a look-ahead round whose proposal arrived
+        before its prefix was known."""
         return _ratio(self.hit_accepted, self.hit_rounds)
 
     @property
     def accepted_per_fresh_round(self) -> float:
-        """Mean number of accepted draft nodes in a fresh look-ahead round."""
+        """Mean number of accepted draft nodes in a fresh round: a look-ahead round whose proposal
+        was made after its prefix was known."""
         return _ratio(self.fresh_accepted, self.fresh_rounds)
 
 

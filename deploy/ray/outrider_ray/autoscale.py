@@ -120,7 +120,8 @@ class Memory:
 
 @dataclass(slots=True)
 class Memories:
-    """Holds a `Memory` for each pool. The keys of `of` are the roles of the pools."""
+    """Times that the autoscaler keeps for the pools of a fleet between two evaluations. `of` maps
+    the role of each pool's members (verifier or drafter) to the pool's `Memory`."""
 
     of: dict[MemberRole, Memory] = field(
         default_factory=lambda: {role: Memory() for role in MemberRole}
@@ -129,16 +130,16 @@ class Memories:
     def note(
         self, pools: Mapping[MemberRole, PoolState], config: AutoscaleConfig, now: float
     ) -> None:
-        """Update, for all pools, the times since when they have been overloaded or underused. `now`
-        is the present time in seconds."""
+        """Update for each pool since when it has been overloaded or underused. `now` is the present
+        time in seconds."""
         for role, pool in pools.items():
             memory = self.of[role]
             memory.hot_since = _since(memory.hot_since, is_hot(pool, config), now)
             memory.cold_since = _since(memory.cold_since, is_cold(pool, config), now)
 
     def changed(self, role: MemberRole, now: float) -> None:
-        """Record that the pool of `role` changed at time `now`. The times since when it was
-        overloaded or underused are forgotten."""
+        """Record that the size of the pool of `role` changed at time `now`, and forget since when
+        the pool was overloaded or underused."""
         self.of[role] = Memory(changed_at=now)
 
 

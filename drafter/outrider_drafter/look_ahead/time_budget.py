@@ -376,8 +376,8 @@ errors."""
 
 
 class LaunchValue(NamedTuple):
-    """Inputs for the expected value of a look-ahead launch. Arrays have one element for each of S
-    sessions that await a verdict."""
+    """Computes how many seconds a look-ahead launch is expected to save, from these fields. Arrays
+    have one element for each of S sessions that await a verdict."""
 
     seconds_to_verdict: Sequence[float]
     """[S]: expected seconds until the verdict; negative if the verdict is overdue."""
@@ -391,8 +391,8 @@ class LaunchValue(NamedTuple):
     def expected_value(self, hits: Sequence[float], ends: float) -> float:
         """Return the expected time in seconds that a launch saves. `hits` [S]: probability that the
         verdict is one of the launch's outcomes. `ends`: time in seconds until the launch ends. The
-        value is the time by which drafts for these outcomes come sooner, minus the time by which
-        the launch delays drafts for outcomes that have none."""
+        value is the time by which drafts for these outcomes arrive sooner, minus the time by which
+        the launch delays the drafts that verdicts without a prepared draft need."""
         gained, saved = 0.0, self.seconds_saved(ends)
         for due, covered, hit, saves in zip(
             self.seconds_to_verdict, self.covered_probability, hits, saved, strict=True
@@ -434,8 +434,9 @@ def plan_pass_start(
     """Decide whether to start a look-ahead pass and how many sessions it includes.
 
     `able`: indices, in the arrays of `stakes`, of the sessions that can be included, best first.
-    `score`, `branch`: durations of scoring launches and of outcome drafting launches.
-    `foreseen(n)`: hit probability with n outcomes per session, where n is at most `fan_out`.
+    `score`, `branch`: durations of launches that score proposals and of launches that draft for
+    outcomes. `foreseen(n)`: probability of a hit if each session has drafts for n outcomes, where n
+    is at most `fan_out`.
     """
     first = min(stakes.seconds_to_verdict)
     best, found = _MIN_GAIN * len(able), NO_PASS

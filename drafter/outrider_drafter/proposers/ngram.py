@@ -92,9 +92,10 @@ class NgramProposer:
         yield SessionDrafts.of_drafts(drafted)
 
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
-        """Score proposals with at most one candidate at each root and node: the token that followed
-        the earlier occurrence of the session's last tokens. Proposals that differ from what the
-        lookup finds get no candidates."""
+        """Predict the token that the target emits after each place (root or node) of these
+        proposals. The lookup finds where the session's last tokens occurred before, and the tokens
+        that followed there. If a proposal consists of these tokens, each of its places gets one
+        candidate: the following token that comes next. Other proposals get no candidates."""
         self._lives, scored = lives, empty_scores(lives)
         for live, tokens, logprobs in zip(lives, scored.tokens, scored.logprobs, strict=True):
             found = self._continued(live.session.tokens.view, len(live.tree) + 1)

@@ -1,8 +1,9 @@
 """Outcomes (accepted path, next token) of proposals, ranked by expected gain.
 
-A proposal of n nodes has 1 + n places: the root, then the nodes. A verdict accepts the path to one
-place and appends a token that is none of the place's children. Letters in shapes: L proposals; P
-places of all proposals, one proposal after another; c candidate tokens at each place; K outcomes.
+A proposal of n nodes has 1 + n places: the root, then the nodes. A verdict accepts the path from
+the root to one place and appends a token that no child of this place has. Letters in shapes:
+L proposals; P places of all proposals, one proposal after another; c candidate tokens at each
+place; K outcomes.
 """
 
 from __future__ import annotations
@@ -108,9 +109,9 @@ class CandidateLayout(NamedTuple):
         return cls(*places, tokens, ranks, is_child)
 
     def reach_probability(self, stands: Floats) -> Floats:
-        """Return the probability that a verdict's path reaches each place, float64 [P]. `stands`
-        [P]: probability that a node is accepted once its parent is reached; the entries of roots
-        are ignored."""
+        """Return for each of the P places (roots and nodes) the probability that the accepted path
+        of its proposal contains it, float64 [P]; 1 for roots. `stands` [P]: probability that a node
+        is accepted if its parent is; the entries of roots are ignored."""
         result, at = stands.copy(), self.parent_indices
         result[self.roots] = 1.0
         while bool(self.depths[at].any()):

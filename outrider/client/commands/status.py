@@ -98,20 +98,19 @@ def _device_exchange(exchange: DeviceExchangeInfo | None) -> str:
         return "device exchange not open: drafts pass by messages (shared memory or gRPC)"
     parts = [
         f"device exchange with {exchange.drafter_id} in {_MEMORY[exchange.memory]}",
-        f"drafts of {exchange.draft_length}",
+        f"chains of {exchange.draft_length} draft tokens",
     ]
     if exchange.idle_rows:
-        rows = "1 row" if exchange.idle_rows == 1 else f"{exchange.idle_rows} rows"
-        parts.append(f"{exchange.idle_us_p50:.0f} us idle a round of {rows}")
+        sessions = "1 session" if exchange.idle_rows == 1 else f"{exchange.idle_rows} sessions"
+        parts.append(f"GPU idle {exchange.idle_us_p50:.0f} us before a round of {sessions}")
     return ", ".join(parts)
 
 
 def _look_ahead(verifier: VerifierSummary) -> str:
     stats = verifier.stats
     return (
-        f"look-ahead: {stats.hit_rate:.0%} hits, of whose drafts {stats.accepted_per_hit:.2f} "
-        "tokens "
-        f"a round stand ({stats.accepted_per_fresh_round:.2f} of fresh ones), "
+        f"look-ahead: {stats.hit_rate:.0%} of rounds are hits, {stats.accepted_per_hit:.2f} draft "
+        f"tokens accepted in a hit, {stats.accepted_per_fresh_round:.2f} in a fresh round, "
         f"{verifier.hit_idle_us_p50:.0f} us between rounds of hits"
     )
 

@@ -359,7 +359,8 @@ class RoundProgram:
         chunks: PrefillChunkInputs | None,
         verified: VerifyOutput,
     ) -> None:
-        """Store the draft rows of this round, for in-process drafts that are made later."""
+        """Store the draft rows of this round, for in-process drafts that are made later. A draft
+        row is a newly committed token of a session with its feature; the draft head needs both."""
         assert isinstance(self._in_process_drafter, InProcessDrafter)
         self._in_process_drafter.store_catch_up(
             self._rows_to_draft(shape, inputs, chunks, verified)
@@ -372,8 +373,8 @@ class RoundProgram:
         chunks: PrefillChunkInputs | None,
         verified: VerifyOutput,
     ) -> NewRows:
-        """Return the draft rows of committed tokens and of the last rows of prompts that end.
-        Earlier rows of prompts are passed to the drafter here."""
+        """Return the draft rows of committed tokens, and the last draft row of each prompt that
+        ends in this round. All other draft rows of prompts are passed to the drafter here."""
         head = self._in_process_drafter
         assert head is not None and verified.features is not None
         head.begin_rows()

@@ -19,7 +19,7 @@ _VERIFIER_GAUGES: dict[str, tuple[str, Callable[[VerifierSummary], float]]] = {
         lambda v: v.max_sessions,
     ),
     "waiting_sessions": (
-        "Sessions of this verifier without KV: preempted, or not started",
+        "Sessions of this verifier that wait for KV blocks: preempted or not yet started",
         lambda v: v.waiting_sessions,
     ),
     "kv_cache_usage_ratio": (
@@ -27,7 +27,8 @@ _VERIFIER_GAUGES: dict[str, tuple[str, Callable[[VerifierSummary], float]]] = {
         lambda v: kv_usage([v]),
     ),
     "prefix_found_ratio": (
-        "Share of the prompt tokens found in the prefix cache, since this verifier's start",
+        "Share of the tokens looked up in the prefix cache that were found, since this verifier's "
+        "start",
         lambda v: v.prefix_cache_hit_tokens / max(1, v.prefix_cache_query_tokens),
     ),
     "draining": (
@@ -35,7 +36,7 @@ _VERIFIER_GAUGES: dict[str, tuple[str, Callable[[VerifierSummary], float]]] = {
         lambda v: v.draining,
     ),
     "acceptance_ratio": (
-        "Share of the draft nodes that were accepted, since this verifier's start",
+        "Share of the verified draft tokens that were accepted, since this verifier's start",
         lambda v: v.stats.accepted / v.stats.proposed if v.stats.proposed else 0.0,
     ),
 }
@@ -104,7 +105,8 @@ def _sums(info: ServerInfo) -> Iterator[Metric]:
 def _preemptions(verifiers: list[VerifierSummary]) -> Metric:
     family = CounterMetricFamily(
         "outrider_fleet_preemptions",
-        "Sessions that this verifier preempted, by how their KV cache is restored.",
+        "Sessions that this verifier preempted, by kind: swap (KV copied to host memory and "
+        "back), recompute (KV computed again).",
         labels=["verifier", "kind"],
     )
     for verifier in verifiers:
@@ -118,17 +120,19 @@ def _links(drafters: list[DrafterSummary]) -> Iterator[Metric]:
     names = ["verifier", "drafter"]
     sessions = GaugeMetricFamily(
         "outrider_fleet_link_sessions",
-        "Sessions of the verifier that the drafter serves",
+        "Sessions of this verifier for which this drafter drafts",
         labels=names,
     )
     answers = GaugeMetricFamily(
         "outrider_fleet_drafter_answer_seconds",
-        "Recent mean time from the end of a round to the drafter's proposals at the verifier",
+        "Recent mean time from the end of a round to the arrival of the drafter's proposals at "
+        "the verifier",
         labels=names,
     )
     quarantine = GaugeMetricFamily(
         "outrider_fleet_drafter_quarantined",
-        "1 while the drafter is in quarantine for the verifier's sessions",
+        "1 while the drafter is in quarantine, where it gets no sessions of this verifier except "
+        "to test it, else 0",
         labels=names,
     )
     for drafter in drafters:

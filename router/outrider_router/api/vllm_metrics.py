@@ -85,7 +85,7 @@ class VllmMetrics(Collector):
                     counts[_FINISHED.get(sample.labels["outcome"], "error")] += sample.value
         family = CounterMetricFamily(
             "vllm:request_success",
-            "Finished requests, by reason; vLLM does not have the reason error.",
+            "Requests that ended, by reason; vLLM does not have the reason error.",
             labels=[*labels, "finished_reason"],
         )
         for reason, count in counts.items():
@@ -108,7 +108,10 @@ def _state(info: ServerInfo, labels: Mapping[str, str]) -> Iterator[Metric]:
     gauges = {
         "num_requests_running": ("Sessions placed on verifiers.", info.running),
         "num_requests_waiting": ("Requests in the router's queue.", info.queued),
-        "kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1.", kv_usage(verifiers)),
+        "kv_cache_usage_perc": (
+            "Share of the KV cache blocks in use, 0 to 1.",
+            kv_usage(verifiers),
+        ),
     }
     for name, (text, value) in gauges.items():
         gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=list(labels))

@@ -140,7 +140,7 @@ class RouterMetrics:
         )
         self.kv_reserved_tokens = self._gauge(
             "kv_reserved_tokens",
-            "KV tokens that the placed sessions are expected to need.",
+            "Tokens of KV cache that the sessions placed on verifiers are expected to need.",
         )
         self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of all requests.")
         self.generation_tokens = self._counter("generation_tokens_total", "Tokens sent to clients.")
@@ -154,7 +154,8 @@ class RouterMetrics:
         )
         self.inter_token_latency = self._histogram(
             "inter_token_latency_seconds",
-            "Time between two rounds of a session, divided by the tokens of the later round.",
+            "Time from one round of a session to its next, divided by the tokens of the later "
+            "round.",
             TOKEN_BUCKETS,
         )
         self.request_duration = self._histogram(
@@ -167,11 +168,13 @@ class RouterMetrics:
         )
         self.request_prompt_tokens = self._histogram(
             "request_prompt_tokens",
-            "Prompt tokens of each placed request.",
+            "Prompt tokens of each request that was placed on a verifier.",
             LENGTH_BUCKETS,
         )
         self.request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Tokens of each finished answer.", LENGTH_BUCKETS
+            "request_generation_tokens",
+            "Tokens of the answer of each request that ended.",
+            LENGTH_BUCKETS,
         )
 
     def _surviving(self) -> None:
@@ -180,7 +183,8 @@ class RouterMetrics:
         )
         self.restored_requests = self._counter(
             "restored_requests_total",
-            "Requests restored from the journal at the start, by state: running, ended, dropped.",
+            "Requests found in the journal at the start, by state: running (continued), ended "
+            "(answer kept for its client), dropped (too old or not usable).",
             "state",
         )
         self.journal_failing = self._gauge(
@@ -193,29 +197,34 @@ class RouterMetrics:
     def _overload(self) -> None:
         self.refusals = self._counter(
             "refusals_total",
-            "Requests that were refused or ended because of overload, by reason: RATE_LIMITED, "
-            "QUEUE_FULL, DISPLACED, SLOW_READER, KEY_RATE_LIMITED, KEY_BUSY.",
+            "Requests that were refused or ended because of overload, by reason: RATE_LIMITED "
+            "(rate of a tenant), QUEUE_FULL, DISPLACED (from the full queue by a request that "
+            "precedes it), SLOW_READER (the client did not read), KEY_RATE_LIMITED (rate of an "
+            "API key), KEY_BUSY (too many requests of an API key in progress).",
             "reason",
         )
         self.preempting_placements = self._counter(
             "preempting_placements_total",
-            "Sessions placed on a full verifier, which preempts sessions of lower priority.",
+            "Sessions placed on a full verifier, which then preempts sessions of lower priority.",
         )
         self.tenant_requests = self._counter(
             "tenant_requests_total",
-            "Requests that were not refused because of their rate; tenants without a table of "
-            "their own count as default.",
+            "Requests that passed the rate limits of their tenant, by tenant; tenants without "
+            "limits of their own in the configuration count as default.",
             "tenant",
         )
         self.tenant_tokens = self._counter(
-            "tenant_tokens_total", "Prompt and answer tokens of finished requests.", "tenant"
+            "tenant_tokens_total",
+            "Prompt and answer tokens of finished requests, by tenant.",
+            "tenant",
         )
 
     def _access(self) -> None:
         self.access_refusals = self._counter(
             "access_refusals_total",
-            "Refused calls of the gRPC, HTTP and pool APIs: NO_KEY, WRONG_KEY, "
-            "NOT_OPERATOR, WRONG_ROLE.",
+            "Calls of the router's gRPC and HTTP APIs that were refused, by reason: NO_KEY, "
+            "WRONG_KEY, NOT_OPERATOR (the key is not an operator's), WRONG_ROLE (of the TLS "
+            "certificate).",
             "reason",
         )
         self.tls_handshakes = self._counter(
@@ -235,7 +244,8 @@ class RouterMetrics:
             "round_tokens_total", "Tokens emitted by verification rounds."
         )
         self.drafts = self._counter(
-            "spec_decode_num_drafts_total", "Verify rounds with a proposal, summed over sessions."
+            "spec_decode_num_drafts_total",
+            "Verification rounds with a draft, summed over sessions.",
         )
         self.draft_tokens = self._counter(
             "spec_decode_num_draft_tokens_total", "Draft tokens that were verified."
@@ -249,25 +259,29 @@ class RouterMetrics:
             "position",
         )
         self.fallback_rounds = self._counter(
-            "fallback_rounds_total", "Rounds of speculative sessions that had no proposal."
+            "fallback_rounds_total",
+            "Rounds in which a session wanted a draft and had none, summed over sessions.",
         )
         self.target_only_rounds = self._counter(
             "target_only_rounds_total",
-            "Rounds under the rejection rule without draft probabilities.",
+            "Rounds of sessions under the rejection rule in which the target-only rule was used, "
+            "because the draft probabilities were missing.",
         )
         self.look_ahead_rounds = self._counter(
             "look_ahead_rounds_total",
-            "Rounds of sessions with look-ahead that used a proposal or wanted one.",
+            "Rounds in which a session with look-ahead had a draft or wanted one, summed over "
+            "sessions.",
         )
         self.look_ahead_drafted_rounds = self._counter(
             "look_ahead_drafted_rounds_total",
-            "Rounds of sessions with look-ahead, by whether the proposal arrived before its prefix "
-            "was known (hit) or after (fresh).",
+            "Rounds of sessions with look-ahead that had a draft, by kind: hit (the proposal "
+            "arrived before the previous round ended), fresh (it arrived later).",
             "kind",
         )
         self.look_ahead_accepted = self._counter(
             "look_ahead_accepted_tokens_total",
-            "Draft nodes accepted in rounds of sessions with look-ahead: in hits, in fresh ones.",
+            "Draft tokens accepted in rounds of sessions with look-ahead, by kind of round: hit "
+            "(the proposal arrived before the previous round ended), fresh (it arrived later).",
             "kind",
         )
 
@@ -276,15 +290,19 @@ class RouterMetrics:
             "verifier_up", "1 while this verifier accepts sessions, else 0.", "verifier"
         )
         self.verifier_losses = self._counter(
-            "verifier_losses_total", "Number of times that this verifier was lost.", "verifier"
+            "verifier_losses_total",
+            "Times that the router lost the connection to this verifier or found it unhealthy.",
+            "verifier",
         )
         self.failovers = self._counter(
             "failovers_total",
-            "Number of times that a request lost its session and continued in another one.",
+            "Times that a request lost its session and continued in another one.",
         )
         self.resumed_sessions = self._counter(
             "resumed_sessions_total",
-            "Sessions reopened for running requests, by the cause of the loss.",
+            "Sessions opened to continue a running request, by the cause for which it lost the "
+            "one before: verifier_lost, draining (the verifier stops), failed (error in the "
+            "session), refused (no capacity), router_lost.",
             "cause",
         )
         self.drafter_up = self._gauge(
@@ -293,7 +311,9 @@ class RouterMetrics:
             "drafter",
         )
         self.drafter_losses = self._counter(
-            "drafter_losses_total", "Number of times that this drafter was lost.", "drafter"
+            "drafter_losses_total",
+            "Times that this drafter ended, failed or lost its connections.",
+            "drafter",
         )
         self.drafter_detached_sessions = self._counter(
             "drafter_detached_sessions_total",
@@ -301,13 +321,16 @@ class RouterMetrics:
         )
         self.session_moves = self._counter(
             "session_moves_total",
-            "Running sessions moved to another drafter or to none: lost, quarantined, "
-            "drained, probe, balance.",
+            "Running sessions moved to another drafter or to none, by reason (label why): lost "
+            "(the session's drafter was lost or it had none), quarantined (its drafter was), "
+            "drained (its drafter is being removed or stops), probe (the session tests a "
+            "quarantined drafter), balance (drafters had unequal loads).",
             "why",
         )
         self.drafter_quarantines = self._counter(
             "drafter_quarantines_total",
-            "Quarantines of a drafter for a verifier's sessions, by reason: slow, silent, wrong.",
+            "Times that a drafter was quarantined (gets no sessions of a verifier for a time), by "
+            "reason: slow (late proposals), silent (no proposals), wrong (invalid messages).",
             "reason",
         )
 

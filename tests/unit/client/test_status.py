@@ -79,12 +79,12 @@ def test_how_a_verifier_exchanges_between_devices_is_told() -> None:
         drafter_id=DrafterId("d"), memory=MemoryKind.DEVICE, draft_length=3
     )
     assert told(device_exchange=exchange).endswith(
-        "device exchange with d in device memory, drafts of 3"
+        "device exchange with d in device memory, chains of 3 draft tokens"
     )
     measured = replace(exchange, memory=MemoryKind.HOST, idle_us_p50=24.6, idle_rows=8)
     assert told(device_exchange=measured).endswith(
-        "device exchange with d in pinned memory of the host, drafts of 3, "
-        "25 us idle a round of 8 rows"
+        "device exchange with d in pinned memory of the host, "
+        "chains of 3 draft tokens, GPU idle 25 us before a round of 8 sessions"
     )
     assert told(device_exchange=DeviceExchangeInfo(draft_length=3)).endswith(
         "device exchange not open: drafts pass by messages (shared memory or gRPC)"

@@ -48,60 +48,101 @@ _PROPOSALS = (
 _COUNTERS = {
     "sessions": "Sessions opened",
     "finished": "Sessions finished by a stop token or at their maximum length",
-    "cancelled": "Sessions closed before their end",
+    "cancelled": "Sessions that were cancelled or closed before their end",
     "failed": "Sessions ended by an error",
     "rounds": "Rounds run",
     "invalid_outputs": "Sessions ended because the model gave no finite logit",
     "failed_rounds": "Rounds that raised an error",
-    "device_losses": "Lost devices; the process exits after the first",
+    "device_losses": "Times that the GPU failed; the process exits after the first",
     "emitted_tokens": "Tokens emitted",
     "prefill_tokens": "Tokens prefilled, including recomputation after preemption",
-    "prefix_cache_query_tokens": "Tokens looked up in the prefix cache, for sessions without KV",
+    "prefix_cache_query_tokens": (
+        "Tokens looked up in the prefix cache when a session gets KV blocks"
+    ),
     "prefix_cache_hit_tokens": "Tokens whose KV was found in the prefix cache",
-    "prefix_kv_comparisons": "Blocks compared with the cached KV of the same prefix, for debugging",
-    "prefix_kv_differences": "Compared blocks whose KV had other bits",
-    "proposed_tokens": "Draft nodes verified",
-    "accepted_tokens": "Draft nodes accepted",
-    "fallback_rounds": "Session rounds that wanted a proposal and had none",
-    "sessions_lost_by_drafters": "Sessions that their drafters reported as lost",
+    "prefix_kv_comparisons": (
+        "KV blocks compared with the cached KV of the same prefix (a debugging option)"
+    ),
+    "prefix_kv_differences": "Compared KV blocks that were not bitwise equal to the cached ones",
+    "proposed_tokens": "Draft tokens verified",
+    "accepted_tokens": "Draft tokens accepted",
+    "fallback_rounds": (
+        "Rounds in which a session wanted a draft and had none, summed over sessions"
+    ),
+    "sessions_lost_by_drafters": (
+        "Sessions for which their drafter reported that it has stopped drafting"
+    ),
     "sessions_moved": "Running sessions moved to another drafter, or to none",
-    "moves_refused": "Moves of running sessions that were requested and not possible",
-    "proposal_timeouts": "Waits for a proposal that ended by the proposal timeout",
-    "paused_rounds": "Session rounds without speculation by decision of the planner",
-    "look_ahead_rounds": "Session rounds under look-ahead: hits, fresh ones and misses",
-    "hit_rounds": "Hits: session rounds whose proposal arrived before its prefix was known",
-    "hit_accepted_tokens": "Draft nodes accepted in hits",
-    "fresh_rounds": "Fresh session rounds under look-ahead, whose proposal arrived later",
-    "fresh_accepted_tokens": "Draft nodes accepted in fresh session rounds",
-    "speculation_paused": "Sessions whose speculation the planner turned off",
-    "draft_recoveries": "Sessions prefilled once more so that drafts between devices continue",
-    "device_exchange_rounds": "Rounds with drafts by device exchange",
-    "device_exchange_late_rounds": "Rounds without drafts: the device exchange was late",
-    "device_exchange_hits": "Drafts made ahead by device exchange whose outcome occurred",
-    "speculation_resumed": "Sessions whose speculation the planner turned on again",
-    "look_ahead_started": "Sessions whose look-ahead the planner turned on",
-    "look_ahead_ended": "Sessions whose look-ahead the planner turned off",
+    "moves_refused": "Requests to move a running session to another drafter that could not be met",
+    "proposal_timeouts": "Times that a session waited for a proposal until the proposal timeout",
+    "paused_rounds": (
+        "Rounds in which the planner had turned a session's speculation off, summed over sessions"
+    ),
+    "look_ahead_rounds": (
+        "Rounds of sessions with look-ahead that had a draft or wanted one: hits, fresh rounds, "
+        "and rounds without a draft; summed over sessions"
+    ),
+    "hit_rounds": (
+        "Hits: rounds of sessions with look-ahead whose proposal arrived before the previous "
+        "round ended"
+    ),
+    "hit_accepted_tokens": "Draft tokens accepted in hits (see outrider_verifier_hit_rounds_total)",
+    "fresh_rounds": (
+        "Fresh rounds: rounds of sessions with look-ahead whose proposal arrived after the "
+        "previous round ended"
+    ),
+    "fresh_accepted_tokens": (
+        "Draft tokens accepted in fresh rounds (see outrider_verifier_fresh_rounds_total)"
+    ),
+    "speculation_paused": "Times that the planner turned a session's speculation off",
+    "draft_recoveries": (
+        "Sessions prefilled again so that they get drafts through the device exchange"
+    ),
+    "device_exchange_rounds": "Rounds that verified drafts of the device exchange",
+    "device_exchange_late_rounds": (
+        "Rounds that waited for drafts of the device exchange and ran without them, because they "
+        "were late"
+    ),
+    "device_exchange_hits": (
+        "Verified drafts of the device exchange that were made by look-ahead, for the outcome "
+        "that the previous round then had"
+    ),
+    "speculation_resumed": "Times that the planner turned a session's speculation on again",
+    "look_ahead_started": "Times that the planner turned a session's look-ahead on",
+    "look_ahead_ended": "Times that the planner turned a session's look-ahead off",
     "messages_invalid": "Messages of drafters and routers that failed validation",
     "drafters_attached": "Drafter connections accepted",
     "drafters_lost": "Drafter connections that ended",
-    "drafters_stalled": "Drafters declared stalled after a proposal timeout",
-    "drafters_disconnected_flooding": "Drafters disconnected because they flooded the verifier",
+    "drafters_stalled": (
+        "Times that a drafter was declared stalled, because it sent no proposal at all within a "
+        "proposal timeout"
+    ),
+    "drafters_disconnected_flooding": (
+        "Drafters disconnected because they sent far more proposals than requested"
+    ),
     "drafters_overflowed": "Drafters disconnected because they did not read their messages",
     "routers_overflowed": "Routers disconnected because they did not read their messages",
-    "commands_refused": "Requests and proposals refused because the engine thread was behind",
+    "commands_refused": (
+        "Requests and proposals refused because too many were waiting for the engine thread"
+    ),
 }
 _GAUGES = {
-    "sessions_running": "Sessions with KV",
-    "sessions_waiting": "Sessions without KV: preempted, or not started",
-    "swapped_bytes": "Host memory of the swapped KV of preempted sessions",
-    "kv_blocks": "KV blocks of the pool",
-    "kv_blocks_free": "KV blocks that no session holds",
+    "sessions_running": "Running sessions: those that have KV blocks",
+    "sessions_waiting": "Sessions that wait for KV blocks: preempted or not yet started",
+    "swapped_bytes": "Host memory of the KV of preempted sessions that were swapped out",
+    "kv_blocks": "KV blocks in all",
+    "kv_blocks_free": "KV blocks that no session uses",
     "kv_cache_usage_ratio": "Share of the KV blocks in use",
     "prefix_blocks": "KV blocks in the prefix cache, including those in use",
-    "prefix_feature_bytes": "Host memory of the features of prefix cache blocks",
-    "drafters_connected": "Drafters attached",
-    "pending_proposals": "Proposals held for later rounds",
-    "feature_bytes": "Host memory of the features of open sessions",
+    "prefix_feature_bytes": (
+        "Host memory of the features (target hidden states for EAGLE heads) of blocks in the "
+        "prefix cache"
+    ),
+    "drafters_connected": "Drafters connected",
+    "pending_proposals": "Proposals stored for later rounds",
+    "feature_bytes": (
+        "Host memory of the features (target hidden states for EAGLE heads) of open sessions"
+    ),
 }
 
 
@@ -173,14 +214,18 @@ def stats_of(counters: Mapping[str, int]) -> SpecStats:
 def _preempted(counts: Mapping[str, int]) -> Iterator[Metric]:
     """Yield the counters of preempted sessions and of sessions that resumed."""
     preemptions = CounterMetricFamily(
-        "outrider_preemptions", "Sessions preempted, by how they get their KV back", None, ["kind"]
+        "outrider_preemptions",
+        "Sessions preempted, by kind: swap (KV copied to host memory and back), recompute (KV "
+        "computed again)",
+        None,
+        ["kind"],
     )
     for mode in PreemptionMode:
         preemptions.add_metric([mode.value], float(counts.get(f"preemptions_{mode.value}", 0)))
     yield preemptions
     resumed = CounterMetricFamily(
         "outrider_resumed_sessions",
-        "Sessions resumed, by what had stopped them",
+        "Sessions that run again after an interruption, by cause: preemption",
         None,
         ["cause"],
     )
@@ -207,7 +252,9 @@ class VerifierMetrics(Collector):
         self._gauges = gauges
         self._round = Histogram(
             "outrider_verifier_round_seconds",
-            "Time of a round by part, without the feature projection",
+            "Time of a round by part: forward (target), accept (acceptance), draft (in-process "
+            "drafter), other, wait (for proposals, before the round); the part of an EAGLE head "
+            "that reads features in the verifier is left out",
             ["part"],
             buckets=_BUCKETS,
             registry=self.registry,
@@ -215,19 +262,22 @@ class VerifierMetrics(Collector):
         self._parts = {part: self._round.labels(part) for part in _PARTS}
         self._rows = Histogram(
             "outrider_verifier_round_rows",
-            "Token rows of a round's forward",
+            "Tokens in a round's forward pass: prompt tokens, the last token of each session, and "
+            "draft tokens (on a GPU with their padding)",
             buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
             registry=self.registry,
         )
         self._hit_idle = Histogram(
             "outrider_verifier_hit_idle_seconds",
-            "Idle time before a round in which all sessions have hits",
+            "Time from the end of a round to the submission of the next, if all sessions of the "
+            "next have hits (see outrider_verifier_hit_rounds_total)",
             buckets=_IDLE_BUCKETS,
             registry=self.registry,
         )
         self._exchange_idle = Histogram(
             "outrider_verifier_device_exchange_idle_seconds",
-            "Idle time of the GPU before a round with device exchange, without the drafting",
+            "Idle time of the GPU before a round with drafts of the device exchange, without the "
+            "time in which the drafter's kernels drafted",
             buckets=_EXCHANGE_BUCKETS,
             registry=self.registry,
         )
@@ -259,7 +309,9 @@ class VerifierMetrics(Collector):
             )
         proposals = CounterMetricFamily(
             "outrider_verifier_proposals",
-            "Proposals received, by outcome",
+            "Proposals by what became of them (label outcome): stored, replaced (a stored one, by "
+            "a better draft), duplicate, stale (its prefix cannot occur any more), full (too many "
+            "for a session), unknown (session not known), used (a stored one was verified)",
             None,
             ["outcome"],
         )
@@ -272,7 +324,8 @@ class VerifierMetrics(Collector):
             yield GaugeMetricFamily(f"outrider_verifier_{name}", text, gauges[name])
         exchange = GaugeMetricFamily(
             "outrider_verifier_device_exchange_open",
-            "1 while an exchange with a drafter between devices is open, by the memory it is in",
+            "1 while a device exchange with a drafter is open, by the memory of its buffers: "
+            "device, host; else 0",
             None,
             ["memory"],
         )

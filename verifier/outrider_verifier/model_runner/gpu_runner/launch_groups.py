@@ -53,8 +53,8 @@ class LaunchGroup:
     prompts: list[PromptChunk] = field(default_factory=list)
     launched: LaunchedRound | None = None
     shm_link_id: int | None = None
-    """Exchange link of the drafter that may read the launch's features from shared memory; None if
-    no drafter may."""
+    """Id of the exchange link to the drafter that may read the launch's features from shared
+    memory; None if no drafter may."""
     undrafted_rows: frozenset[int] = frozenset()
     """Indices of the rows that have no in-process draft yet, in a launch that verifies such
     drafts."""
@@ -76,8 +76,8 @@ class LaunchGroup:
 
     @property
     def link_id(self) -> int | None:
-        """Exchange link of all sessions of the launch; None if they do not all have the same
-        link."""
+        """Id of the exchange link that all sessions of the launch share; None if they do not all
+        have the same link."""
         links = {row.session.link_id for row in self.rows}
         links |= {chunk.row.session.link_id for chunk in self.prompts}
         return links.pop() if len(links) == 1 else None
@@ -132,10 +132,10 @@ def requested_logprobs(group: LaunchGroup, draft_levels: int) -> LogprobRequest 
 def group_rows(
     verify: Sequence[VerifyRow], device_slots: Sequence[DeviceSlot], max_rows: Callable[[int], int]
 ) -> list[LaunchGroup]:
-    """Return launches for all decode rows. Rows that share a launch have drafts from the same
-    source: the in-process drafter, or any other source or none. `device_slots` holds the device
-    slot of each row. `max_rows` maps a number of nodes, including the root, to the maximum number
-    of rows of a launch in which no row has more nodes."""
+    """Return launches for all decode rows. Rows that verify a draft of the in-process drafter are
+    in launches of their own. All other rows, with a proposal or without a draft, may share a
+    launch. `device_slots` holds the device slot of each row. `max_rows(n)` returns the maximum
+    number of rows of a launch in which each row has at most n nodes; the root counts as a node."""
     if _all_plain(verify) and len(verify) <= max_rows(1):
         slots = RoundRows.without_drafts([slot.slot for slot in device_slots])
         places = list(range(len(verify)))
