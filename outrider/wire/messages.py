@@ -342,7 +342,7 @@ LOOKED_AHEAD = 64
 """
 LOOK_AHEAD_HIT = 128
 """Event flag, only set together with LOOKED_AHEAD: the proposal arrived before its prefix was
-known. If LOOKED_AHEAD is set without this flag and without FALLBACK, the drafter made the proposal
+known. If LOOKED_AHEAD is set without this flag and without FALLBACK, the proposal arrived only
 after the prefix was known.
 """
 REASON_CODES = {

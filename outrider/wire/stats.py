@@ -38,8 +38,8 @@ class SpecStats:
     hit_accepted: int = 0
     """Number of draft nodes accepted in hits."""
     fresh_rounds: int = 0
-    """Number of look-ahead rounds whose proposal was made after its prefix was known (fresh
-    rounds)."""
+    """Number of look-ahead rounds whose proposal arrived only after the previous round had ended
+    (fresh rounds)."""
     fresh_accepted: int = 0
     """Number of draft nodes accepted in fresh rounds."""
     drafted_rounds: int = 0
@@ -60,7 +60,7 @@ class SpecStats:
     @property
     def accepted_per_fresh_round(self) -> float:
         """Mean number of accepted draft nodes in a fresh round: a look-ahead round whose proposal
-        was made after its prefix was known."""
+        arrived only after the previous round had ended, so that it is no hit."""
         return _ratio(self.fresh_accepted, self.fresh_rounds)
 
 

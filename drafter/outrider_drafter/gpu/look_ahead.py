@@ -103,8 +103,11 @@ class GpuLookAhead:
         self._branching = None
 
     def add_proposal(self, live: int, shape: DraftTreeShape) -> ProposalShape:
-        """Add the proposal with index `live` to the pass. `shape`: shape of the drafts for its
-        outcomes. Return the shape in which the proposal itself will be scored."""
+        """Add a proposal to the look-ahead pass that `start_look_ahead_pass` began. `live` is its
+        index in the list that was passed to that function. `shape` is the shape of the drafts that
+        the pass makes for the proposal's outcomes, which are combinations of accepted path and next
+        token. Return the shape in which the proposal itself is scored, to estimate the
+        probabilities of its outcomes."""
         placed = ProposalRange.of_tree(self._lives[live].tree)
         self._placed[live] = placed, shape
         return placed.nodes

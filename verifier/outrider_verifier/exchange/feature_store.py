@@ -123,7 +123,9 @@ class FeatureStore:
         return self._used_bytes + count * self._row_bytes <= self.budget_bytes
 
     def full_blocks(self, handle: int) -> list[int]:
-        """Return the indices of a session's full chunks."""
+        """Return the indices of a session's full chunks, in the order of its positions. A chunk is
+        full if it contains the features of `chunk` positions; only the session's last chunk may not
+        be full."""
         self.run_deferred()
         return self._chunks[handle][: self.num_held(handle) // self.chunk]
 

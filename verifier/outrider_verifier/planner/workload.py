@@ -73,12 +73,13 @@ class WorkloadClass(NamedTuple):
 
     @property
     def shape(self) -> CandidateShape:
-        """Draft shape of the class without look-ahead."""
+        """Shape of the drafts of this class's sessions if look-ahead is off."""
         return CandidateShape(self.draft_tokens, is_tree=self.top_k > 1)
 
     @property
     def shape_ahead(self) -> CandidateShape:
-        """Draft shape of the class with look-ahead."""
+        """Shape of the drafts of this class's sessions if look-ahead makes them. It differs from
+        `shape` only in `is_ahead`."""
         return self.shape._replace(is_ahead=True)
 
     def __str__(self) -> str:

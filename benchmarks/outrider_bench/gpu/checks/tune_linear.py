@@ -328,7 +328,9 @@ def _near(product: Product, ranked: list[LinearConfig]) -> list[LinearConfig]:
 
 
 def print_table(products: tuple[Product, ...], best: dict[str, Any]) -> None:
-    """Print the lines for `TABLE`."""
+    """Print the best configurations as lines of Python source, to be pasted into the dict `TABLE`
+    of `outrider.engine.kernels.linear.configs`. `best`: the results of the tuning, by product name
+    and number of rows."""
     for product in products:
         for m, result in best[product.name].items():
             key = (product.n, product.k, product.gated, max(m, 16))

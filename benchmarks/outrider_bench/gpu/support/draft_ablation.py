@@ -41,8 +41,11 @@ def chains_by_choice(bench: Bench) -> list[dict[str, Any]]:
 
 
 def trees_by_score(bench: Bench) -> list[dict[str, Any]]:
-    """Measure a catch-up with a tree that is ranked by sums of log-probs or by products of
-    probabilities. Return a dict of figures for each number of sessions."""
+    """Time a draft head that reads newly accepted tokens (the catch-up) and then drafts a tree. It
+    chooses the nodes of the tree with the highest scores. Two scores are compared: the sum of the
+    log-probs on the path from the root, and the product of the probabilities.
+
+    Returns a dict of figures for each number of sessions."""
     sessions = _at_most(bench, TREE_SESSIONS)
     found = []
     with closing(DraftBench(bench, bench.random(), max_rows=max(sessions))) as draft:

@@ -32,8 +32,9 @@ class RoundDrafter(Protocol):
         ...
 
     def parents_of(self, num_nodes: int) -> Tensor | None:
-        """Return the parents of the drafts, int32 [X, at least num_nodes - 1], for rounds with
-        `num_nodes` nodes per row, including the root. None if the drafts are chains."""
+        """Return the parent of each node of the drafts, int32 [X, at least num_nodes - 1], for
+        rounds with `num_nodes` nodes per row, including the root. X is the number of session slots:
+        row x belongs to the session in slot x. Returns None if the drafts are chains."""
         ...
 
     @property
@@ -61,8 +62,9 @@ class RoundDrafter(Protocol):
         ...
 
     def begin_rows(self) -> None:
-        """Prepare for the draft rows of a launch. The caller then passes rows of prompts, if there
-        are any, to `write_rows`, and afterwards the rows to draft for to `draft_round`."""
+        """Prepare for the new draft rows of one launch. The caller passes the rows of prefill
+        chunks, if there are any, to `write_rows`. Then it passes the rows of decoding sessions to
+        `draft_round`, which makes the drafts for their next round."""
 
     def write_rows(self, rows: NewRows) -> None:
         """Process draft rows of prompts after which nothing is drafted."""

@@ -79,14 +79,16 @@ def select_frontier(
     *,
     width: int,
 ) -> FrontierRows:
-    """Add the candidates of one level to the list, and return the best `width` of them, which the
-    next step expands.
+    """Write the candidate nodes of one tree level to `candidates`. Return the `width` candidates of
+    this level with the highest scores, which the next draft step expands.
 
-    The level takes the P * k entries of `candidates` from index `first` on. logprobs: float32 [B *
-    P, k], the log-probs of the children of each row of the step. A log-prob above 0 counts as 0,
-    NaN as -inf. columns: int32 [B * P, k], their tokens. above: the rows of the step; None if the
-    only row is the root (P = 1). width: at most P * k. If a level has fewer candidates, the result
-    has rows with score -inf, whose children get the score -inf, too.
+    A draft step expands P nodes of each of B sessions, one node per row, and finds k children of
+    each. These P * k children are the candidates of the level. They are written to the entries of
+    `candidates` from index `first` on. logprobs: float32 [B * P, k], log-probs of the children. A
+    log-prob above 0 counts as 0, NaN as -inf. columns: int32 [B * P, k], tokens of the children.
+    above: the expanded nodes; None if the root is expanded (P = 1). width: at most P * k. A child
+    with log-prob -inf is no candidate. If a level has fewer than `width` candidates, the rest of
+    the result are rows with score -inf, whose children get the score -inf, too.
     """
     launch = select_frontier_triton if logprobs.is_cuda else select_frontier_torch
     return launch(logprobs, columns, above, candidates, first, width=width)

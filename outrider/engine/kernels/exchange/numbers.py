@@ -126,11 +126,11 @@ def is_round_there(verdicts: ExchangeBuffer, state: ExchangeState) -> bool:
 
 
 def reserve_bank(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
-    """Close the exchange on the verifier if the drafter has not yet received the round whose bank
-    the next round would overwrite.
+    """Close the exchange on the verifier if the verdict buffer has no free bank for the next round.
 
-    drafts: the draft buffer, whose `number` is the last round that the drafter has received.
-    depth: number of banks of the verdict buffer.
+    The verdict buffer is a ring of `depth` banks, each of which holds the data of one round. A bank
+    is free once the drafter has received its round. drafts: the draft buffer, whose `number` is
+    the last round that the drafter has received.
     """
     if state.words.is_cuda:
         reserve_bank_triton(drafts, state, depth=depth)
@@ -139,7 +139,9 @@ def reserve_bank(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) ->
 
 
 def reserve_bank_torch(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
-    """Run `reserve_bank` on the host, for buffers in CPU memory."""
+    """Do the work of `reserve_bank` on the host, for buffers in CPU memory: close the exchange if
+    the verdict buffer, a ring of `depth` banks with the data of one round each, has no free bank
+    for the next round."""
     words = state.words
     state.stamps[4] = time.monotonic_ns()
     if int(words[1]) and int(words[0] + 1 - drafts.bank(0)[0][0]) > depth:
@@ -147,7 +149,8 @@ def reserve_bank_torch(drafts: ExchangeBuffer, state: ExchangeState, *, depth: i
 
 
 def reserve_bank_triton(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
-    """Launch the Triton kernel of `reserve_bank`."""
+    """Launch the Triton kernel of `reserve_bank`: it closes the exchange if the verdict buffer, a
+    ring of `depth` banks with the data of one round each, has no free bank for the next round."""
     _reserve_bank[(1,)](
         drafts.addresses, state.words, state.stamps, state.control, DEPTH=depth, num_warps=1
     )
