@@ -200,7 +200,6 @@ class RemoteDrafter:
         """Wait on the device for the drafts of the sessions in `slots`, int32 [B], and copy them to
         `tokens`. Return their distributions, or None if `rejection` is not set or drafts have no
         distributions."""
-        del num_nodes
         lengths = self._static(self._lengths, len(slots))
         wait_drafts(self.drafts, self.state, slots, self.chosen.outcomes, padding=self.padding)
         take_drafts(
@@ -227,6 +226,10 @@ class RemoteDrafter:
             chosen=self.chosen,
             vocab_size=self.vocab_size,
         )
+        if num_nodes < self.exchange_shape.num_nodes:
+            # The last node that is verified has no draft to reject.
+            ranges = ranges[:, :num_nodes].contiguous()
+            ranges[:, -1].zero_()
         return self._distributions.with_ranges(ranges)
 
     def flag_undrafted(self, flags: Tensor) -> Tensor:

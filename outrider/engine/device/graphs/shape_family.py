@@ -18,6 +18,7 @@ from outrider.engine.device.graphs.shapes import (
     MANY_CHUNKS_ROW_BUCKETS,
     MAX_CHUNKS,
     MAX_IN_PROCESS_TREE_ROWS,
+    MAX_SHORT_CHAIN_CHUNKS,
     MAX_TOKEN_ROWS,
     MIN_SHORT_CHAIN_ROWS,
     MIXED_CHAIN_BUCKETS,
@@ -66,8 +67,8 @@ class ShapeFamily:
         chains when there are few sessions (`MAX_IN_PROCESS_TREE_ROWS`); 0 without such trees.
 
         short_chain_nodes: nodes of a row with a shorter chain of the in-process drafter, used when
-        there are many sessions (`MIN_SHORT_CHAIN_ROWS`); 0 without such chains. Rounds with prefill
-        chunks and `AcceptanceMode.REJECTION` have `in_process_nodes` instead.
+        there are many sessions (`MIN_SHORT_CHAIN_ROWS`); 0 without such chains. Rounds with more
+        prefill chunks than `MAX_SHORT_CHAIN_CHUNKS` have `in_process_nodes` instead.
 
         has_features: whether the engine projects features for a drafter.
 
@@ -191,10 +192,9 @@ class ShapeFamily:
         if rows:
             row_sizes = MIXED_ROW_BUCKETS if mixed else ROW_BUCKETS
             rows = bucket_for(rows, MANY_CHUNKS_ROW_BUCKETS if many else row_sizes)
-        if draft_kind is DraftKind.IN_PROCESS and nodes == self._short_chain_nodes:
-            is_rejection = acceptance_mode is AcceptanceMode.REJECTION
-            if not self.allows_short_chains(rows) or chunks or is_rejection:
-                nodes = self._in_process_nodes
+        is_short = draft_kind is DraftKind.IN_PROCESS and nodes == self._short_chain_nodes
+        if is_short and (not self.allows_short_chains(rows) or chunks > MAX_SHORT_CHAIN_CHUNKS):
+            nodes = self._in_process_nodes
         if not rows and draft_kind is not DraftKind.IN_PROCESS:
             nodes, draft_kind = 1, DraftKind.NONE
         # Features are projected in every shape whose sessions may keep them: the projection is

@@ -60,6 +60,9 @@ MIN_SHORT_CHAIN_ROWS: Final = 32
 """Minimum number of sessions of a round with the shorter one of two chain lengths. With many
 sessions the last token of a chain may cost more than it gains (an 8B model on an H200 at 64
 sessions, temperature 0.8: 14,986 tokens/s with chains of 3, 13,871 with chains of 4)."""
+MAX_SHORT_CHAIN_CHUNKS: Final = 3
+"""Maximum number of prefill chunks of a round with the shorter one of two chain lengths. With 64
+sessions nearly every round has a prompt of 1 to 3 chunks; the limit saves graphs."""
 MAX_TOKEN_ROWS: Final = 2048
 """Maximum number of token rows (rows times nodes) of a bucket; a bucket of one row may have
 more."""

@@ -102,8 +102,10 @@ def test_a_family_holds_the_prompt_tokens_that_are_planned_with_up_to_a_bound() 
     [
         (64, 0, AcceptanceMode.MATCH, 3),
         (64, 0, AcceptanceMode.SAMPLED, 3),
-        (64, 0, AcceptanceMode.REJECTION, 4),
-        (64, 2, AcceptanceMode.MATCH, 4),
+        (64, 0, AcceptanceMode.REJECTION, 3),
+        (64, 2, AcceptanceMode.MATCH, 3),
+        (64, 3, AcceptanceMode.REJECTION, 3),
+        (64, 4, AcceptanceMode.MATCH, 4),
         (24, 0, AcceptanceMode.MATCH, 4),
     ],
 )

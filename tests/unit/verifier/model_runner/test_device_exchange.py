@@ -199,11 +199,10 @@ def test_rounds_that_verify_a_part_of_each_chain_change_no_text(
     found = texts(exchange.driver, specs(sampling), change)
     verified = {nodes for rows in exchange.driver.drafted.values() for nodes in rows[2:]}
     assert exchange.replica.is_open
-    if name == "rejection":
-        # Their distributions have the length of the drafts.
-        assert verified == {3}
-        return
     assert verified == {3, 2}
+    if name == "rejection":
+        # Which tokens are drawn depends on the drafts that are verified.
+        return
     runner, pool = host_runner(tiny_target, blocks=BLOCKS)
     assert found == texts(Driver(runner, pool), specs(sampling))
 
