@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outrider.errors import CancelledRequestError, InternalError, OutriderError
 from outrider.ids import RequestId
+from outrider.spec.tools import ToolCallDelta, join_call_deltas
 from outrider.wire.inference import (
     Delta,
     FinishInfo,
@@ -26,6 +27,8 @@ class CollectedStream:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._tool_calls: list[ToolCallDelta] = []
         self._characters = 0
 
     @property
@@ -56,7 +59,9 @@ class CollectedStream:
                 self.token_ids.extend(event.token_ids)
                 self.logprobs.extend(event.logprobs)
                 self._text.append(event.text)
-                self._characters += len(event.text)
+                self._reasoning.append(event.reasoning)
+                self._tool_calls += event.tool_calls
+                self._characters = event.characters or self._characters + len(event.text)
                 return event
         return None
 
@@ -79,6 +84,8 @@ class CollectedStream:
             finish=self.finish,
             logprobs=tuple(self.logprobs),
             prompt_token_ids=self.info.prompt_token_ids,
+            reasoning="".join(self._reasoning),
+            tool_calls=join_call_deltas(self._tool_calls),
         )
 
 

@@ -34,4 +34,6 @@ socket_frames.py           Frames of bytes over a stream socket: four bytes of l
 special_tokens.py          Hides the texts of special tokens from the grammar library.
 token_constraint.py        Token constraint of allowed ids and bad words, combined with a grammar if
                            there is one.
+tool_calls.py              Grammars of tool calls in a model's own format, and of answers behind
+                           reasoning.
 """

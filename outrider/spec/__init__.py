@@ -20,6 +20,7 @@ sampling.py                Sampling parameters and acceptance rules of a session
 structured_output.py       Structured-output constraint of a request: kind and text of its grammar
                            (torch-free).
 token_limits.py            Token limits of a request: allowed ids and bad words (torch-free).
+tools.py                   Tools and tool calls of chat requests and answers.
 tree.py                    Draft trees as parallel arrays, and the validation that every received
                            tree must pass.
 """

@@ -34,6 +34,8 @@ class ChatOptions:
             )
 
 
+NO_VARIABLES: Mapping[str, Any] = {}
+"""No variables of a chat template beyond those that the server sets."""
 NEXT_ANSWER = ChatOptions()
 """Options for a text that ends where the assistant's next answer begins."""
 
@@ -63,20 +65,30 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(
-        self, messages: Sequence[Mapping[str, str]], *, options: ChatOptions = NEXT_ANSWER
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        options: ChatOptions = NEXT_ANSWER,
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
         """Return the conversation as text.
+
+        Messages and `variables` hold values of JSON's types. `variables` are more variables of the
+        template, such as `tools` and `enable_thinking`; they cannot replace those that the server
+        sets.
 
         Raises InvalidRequestError if the template refuses the messages, or if the last message is
         to be continued and does not appear in the text.
         """
         if not options.continue_final_message:
-            return self._render(messages, add_generation_prompt=options.add_generation_prompt)
+            return self._render(
+                messages, variables, add_generation_prompt=options.add_generation_prompt
+            )
         *earlier, last = messages
         # Nobody can guess it, so no message holds it.
         mark = f"{secrets.token_hex(16)} "
         marked = {**last, "content": last["content"] + mark}
-        text = self._render([*earlier, marked], add_generation_prompt=False)
+        text = self._render([*earlier, marked], variables, add_generation_prompt=False)
         before, found, after = text.rpartition(mark.rstrip())
         if not found:
             raise InvalidRequestError(
@@ -87,14 +99,21 @@ class ChatTemplate:
         # A template that strips messages has dropped the mark's space, and strips this one, too.
         return before if after.startswith(" ") else before.rstrip()
 
-    def _render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
+        own = {
+            **self._special_tokens,
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except (TemplateError, TypeError, ValueError) as error:
+            return self._template.render({**variables, **own})
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(
                 f"the chat template refused the conversation: {error}",
                 reason="BAD_CHAT",

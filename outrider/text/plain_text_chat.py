@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.errors import InvalidRequestError
-from outrider.text.chat import ChatTemplate
+from outrider.text.chat import NEXT_ANSWER, NO_VARIABLES, ChatOptions, ChatTemplate
 from outrider.text.special_tokens import SpecialTokens
 
 _USER, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -56,21 +56,42 @@ class PlainChat:
             self._template = marked
             self._is_marked = not any(map(tokens.contains_string, results))
 
-    def render(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
-        """Return the conversation as text, with private names in place of the special tokens that
-        the template writes. `options` are those of `ChatTemplate.render`.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        options: ChatOptions = NEXT_ANSWER,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> str:
+        """Return the conversation as text, with private names for the template's special tokens;
+        the arguments are those of `ChatTemplate.render`.
 
         Raises InvalidRequestError if the template refuses the messages.
         """
         if self._is_marked:
-            return self._template.render(messages, **options)
+            return self._template.render(messages, options=options, variables=variables)
         hidden = [
-            {key: self._hide(key, text) for key, text in message.items()} for message in messages
+            {key: self._hide_field(key, value) for key, value in message.items()}
+            for message in messages
         ]
-        return self._tokens.mark(self._template.render(hidden, **options))
+        return self._tokens.mark(
+            self._template.render(hidden, options=options, variables=self._hide(variables))
+        )
 
-    def _hide(self, key: str, text: str) -> str:
-        return text if key == "role" and text in _ROLES else self._tokens.hide(text)
+    def _hide_field(self, key: str, value: Any) -> Any:
+        return value if key == "role" and value in _ROLES else self._hide(value)
+
+    def _hide(self, value: Any) -> Any:
+        """Return a value of JSON's types with placeholders for special tokens in its strings."""
+        match value:
+            case str():
+                return self._tokens.hide(value)
+            case Mapping():
+                return {self._tokens.hide(key): self._hide(each) for key, each in value.items()}
+            case list() | tuple():
+                return [self._hide(each) for each in value]
+            case _:
+                return value
 
 
 def _render(template: ChatTemplate, messages: Sequence[Mapping[str, str]]) -> str:

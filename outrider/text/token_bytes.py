@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import FailedPreconditionError
@@ -54,10 +55,12 @@ class TokenByteTable:
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
         self._cache: dict[int, bytes] = {}
 
-    def including_special(self) -> TokenByteTable:
-        """Return a copy of this table in which special ids contribute their text."""
+    def including_special(self, ids: Collection[int] | None = None) -> TokenByteTable:
+        """Return the same table, in which these special ids (None: all) contribute their text,
+        too."""
         table = copy.copy(self)
-        table._special, table._cache = frozenset(), {}
+        table._special = frozenset() if ids is None else self._special - frozenset(ids)
+        table._cache = {}
         return table
 
     @classmethod

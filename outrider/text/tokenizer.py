@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import InvalidRequestError, NotFoundError
-from outrider.text.chat import NEXT_ANSWER, ChatOptions, ChatTemplate
+from outrider.text.chat import NEXT_ANSWER, NO_VARIABLES, ChatOptions, ChatTemplate
 from outrider.text.plain_text_chat import PlainChat
 from outrider.text.special_tokens import SpecialTokens
 from outrider.text.token_bytes import TokenByteTable
@@ -71,6 +71,7 @@ class Tokenizer:
         plain_chat: tuple[PlainChat, SpecialTokens] | None = None,
         eos_ids: tuple[int, ...],
         file: Path | None = None,
+        template_source: str = "",
     ) -> None:
         self._fast = fast
         self._template = template
@@ -79,12 +80,15 @@ class Tokenizer:
         """sha256 of tokenizer.json, hexadecimal."""
         self.eos_ids = eos_ids
         """Ids that end the model's turn, ascending."""
+        self.template_source = template_source
+        """Source of the chat template; "" if the model has none."""
         self.file = file
         """The tokenizer.json from which the tokenizer was read, or None."""
         self.num_ids = 1 + max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
         """One more than the largest id; the vocabulary of a target may be padded beyond it."""
         self.pieces = TokenByteTable.from_tokenizer(fast)
         """Bytes that each id contributes to the text."""
+        self._byte_tables: dict[tuple[str, ...], TokenByteTable] = {}
         self.special_pieces = self.pieces.including_special()
         """Bytes of each id in texts that include special tokens."""
 
@@ -129,7 +133,31 @@ class Tokenizer:
             plain_chat=plain_chat,
             eos_ids=_eos_ids(fast, file.parent, settings),
             file=file,
+            template_source=source or "",
         )
+
+    def special_ids(self, texts: Collection[str]) -> dict[str, int]:
+        """Return the ids of those of `texts` that are special tokens, by text."""
+        added = self._fast.get_added_tokens_decoder()
+        return {
+            token.content: id_
+            for id_, token in added.items()
+            if token.special and token.content in texts
+        }
+
+    def bytes_with(self, texts: tuple[str, ...]) -> TokenByteTable:
+        """Return the table of pieces in which those special tokens that are `texts` have their
+        text, too."""
+        if texts not in self._byte_tables:
+            ids = self.special_ids(texts).values()
+            self._byte_tables[texts] = self.pieces.including_special(ids) if ids else self.pieces
+        return self._byte_tables[texts]
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token, special or not, that is exactly `text`; None if there is
+        none."""
+        found: int | None = self._fast.token_to_id(text)
+        return found
 
     @property
     def has_chat_template(self) -> bool:
@@ -172,14 +200,16 @@ class Tokenizer:
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         options: ChatOptions = NEXT_ANSWER,
+        variables: Mapping[str, Any] = NO_VARIABLES,
         parse_special_tokens: bool = False,
         max_tokens: int | None = None,
     ) -> tuple[int, ...]:
-        """Return the token ids of a conversation. Each message has "role" and "content". `options`
-        are explained in `ChatOptions`.
+        """Return the token ids of a conversation. Each message has "role" and "content", and
+        perhaps other members. `options` are explained in `ChatOptions`, and `variables` at
+        `ChatTemplate.render`.
 
         The template writes its own special tokens and its own default system message. The string of
         a special token in a message is encoded as ordinary text. With `parse_special_tokens` it is
@@ -194,10 +224,10 @@ class Tokenizer:
                 param="messages",
             )
         if parse_special_tokens or self._plain_chat is None:
-            text = self._template.render(messages, options=options)
+            text = self._template.render(messages, options=options, variables=variables)
             return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
         chat, tokens = self._plain_chat
-        text = chat.render(messages, options=options)
+        text = chat.render(messages, options=options, variables=variables)
         ids = self.encode(tokens.unmark(text), add_special_tokens=False, max_tokens=max_tokens)
         if [id_ for id_ in ids if id_ in tokens.ids] == tokens.marked_ids(text):
             return ids

@@ -13,6 +13,7 @@ from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider.spec.structured_output import StructuredOutput
+from outrider.spec.tools import OutputParsing, ToolCall, ToolCallDelta, ToolOptions
 from outrider.wire.limits import MAX_TOP_LOGPROBS as MAX_TOP_LOGPROBS
 from outrider.wire.logprobs import TokenLogprobs as TokenLogprobs
 from outrider.wire.messages import DeviceExchangeInfo, FinishReason, SpecStats
@@ -29,6 +30,7 @@ MAX_BAD_WORD_TEXTS = 128
 MAX_BAD_WORD_BYTES = 256
 MAX_NAME_BYTES = 256
 MAX_ABORT_IDS = 4096
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +38,16 @@ class ChatMessage:
     """One message of a conversation. The model's chat template converts all of them to a prompt."""
 
     role: str
-    """Role of the author: system, user or assistant."""
-    content: str
+    """Role of the author: system, user, assistant or tool."""
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Tool calls of an assistant's message. Their arguments must be JSON objects."""
+    tool_call_id: str = ""
+    """Id of the call whose result a tool's message is; "" for other messages."""
+    name: str = ""
+    """Name of the tool whose result a tool's message is; may be ""."""
+    reasoning: str = ""
+    """Reasoning of an assistant's message, for templates that render it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,13 @@ class ChatPrompt:
     """A conversation, oldest message first. The chat template converts it to a prompt."""
 
     messages: tuple[ChatMessage, ...]
+    tools: ToolOptions = field(default_factory=ToolOptions)
+    """Tools that the model may call."""
+    template_variables: str = ""
+    """Variables of the chat template, as a JSON object; "" for none."""
+    reasoning_effort: str | None = None
+    """How much the model should think, for templates that know it: one of REASONING_EFFORTS. With
+    "none", templates that can switch thinking off do so."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -190,6 +207,9 @@ class PromptInfo:
     model: str
     prompt_token_ids: tuple[int, ...] = ()
     """Token ids of the prompt if the request has `return_prompt_token_ids`, else empty."""
+    parsing: OutputParsing | None = None
+    """How the answer is split; None if it is not split. Only the router sets it, and it is not
+    encoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +224,13 @@ class Delta:
     """Log-probabilities, with one entry for each id of `token_ids` if the request has
     `top_logprobs`; otherwise empty.
     """
+    reasoning: str = ""
+    """Reasoning that precedes the answer; not part of `text`."""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    """New parts of tool calls; not part of `text`."""
+    characters: int = 0
+    """Number of characters of the unparsed answer up to here, for `StreamPosition.characters`; 0 if
+    `text` is the unparsed answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +239,8 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0
+    """Number of tokens of the reasoning, its tags included; part of `completion_tokens`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +279,10 @@ class GenerateResult:
     """
     prompt_token_ids: tuple[int, ...] = ()
     """Token ids of the prompt if the request has `return_prompt_token_ids`, else empty."""
+    reasoning: str = ""
+    """Reasoning that precedes the answer; not part of `text`."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Tool calls of the answer; not part of `text`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,15 @@ from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.sampling import MAX_BANNED_IDS
 from outrider.spec.token_limits import MAX_ALLOWED_IDS
+from outrider.spec.tools import (
+    MAX_TEMPLATE_VARIABLES_BYTES,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    Tool,
+    ToolCall,
+    ToolChoiceMode,
+    ToolOptions,
+)
 from outrider.wire.checks import (
     check_count,
     check_number,
@@ -81,6 +90,15 @@ _WANTED: Final = {
 """Descriptions of the values that protobuf field types accept."""
 
 
+_MODES: Final[dict[ToolChoiceMode, pb.ToolChoiceMode]] = {
+    ToolChoiceMode.AUTO: pb.TOOL_CHOICE_MODE_AUTO,
+    ToolChoiceMode.NONE: pb.TOOL_CHOICE_MODE_NONE,
+    ToolChoiceMode.REQUIRED: pb.TOOL_CHOICE_MODE_REQUIRED,
+    ToolChoiceMode.NAMED: pb.TOOL_CHOICE_MODE_NAMED,
+}
+_MODES_FROM_PB: Final[dict[int, ToolChoiceMode]] = {value: mode for mode, value in _MODES.items()}
+
+
 @contextmanager
 def _encoding(what: str) -> Generator[None]:
     """Convert exceptions for values that do not fit a field into InvalidRequestError."""
@@ -138,15 +156,8 @@ def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
                 message.text = _made(pb.GenerateRequest, text=value).text
             case TokenPrompt(token_ids=ids):
                 message.token_ids.CopyFrom(_made(pb.TokenPrompt, token_ids=ids))
-            case ChatPrompt(messages=turns):
-                message.chat.CopyFrom(
-                    pb.ChatPrompt(
-                        messages=[
-                            _made(pb.ChatMessage, role=turn.role, content=turn.content)
-                            for turn in turns
-                        ]
-                    )
-                )
+            case ChatPrompt() as chat:
+                message.chat.CopyFrom(_chat_to_pb(chat))
         message.sampling.CopyFrom(_sampling_to_pb(request.sampling))
         message.stopping.CopyFrom(_stopping_to_pb(request.stopping))
         message.speculation.CopyFrom(_speculation_to_pb(request.speculation))
@@ -188,23 +199,111 @@ def _prompt_from_pb(message: pb.GenerateRequest) -> Prompt:
                 raise_invalid("token_ids must not be empty")
             return TokenPrompt(ids)
         case "chat":
-            turns = message.chat.messages
-            check_count(turns, "chat.messages", high=MAX_CHAT_MESSAGES)
-            if not turns:
-                raise_invalid("chat.messages must not be empty")
-            return ChatPrompt(
-                tuple(
-                    ChatMessage(
-                        role=check_text(turn.role, "role", limit=MAX_NAME_BYTES),
-                        content=check_text(
-                            turn.content, "content", limit=MAX_PROMPT_BYTES, empty=True
-                        ),
-                    )
-                    for turn in turns
-                )
-            )
+            return _chat_from_pb(message.chat)
         case _:
             raise_invalid("prompt must be one of text, token_ids and chat")
+
+
+def _chat_to_pb(prompt: ChatPrompt) -> pb.ChatPrompt:
+    """Encode a conversation. Raises TypeError or ValueError if a value does not fit its field."""
+    tools = prompt.tools
+    message = pb.ChatPrompt(
+        messages=[_message_to_pb(message) for message in prompt.messages],
+        tools=map(_tool_to_pb, tools.tools),
+        tool_choice=None if tools.choice is ToolChoiceMode.AUTO else _MODES[tools.choice],
+        tool_name=tools.named,
+        template_variables=prompt.template_variables,
+        reasoning_effort=prompt.reasoning_effort,
+    )
+    if not tools.parallel:
+        message.parallel_tool_calls = False
+    return message
+
+
+def _tool_to_pb(tool: Tool) -> pb.Tool:
+    message = pb.Tool(name=tool.name, description=tool.description, parameters=tool.parameters)
+    if tool.strict is not None:
+        message.strict = tool.strict
+    return message
+
+
+def _message_to_pb(message: ChatMessage) -> pb.ChatMessage:
+    return pb.ChatMessage(
+        role=message.role,
+        content=message.content,
+        tool_calls=[
+            pb.ToolCall(call_id=call.call_id, name=call.name, arguments=call.arguments)
+            for call in message.tool_calls
+        ],
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+        reasoning=message.reasoning,
+    )
+
+
+def _chat_from_pb(message: pb.ChatPrompt) -> ChatPrompt:
+    """Decode a conversation."""
+    check_count(message.messages, "chat.messages", high=MAX_CHAT_MESSAGES)
+    check_count(message.tools, "chat.tools", high=MAX_TOOLS)
+    if not message.messages:
+        raise_invalid("chat.messages must not be empty")
+    return ChatPrompt(
+        messages=tuple(map(_message_from_pb, message.messages)),
+        tools=ToolOptions(
+            tools=tuple(map(_tool_from_pb, message.tools)),
+            choice=optional_member(_MODES_FROM_PB, message.tool_choice, "chat.tool_choice")
+            or ToolChoiceMode.AUTO,
+            named=_chat_name(message.tool_name, "chat.tool_name"),
+            parallel=message.parallel_tool_calls
+            if message.HasField("parallel_tool_calls")
+            else True,
+        ),
+        template_variables=check_text(
+            message.template_variables,
+            "chat.template_variables",
+            limit=MAX_TEMPLATE_VARIABLES_BYTES,
+            empty=True,
+        ),
+        reasoning_effort=check_text(message.reasoning_effort, "chat.reasoning_effort")
+        if message.HasField("reasoning_effort")
+        else None,
+    )
+
+
+def _message_from_pb(message: pb.ChatMessage) -> ChatMessage:
+    check_count(message.tool_calls, "tool_calls", high=MAX_TOOL_CALLS)
+    return ChatMessage(
+        role=check_text(message.role, "role", limit=MAX_NAME_BYTES),
+        content=_chat_text(message.content, "content"),
+        tool_calls=tuple(
+            ToolCall(
+                call_id=_chat_name(call.call_id, "tool_calls.call_id"),
+                name=check_text(call.name, "tool_calls.name", limit=MAX_NAME_BYTES),
+                arguments=_chat_text(call.arguments, "tool_calls.arguments"),
+            )
+            for call in message.tool_calls
+        ),
+        tool_call_id=_chat_name(message.tool_call_id, "tool_call_id"),
+        name=_chat_name(message.name, "name"),
+        reasoning=_chat_text(message.reasoning, "reasoning"),
+    )
+
+
+def _tool_from_pb(message: pb.Tool) -> Tool:
+    return Tool(
+        name=check_text(message.name, "tools.name", limit=MAX_NAME_BYTES),
+        description=_chat_text(message.description, "tools.description"),
+        parameters=_chat_text(message.parameters, "tools.parameters"),
+        strict=message.strict if message.HasField("strict") else None,
+    )
+
+
+def _chat_text(text: str, field: str) -> str:
+    return check_text(text, field, limit=MAX_PROMPT_BYTES, empty=True)
+
+
+def _chat_name(text: str, field: str) -> str:
+    return check_text(text, field, limit=MAX_NAME_BYTES, empty=True)
 
 
 def _sampling_to_pb(options: SamplingOptions) -> pb.SamplingOptions:

@@ -7,6 +7,7 @@ messages.
 from __future__ import annotations
 
 from outrider.ids import RequestId
+from outrider.spec.tools import ToolCallDelta, join_call_deltas
 from outrider.wire.checks import check_logprob, check_text, check_token_ids, raise_invalid
 from outrider.wire.common_codec import (
     FINISH_REASONS,
@@ -50,7 +51,13 @@ def _prompt_info_from_pb(message: pb.PromptInfo) -> PromptInfo:
 
 
 def _delta_to_pb(delta: Delta) -> pb.Delta:
-    message = pb.Delta(text=delta.text, token_ids=delta.token_ids)
+    message = pb.Delta(
+        text=delta.text,
+        token_ids=delta.token_ids,
+        reasoning=delta.reasoning,
+        tool_calls=[_call_delta_to_pb(call) for call in delta.tool_calls],
+        characters=delta.characters,
+    )
     for entry in delta.logprobs:
         message.logprobs.add(
             logprob=entry.logprob,
@@ -68,6 +75,26 @@ def _delta_from_pb(message: pb.Delta) -> Delta:
         text=message.text,
         token_ids=ids,
         logprobs=tuple(_token_logprobs_from_pb(entry) for entry in message.logprobs),
+        reasoning=message.reasoning,
+        tool_calls=tuple(_call_delta_from_pb(call) for call in message.tool_calls),
+        characters=message.characters,
+    )
+
+
+def _call_delta_to_pb(delta: ToolCallDelta) -> pb.ToolCallDelta:
+    return pb.ToolCallDelta(
+        index=delta.index, call_id=delta.call_id, name=delta.name, arguments=delta.arguments
+    )
+
+
+def _call_delta_from_pb(message: pb.ToolCallDelta) -> ToolCallDelta:
+    if message.index > MAX_SEQUENCE_LEN:
+        raise_invalid(f"tool_calls.index must be at most {MAX_SEQUENCE_LEN}, got {message.index}")
+    return ToolCallDelta(
+        index=message.index,
+        call_id=check_text(message.call_id, "tool_calls.call_id", empty=True),
+        name=check_text(message.name, "tool_calls.name", empty=True),
+        arguments=message.arguments,
     )
 
 
@@ -87,6 +114,7 @@ def _finish_to_pb(finish: FinishInfo) -> pb.FinishInfo:
         usage=pb.Usage(
             prompt_tokens=finish.usage.prompt_tokens,
             completion_tokens=finish.usage.completion_tokens,
+            reasoning_tokens=finish.usage.reasoning_tokens,
         ),
         spec_decode_stats=stats_to_pb(finish.stats),
         stop_string=finish.stop_string,
@@ -100,6 +128,7 @@ def _finish_from_pb(message: pb.FinishInfo) -> FinishInfo:
         usage=Usage(
             prompt_tokens=message.usage.prompt_tokens,
             completion_tokens=message.usage.completion_tokens,
+            reasoning_tokens=message.usage.reasoning_tokens,
         ),
         stats=stats_from_pb(message.spec_decode_stats),
         stop_string=message.stop_string if message.HasField("stop_string") else None,
@@ -151,7 +180,18 @@ def result_to_pb(result: GenerateResult) -> pb.GenerateResponse:
             prompt_token_ids=result.prompt_token_ids,
         ),
         output=_delta_to_pb(
-            Delta(text=result.text, token_ids=result.token_ids, logprobs=result.logprobs)
+            Delta(
+                text=result.text,
+                token_ids=result.token_ids,
+                logprobs=result.logprobs,
+                reasoning=result.reasoning,
+                tool_calls=tuple(
+                    ToolCallDelta(
+                        index=index, call_id=call.call_id, name=call.name, arguments=call.arguments
+                    )
+                    for index, call in enumerate(result.tool_calls)
+                ),
+            )
         ),
         finish_info=_finish_to_pb(result.finish),
     )
@@ -169,4 +209,6 @@ def result_from_pb(message: pb.GenerateResponse) -> GenerateResult:
         finish=_finish_from_pb(message.finish_info),
         logprobs=output.logprobs,
         prompt_token_ids=info.prompt_token_ids,
+        reasoning=output.reasoning,
+        tool_calls=join_call_deltas(output.tool_calls),
     )

@@ -15,6 +15,13 @@ from outrider.grammar.limits import CompileLimits
 from outrider.logs import LOG_LEVELS, check_level
 from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_PROPOSAL_TIMEOUT_MS, DraftMethod, SpeculationPlan
+from outrider.text.output_parsers.formats import (
+    AUTO,
+    NONE,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    check_parser_names,
+)
 from outrider.transport.tls import TlsConfig
 from outrider_router.base.dns_names import split_addresses
 from outrider_router.base.tenants import MAX_TENANT_CHARS, TenantLimits, TenantSource
@@ -224,6 +231,12 @@ class RouterConfig:
     """Whether the string of a special token (such as <|im_end|>) in a chat message becomes that
     token, as in many servers. By default it is ordinary text, so no message can end a turn or start
     another one. Prompts of completions are parsed in either case."""
+    tool_call_parser: Annotated[str, OneOf((AUTO, NONE, *TOOL_FORMATS))] = AUTO
+    """Format in which the model writes tool calls. auto: the chat template decides; none: tool
+    calls are not read from answers, and requests with tools are refused."""
+    reasoning_parser: Annotated[str, OneOf((AUTO, NONE, *REASONING_FORMATS))] = AUTO
+    """Format in which the model writes its reasoning. auto: the chat template decides; none:
+    reasoning is part of the answer's text."""
     metrics_port: int = -1
     """Port of the Prometheus endpoint; 0 picks a free port, -1 disables the endpoint."""
     metrics_host: str = "127.0.0.1"
@@ -308,6 +321,7 @@ class RouterConfig:
                 )
         self.tls.for_fleet()
         check_level(self.log_level)
+        check_parser_names(self.tool_call_parser, self.reasoning_parser)
 
     def _check_times(self) -> None:
         for name in ("discovery_interval_s", "poll_interval_s", "peer_timeout_s", "journal_read_s"):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.spec.tools import Tool, ToolCall, ToolCallDelta, ToolChoiceMode, ToolOptions
 from outrider.wire import inference, messages
 from tests.wire.strategies import (
     BIASES,
@@ -26,17 +27,53 @@ from tests.wire.strategies import (
     id_lists,
 )
 
+CALLS = st.builds(ToolCall, call_id=MAYBE_NAMES, name=NAMES, arguments=MAYBE_NAMES)
+TOOLS = st.builds(
+    Tool,
+    name=NAMES,
+    description=MAYBE_NAMES,
+    parameters=MAYBE_NAMES,
+    strict=st.none() | st.booleans(),
+)
+CHATS = st.builds(
+    inference.ChatPrompt,
+    st.lists(
+        st.builds(
+            inference.ChatMessage,
+            role=NAMES,
+            content=MAYBE_NAMES,
+            tool_calls=st.lists(CALLS, max_size=2).map(tuple),
+            tool_call_id=MAYBE_NAMES,
+            name=MAYBE_NAMES,
+            reasoning=MAYBE_NAMES,
+        ),
+        min_size=1,
+        max_size=4,
+    ).map(tuple),
+    tools=st.builds(
+        ToolOptions,
+        tools=st.lists(TOOLS, max_size=2).map(tuple),
+        choice=st.sampled_from(ToolChoiceMode),
+        named=MAYBE_NAMES,
+        parallel=st.booleans(),
+    ),
+    template_variables=MAYBE_NAMES,
+    reasoning_effort=st.none() | NAMES,
+)
+CALL_DELTAS = st.builds(
+    ToolCallDelta,
+    index=st.integers(0, 1000),
+    call_id=MAYBE_NAMES,
+    name=MAYBE_NAMES,
+    arguments=MAYBE_NAMES,
+)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60)
 REQUESTS = st.builds(
     inference.GenerateRequest,
     prompt=st.one_of(
         TEXTS.map(inference.TextPrompt),
         st.lists(IDS, min_size=1, max_size=20).map(lambda ids: inference.TokenPrompt(tuple(ids))),
-        st.lists(
-            st.builds(inference.ChatMessage, role=NAMES, content=MAYBE_NAMES),
-            min_size=1,
-            max_size=4,
-        ).map(lambda turns: inference.ChatPrompt(tuple(turns))),
+        CHATS,
     ),
     request_id=st.none() | NAMES.map(RequestId),
     model=st.none() | NAMES,
@@ -92,7 +129,12 @@ FINISHES = st.one_of(
         st.builds(
             inference.FinishInfo,
             reason=st.sampled_from(messages.FinishReason),
-            usage=st.builds(inference.Usage, prompt_tokens=UINT32, completion_tokens=UINT32),
+            usage=st.builds(
+                inference.Usage,
+                prompt_tokens=UINT32,
+                completion_tokens=UINT32,
+                reasoning_tokens=UINT32,
+            ),
             stats=STATS,
             **match,
         )
@@ -123,7 +165,13 @@ EVENTS: st.SearchStrategy[inference.StreamEvent] = st.one_of(
         prompt_tokens=UINT32,
         model=MAYBE_NAMES,
     ),
-    with_logprobs(inference.Delta, text=MAYBE_NAMES),
+    with_logprobs(
+        inference.Delta,
+        text=MAYBE_NAMES,
+        reasoning=MAYBE_NAMES,
+        tool_calls=st.lists(CALL_DELTAS, max_size=3).map(tuple),
+        characters=UINT32,
+    ),
     FINISHES,
 )
 RESULTS = with_logprobs(
@@ -133,6 +181,8 @@ RESULTS = with_logprobs(
     text=MAYBE_NAMES,
     finish=FINISHES,
     prompt_token_ids=id_lists(),
+    reasoning=MAYBE_NAMES,
+    tool_calls=st.lists(CALLS, max_size=2).map(tuple),
 )
 SERVER_INFOS = st.builds(
     inference.ServerInfo,

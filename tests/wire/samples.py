@@ -14,6 +14,7 @@ from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import TokenLimits
+from outrider.spec.tools import Tool, ToolCall, ToolCallDelta, ToolChoiceMode, ToolOptions
 from outrider.spec.tree import DraftTree
 from outrider.wire import inference as api
 from outrider.wire import messages as m
@@ -389,6 +390,30 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             max_sessions=128,
         ),
     ),
+    "tool_request": (
+        "request",
+        api.GenerateRequest(
+            prompt=api.ChatPrompt(
+                (
+                    api.ChatMessage(role="user", content="Weather?"),
+                    api.ChatMessage(
+                        role="assistant",
+                        tool_calls=(ToolCall(call_id="call_1", name="f", arguments="{}"),),
+                        reasoning="Hm.",
+                    ),
+                    api.ChatMessage(role="tool", content="12", tool_call_id="call_1", name="f"),
+                ),
+                tools=ToolOptions(
+                    tools=(Tool(name="f", description="d", parameters="{}", strict=True),),
+                    choice=ToolChoiceMode.NAMED,
+                    named="f",
+                    parallel=False,
+                ),
+                template_variables='{"a": 1}',
+                reasoning_effort="low",
+            ),
+        ),
+    ),
     "request": (
         "request",
         api.GenerateRequest(
@@ -467,6 +492,16 @@ SAMPLES: dict[str, tuple[str, Any]] = {
         api.PromptInfo(request_id=RequestId("req-1"), prompt_tokens=12, model="smollm2-135m"),
     ),
     "resumed_event": ("resumed_event", api.Delta(text="on", token_ids=(402,))),
+    "tool_delta": (
+        "event",
+        api.Delta(
+            text="",
+            token_ids=(7,),
+            reasoning="Hm.",
+            tool_calls=(ToolCallDelta(index=1, call_id="call_1", name="f", arguments="{"),),
+            characters=40,
+        ),
+    ),
     "delta": ("event", api.Delta(text="\u65e5\u672c", token_ids=(400, 401))),
     "finish": ("event", FINISH),
     "result": (

@@ -24,4 +24,6 @@ pythonic_calls.py          Reads tool calls that are written as a list of Python
                            models may write them.
 reasoning.py               Output parser of reasoning between tags, such as `<think>` and
                            `</think>`.
+reasoning_span.py          Finds where the reasoning of an answer begins and ends, without changing
+                           the text.
 """

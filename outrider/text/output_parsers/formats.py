@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
-from outrider.errors import InvalidRequestError
 from outrider.text.output_parsers import harmony
 from outrider.text.output_parsers.call_readers import (
     JsonCallsReader,
@@ -21,8 +20,7 @@ from outrider.text.output_parsers.marked_calls import MarkedCallParser
 from outrider.text.output_parsers.plain import PlainContentParser
 from outrider.text.output_parsers.pythonic_calls import PythonicCallsReader
 from outrider.text.output_parsers.reasoning import TaggedReasoningParser
-
-_FormatT = TypeVar("_FormatT")
+from outrider.text.output_parsers.reasoning_span import ReasoningSpan
 
 NONE: Final = "none"
 """Name with which an operator switches a parser off."""
@@ -53,7 +51,9 @@ class ReasoningFormat:
     name: str
     """Name of the parser in the configuration, as in vLLM."""
     open_tag: str
+    """Text that begins the reasoning; "" if every answer begins with reasoning."""
     close_tag: str
+    """Text behind which the answer begins."""
     template_marks: tuple[str, ...]
     """A chat template uses the format if it holds all of these texts."""
     is_harmony: bool = False
@@ -155,7 +155,7 @@ _REASONING: Final = (
     ReasoningFormat(
         name="openai_gptoss",
         open_tag="",
-        close_tag="",
+        close_tag=f"{harmony.CHANNEL}final{harmony.MESSAGE}",
         template_marks=(harmony.CHANNEL, "analysis"),
         is_harmony=True,
     ),
@@ -186,62 +186,79 @@ class OutputFormat:
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
 
-    def make_parser(self, *, with_tools: bool, with_reasoning: bool, prompt: str) -> OutputParser:
-        """Return the parser of one answer.
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that the parser must see even if they are special tokens."""
+        tools = () if self.tools is None else self.tools.markers
+        reasoning = () if self.reasoning is None else self.reasoning.markers
+        return tuple(dict.fromkeys((*tools, *reasoning)))
 
-        `with_tools`, `with_reasoning`: whether tool calls and reasoning are wanted apart from
-        content. `prompt`: the end of the prompt, which may hold the tag that begins reasoning.
-        """
-        tools = self.tools if with_tools else None
-        reasoning = self.reasoning if with_reasoning else None
-        if reasoning is not None and reasoning.is_harmony:
+    def make_parser(self, *, is_reasoning_open: bool) -> OutputParser:
+        """Return the parser of one answer. `is_reasoning_open`: whether the prompt ends inside the
+        reasoning."""
+        if self.reasoning is not None and self.reasoning.is_harmony:
             return harmony.HarmonyParser()
-        content = PlainContentParser() if tools is None else tools.make()
-        if reasoning is None:
+        content = PlainContentParser() if self.tools is None else self.tools.make()
+        if self.reasoning is None:
             return content
         return TaggedReasoningParser(
-            reasoning.open_tag,
-            reasoning.close_tag,
-            is_open=prompt.rstrip().endswith(reasoning.open_tag),
+            self.reasoning.open_tag,
+            self.reasoning.close_tag,
+            is_open=is_reasoning_open,
             content=content,
         )
 
-    def markers(self, *, with_tools: bool, with_reasoning: bool) -> tuple[str, ...]:
-        """Return the texts that the parser must see even if they are special tokens."""
-        tools = self.tools.markers if self.tools is not None and with_tools else ()
-        if self.reasoning is None or not with_reasoning:
-            return tools
-        return (*tools, *self.reasoning.markers)
+    def make_span(self, *, is_reasoning_open: bool) -> ReasoningSpan | None:
+        """Return the span of the reasoning of one answer; None if no reasoning is read."""
+        if self.reasoning is None:
+            return None
+        return ReasoningSpan(
+            self.reasoning.open_tag,
+            self.reasoning.close_tag,
+            is_open=is_reasoning_open or not self.reasoning.open_tag,
+        )
+
+
+def is_reasoning_open(reasoning: ReasoningFormat, prompt: str) -> bool:
+    """Return whether a prompt with this end leaves the reasoning open for the answer."""
+    return bool(reasoning.open_tag) and prompt.rstrip().endswith(reasoning.open_tag)
+
+
+def output_format_of(tool_format: str, reasoning_format: str) -> OutputFormat:
+    """Return the formats with these names; "" for none."""
+    return OutputFormat(TOOL_FORMATS.get(tool_format), REASONING_FORMATS.get(reasoning_format))
+
+
+def check_parser_names(tool_call_parser: str, reasoning_parser: str) -> None:
+    """Raise ValueError unless both are names of formats, or `AUTO` or `NONE`."""
+    for setting, name, formats in (
+        ("tool_call_parser", tool_call_parser, tuple(TOOL_FORMATS)),
+        ("reasoning_parser", reasoning_parser, tuple(REASONING_FORMATS)),
+    ):
+        if name not in (AUTO, NONE, *formats):
+            raise ValueError(
+                f"{setting} must be one of {', '.join([AUTO, NONE, *formats])}, got {name!r}"
+            )
 
 
 def choose_output_format(
     template: str, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
 ) -> OutputFormat:
     """Return the formats of a model by the source of its chat template, "" if it has none, or by
-    the names that the operator has set. Raises InvalidRequestError for an unknown name."""
-    return OutputFormat(
-        _by_name("tool_call_parser", tool_call_parser, TOOL_FORMATS)
-        if tool_call_parser != AUTO
-        else next((each for each in _TOOLS if _uses_tools(template, each)), None),
-        _by_name("reasoning_parser", reasoning_parser, REASONING_FORMATS)
-        if reasoning_parser != AUTO
-        else next(
-            (each for each in _REASONING if all(m in template for m in each.template_marks)), None
-        ),
-    )
+    the names that the operator has set. Raises ValueError for an unknown name."""
+    check_parser_names(tool_call_parser, reasoning_parser)
+    tools = TOOL_FORMATS.get(tool_call_parser)
+    if tool_call_parser == AUTO:
+        tools = next((each for each in _TOOLS if _uses_tools(template, each)), None)
+    reasoning = REASONING_FORMATS.get(reasoning_parser)
+    if reasoning_parser == AUTO:
+        reasoning = next((each for each in _REASONING if _uses_reasoning(template, each)), None)
+    return OutputFormat(tools, reasoning)
 
 
 def _uses_tools(template: str, each: ToolFormat) -> bool:
     return any(all(mark in template for mark in marks) for marks in each.template_marks)
 
 
-def _by_name(setting: str, name: str, formats: Mapping[str, _FormatT]) -> _FormatT | None:
-    if name == NONE:
-        return None
-    if name not in formats:
-        raise InvalidRequestError(
-            f"{setting} must be one of {', '.join([AUTO, NONE, *sorted(formats)])}, got {name!r}",
-            reason="INVALID_CONFIG",
-            param=setting,
-        )
-    return formats[name]
+def _uses_reasoning(template: str, each: ReasoningFormat) -> bool:
+    return all(mark in template for mark in each.template_marks)

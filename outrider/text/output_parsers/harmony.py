@@ -42,7 +42,7 @@ _RECIPIENT: Final = re.compile(rf"\bto=functions\.([^\s<]{{1,{MAX_NAME_CHARS}}})
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-class _State(Enum):
+class _MessageState(Enum):
     BEGIN = auto()
     """Outside of messages, where text is content."""
     HEADER = auto()
@@ -53,7 +53,7 @@ class HarmonyParser:
     """Output parser of the harmony format; see the module."""
 
     def __init__(self) -> None:
-        self._state = _State.BEGIN
+        self._state = _MessageState.BEGIN
         self._text = MarkedText()
         self._header = ""
         self._is_reasoning = False
@@ -67,7 +67,7 @@ class HarmonyParser:
     @property
     def is_reasoning(self) -> bool:
         """Whether the present message is reasoning."""
-        return self._state is _State.BODY and self._is_reasoning
+        return self._state is _MessageState.BODY and self._is_reasoning
 
     def push_text(self, text: str) -> list[OutputEvent]:
         """See `OutputParser`."""
@@ -80,7 +80,7 @@ class HarmonyParser:
     def flush(self) -> list[OutputEvent]:
         """See `OutputParser`."""
         events: list[OutputEvent] = []
-        if self._state is not _State.HEADER:
+        if self._state is not _MessageState.HEADER:
             self._add(self._text.take_all(), events)
         self._end_body(events)
         self._outside.flush(events)
@@ -89,7 +89,7 @@ class HarmonyParser:
     def _step(self, events: list[OutputEvent]) -> bool:
         """Process text up to the next marker. Return whether there was one."""
         text, marker = self._text.take_until(*MARKERS)
-        if self._state is _State.HEADER:
+        if self._state is _MessageState.HEADER:
             self._header = (self._header + text)[:MAX_HEADER_CHARS]
         else:
             self._add(text, events)
@@ -99,12 +99,12 @@ class HarmonyParser:
             self._begin_body(events)
         elif marker in (START, CHANNEL):
             self._end_body(events)
-            if self._state is not _State.HEADER:
-                self._header, self._state = "", _State.HEADER
+            if self._state is not _MessageState.HEADER:
+                self._header, self._state = "", _MessageState.HEADER
             self._header = (self._header + marker)[:MAX_HEADER_CHARS]
         elif marker in ENDS:
             self._end_body(events)
-            self._state = _State.BEGIN
+            self._state = _MessageState.BEGIN
         return bool(marker)
 
     def _begin_body(self, events: list[OutputEvent]) -> None:
@@ -116,12 +116,12 @@ class HarmonyParser:
             self._call, self._has_arguments = self._num_calls, False
             self._num_calls += 1
             events.append(ToolCallStart(self._call, recipient[1]))
-        self._state = _State.BODY
+        self._state = _MessageState.BODY
 
     def _add(self, text: str, events: list[OutputEvent]) -> None:
         if not text:
             return
-        if self._state is _State.BEGIN:
+        if self._state is _MessageState.BEGIN:
             self._outside.push_text(text, events)
         elif self._call is not None:
             self._has_arguments = True

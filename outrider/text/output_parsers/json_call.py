@@ -16,7 +16,7 @@ ARGUMENT_KEYS: Final = ("arguments", "parameters")
 """Names that the member with the arguments may have."""
 
 
-class _State(Enum):
+class _CallState(Enum):
     BEFORE_OBJECT = auto()
     BEFORE_FIRST_KEY = auto()
     BEFORE_KEY = auto()
@@ -40,7 +40,7 @@ class JsonCallReader:
         may have, by which a call is distinguished from other JSON; None for any."""
         self._index = index
         self._first_keys = first_keys
-        self._state = _State.BEFORE_OBJECT
+        self._state = _CallState.BEFORE_OBJECT
         self._scanner: JsonValueScanner | None = None
         """Scanner of the key or value that is being read; None between them."""
         self._key = ""
@@ -57,7 +57,7 @@ class JsonCallReader:
     @property
     def is_done(self) -> bool:
         """Whether the object is complete."""
-        return self._state is _State.DONE
+        return self._state is _CallState.DONE
 
     def read(self, text: str, events: list[OutputEvent]) -> str:
         """Read text, append the events that it completes to `events`, and return the text behind
@@ -71,9 +71,9 @@ class JsonCallReader:
                 try:
                     end = self._scanner.scan(text, position)
                 except MalformedCallError as error:
-                    self._take_piece(text, position, error.position, events)
+                    self._take_part(text, position, error.position, events)
                     raise
-                self._take_piece(text, position, end, events)
+                self._take_part(text, position, end, events)
                 position = end
                 if self._scanner.is_done:
                     self._end_value(position, events)
@@ -87,39 +87,39 @@ class JsonCallReader:
         """Read a character outside of keys and values. Return 1, or 0 if it begins a key or
         value."""
         match self._state, char:
-            case _State.BEFORE_OBJECT, "{":
-                self._state = _State.BEFORE_FIRST_KEY
-            case ((_State.BEFORE_FIRST_KEY | _State.AFTER_VALUE), "}"):
+            case _CallState.BEFORE_OBJECT, "{":
+                self._state = _CallState.BEFORE_FIRST_KEY
+            case ((_CallState.BEFORE_FIRST_KEY | _CallState.AFTER_VALUE), "}"):
                 self._end_object(position, events)
-            case ((_State.BEFORE_FIRST_KEY | _State.BEFORE_KEY), '"'):
-                self._begin_value(_State.KEY, is_kept=True)
+            case ((_CallState.BEFORE_FIRST_KEY | _CallState.BEFORE_KEY), '"'):
+                self._begin_value(_CallState.KEY, is_kept=True)
                 return 0
-            case _State.BEFORE_COLON, ":":
-                self._state = _State.BEFORE_VALUE
-            case _State.BEFORE_VALUE, _:
+            case _CallState.BEFORE_COLON, ":":
+                self._state = _CallState.BEFORE_VALUE
+            case _CallState.BEFORE_VALUE, _:
                 is_arguments = self._key in ARGUMENT_KEYS and not self._has_arguments
                 self._is_streamed = is_arguments and bool(self.name) and char != '"'
                 self._begin_value(
-                    _State.VALUE,
+                    _CallState.VALUE,
                     is_kept=self._key == "name" or (is_arguments and not self._is_streamed),
                 )
                 return 0
-            case _State.AFTER_VALUE, ",":
-                self._state = _State.BEFORE_KEY
+            case _CallState.AFTER_VALUE, ",":
+                self._state = _CallState.BEFORE_KEY
             case _:
                 raise MalformedCallError(f"a call cannot have {char!r} here", position)
         return 1
 
-    def _begin_value(self, state: _State, *, is_kept: bool) -> None:
+    def _begin_value(self, state: _CallState, *, is_kept: bool) -> None:
         self._state, self._is_kept = state, is_kept
         self._scanner, self._value = JsonValueScanner(), []
 
-    def _take_piece(self, text: str, start: int, end: int, events: list[OutputEvent]) -> None:
+    def _take_part(self, text: str, start: int, end: int, events: list[OutputEvent]) -> None:
         piece = text[start:end]
-        if self._is_streamed and self._state is _State.VALUE:
+        if self._is_streamed and self._state is _CallState.VALUE:
             events.append(ArgumentsDelta(self._index, piece))
         elif self._is_kept:
-            is_name = self._key == "name" or self._state is _State.KEY
+            is_name = self._key == "name" or self._state is _CallState.KEY
             free = MAX_NAME_CHARS - sum(map(len, self._value)) if is_name else len(piece)
             if len(piece) > free:
                 raise MalformedCallError(
@@ -130,15 +130,15 @@ class JsonCallReader:
     def _end_value(self, position: int, events: list[OutputEvent]) -> None:
         self._scanner = None
         text = "".join(self._value)
-        if self._state is _State.KEY:
+        if self._state is _CallState.KEY:
             is_first, self._key = not self._key, _decode_string(text, position)
             if is_first and self._first_keys is not None and self._key not in self._first_keys:
                 raise MalformedCallError(
                     f"a call does not begin with the member {self._key!r}", position
                 )
-            self._state = _State.BEFORE_COLON
+            self._state = _CallState.BEFORE_COLON
             return
-        self._state = _State.AFTER_VALUE
+        self._state = _CallState.AFTER_VALUE
         if self._key == "name" and not self.name:
             self.name = _decode_string(text, position)
             if not self.name:
@@ -161,7 +161,7 @@ class JsonCallReader:
             raise MalformedCallError("a call has no name", position)
         if not self._has_arguments:
             events.append(ArgumentsDelta(self._index, "{}"))
-        self._state = _State.DONE
+        self._state = _CallState.DONE
 
 
 def _decode_string(text: str, position: int) -> str:

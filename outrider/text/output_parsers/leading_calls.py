@@ -11,7 +11,7 @@ from outrider.text.output_parsers.json_value import MalformedCallError
 from outrider.text.output_parsers.markers import MarkedText
 
 
-class _State(Enum):
+class _LeadingState(Enum):
     BEGIN = auto()
     CALLS = auto()
     AFTER_CALLS = auto()
@@ -33,7 +33,7 @@ class LeadingCallParser:
         self._opening, self._marker, self._separator = opening, marker, separator
         self._make = reader
         self._reader: CallReader = reader(0)
-        self._state = _State.BEGIN
+        self._state = _LeadingState.BEGIN
         self._text = MarkedText()
         self._content = ContentText()
         self._num_calls = 0
@@ -53,7 +53,7 @@ class LeadingCallParser:
         """See `OutputParser`."""
         events: list[OutputEvent] = []
         is_call = self._num_calls + self._reader.num_calls > 0
-        if self._state in (_State.BEGIN, _State.CALLS) and not is_call:
+        if self._state in (_LeadingState.BEGIN, _LeadingState.CALLS) and not is_call:
             self._content.push_text(self._raw + self._text.take_all(), events)
         self._content.flush(events)
         return events
@@ -61,22 +61,22 @@ class LeadingCallParser:
     def _step(self, events: list[OutputEvent]) -> bool:
         """Process text in the present state. Return whether the state has changed."""
         match self._state:
-            case _State.BEGIN:
+            case _LeadingState.BEGIN:
                 return self._begin()
-            case _State.CALLS:
+            case _LeadingState.CALLS:
                 return self._read_calls(events)
-            case _State.AFTER_CALLS:
+            case _LeadingState.AFTER_CALLS:
                 self._text.take_space()
                 prefix = self._text.take_prefix(self._separator, self._opening)
                 if not len(self._text) and not prefix:
                     return False
                 if prefix:
                     self._text.push_back(prefix * (prefix == self._opening))
-                    self._reader, self._state = self._make(self._num_calls), _State.CALLS
+                    self._reader, self._state = self._make(self._num_calls), _LeadingState.CALLS
                 else:
-                    self._state = _State.CONTENT
+                    self._state = _LeadingState.CONTENT
                 return True
-            case _State.CONTENT:
+            case _LeadingState.CONTENT:
                 self._content.push_text(self._text.take_all(), events)
                 return False
 
@@ -91,7 +91,7 @@ class LeadingCallParser:
             self._raw += prefix
         else:
             self._text.push_back(self._raw)
-        self._state = _State.CALLS if prefix else _State.CONTENT
+        self._state = _LeadingState.CALLS if prefix else _LeadingState.CONTENT
         return True
 
     def _read_calls(self, events: list[OutputEvent]) -> bool:
@@ -99,7 +99,7 @@ class LeadingCallParser:
         try:
             rest = self._reader.read(text, events)
         except MalformedCallError as error:
-            self._state = _State.CONTENT
+            self._state = _LeadingState.CONTENT
             if self._reader.num_calls + self._num_calls:
                 self._content.record_call()
                 self._text.push_back(text[error.position :])
@@ -113,5 +113,5 @@ class LeadingCallParser:
         self._num_calls += self._reader.num_calls
         self._content.record_call()
         self._text.push_back(rest)
-        self._state = _State.AFTER_CALLS if self._separator else _State.CONTENT
+        self._state = _LeadingState.AFTER_CALLS if self._separator else _LeadingState.CONTENT
         return True

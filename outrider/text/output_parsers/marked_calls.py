@@ -12,7 +12,7 @@ from outrider.text.output_parsers.json_value import MalformedCallError
 from outrider.text.output_parsers.markers import MarkedText
 
 
-class _State(Enum):
+class _MarkedCallState(Enum):
     CONTENT = auto()
     CALLS = auto()
     """Behind the marker of calls, before their end."""
@@ -34,7 +34,7 @@ class MarkedCallParser:
         none. `ignored`: markers that are left out, such as those around a section of calls.
         `reader`: makes the reader of the text behind a begin marker."""
         self._begin, self._end, self._ignored, self._make = begin, end, ignored, reader
-        self._state = _State.CONTENT
+        self._state = _MarkedCallState.CONTENT
         self._text = MarkedText()
         self._content = ContentText()
         self._num_calls = 0
@@ -55,9 +55,9 @@ class MarkedCallParser:
         """See `OutputParser`."""
         events: list[OutputEvent] = []
         match self._state:
-            case _State.CALLS if self._reader.num_calls == 0:
+            case _MarkedCallState.CALLS if self._reader.num_calls == 0:
                 self._content.push_text(self._raw, events)
-            case _State.CONTENT:
+            case _MarkedCallState.CONTENT:
                 self._content.push_text(self._text.take_all(), events)
         self._content.flush(events)
         return events
@@ -65,18 +65,18 @@ class MarkedCallParser:
     def _step(self, events: list[OutputEvent]) -> bool:
         """Process text in the present state. Return whether the state has changed."""
         match self._state:
-            case _State.CONTENT:
+            case _MarkedCallState.CONTENT:
                 before, marker = self._text.take_until(*self._begin, *self._ignored)
                 self._content.push_text(before, events)
                 if marker in self._begin:
-                    self._state = _State.CALLS
+                    self._state = _MarkedCallState.CALLS
                     self._reader, self._raw = self._make(self._num_calls), marker
                 elif marker:
                     self._content.record_call()
                 return bool(marker)
-            case _State.CALLS:
+            case _MarkedCallState.CALLS:
                 return self._read_calls(events)
-            case _State.AFTER_CALLS:
+            case _MarkedCallState.AFTER_CALLS:
                 return self._skip_rest()
 
     def _read_calls(self, events: list[OutputEvent]) -> bool:
@@ -89,7 +89,7 @@ class MarkedCallParser:
                 return self._end_calls(text[error.position :])
             self._content.push_text(self._raw + text[: error.position], events)
             self._text.push_back(text[error.position :])
-            self._state = _State.CONTENT
+            self._state = _MarkedCallState.CONTENT
             return True
         if self._reader.num_calls == 0:
             self._raw += text
@@ -103,7 +103,7 @@ class MarkedCallParser:
         self._text.push_back(rest)
         self._num_calls += self._reader.num_calls
         self._content.record_call()
-        self._state = _State.AFTER_CALLS if self._end else _State.CONTENT
+        self._state = _MarkedCallState.AFTER_CALLS if self._end else _MarkedCallState.CONTENT
         return True
 
     def _skip_rest(self) -> bool:
@@ -113,5 +113,5 @@ class MarkedCallParser:
         if marker in self._begin:
             self._text.push_back(marker)
         if marker:
-            self._state = _State.CONTENT
+            self._state = _MarkedCallState.CONTENT
         return bool(marker)

@@ -20,7 +20,7 @@ _MARKS: Final = re.compile(r"[\"'()\[\]{}]")
 _CLOSING: Final = {"(": ")", "[": "]", "{": "}"}
 
 
-class _State(Enum):
+class _PythonicState(Enum):
     BEFORE_LIST = auto()
     BEFORE_CALL = auto()
     NAME = auto()
@@ -38,7 +38,7 @@ class PythonicCallsReader:
         self._first_index = index
         self.num_calls = 0
         """Number of complete calls."""
-        self._state = _State.BEFORE_LIST
+        self._state = _PythonicState.BEFORE_LIST
         self._name = self._arguments = ""
         self._closing: list[str] = []
         """Closing brackets of those that are open in the arguments, the innermost last."""
@@ -49,15 +49,15 @@ class PythonicCallsReader:
     @property
     def is_done(self) -> bool:
         """See `CallReader`."""
-        return self._state is _State.DONE
+        return self._state is _PythonicState.DONE
 
     def read(self, text: str, events: list[OutputEvent]) -> str:
         """See `CallReader`."""
         position = 0
         while position < len(text) and not self.is_done:
-            if self._state is _State.ARGUMENTS:
+            if self._state is _PythonicState.ARGUMENTS:
                 position = self._read_arguments(text, position, events)
-            elif self._state is _State.NAME:
+            elif self._state is _PythonicState.NAME:
                 position = self._read_name(text, position)
             elif text[position].isspace():
                 position += 1
@@ -67,14 +67,14 @@ class PythonicCallsReader:
 
     def _read_mark(self, text: str, position: int) -> int:
         match self._state, text[position]:
-            case _State.BEFORE_LIST, "[":
-                self._state = _State.BEFORE_CALL
-            case _State.AFTER_CALL, ",":
-                self._state = _State.BEFORE_CALL
-            case _State.AFTER_CALL, "]":
-                self._state = _State.DONE
-            case _State.BEFORE_CALL, _:
-                self._state, self._name = _State.NAME, ""
+            case _PythonicState.BEFORE_LIST, "[":
+                self._state = _PythonicState.BEFORE_CALL
+            case _PythonicState.AFTER_CALL, ",":
+                self._state = _PythonicState.BEFORE_CALL
+            case _PythonicState.AFTER_CALL, "]":
+                self._state = _PythonicState.DONE
+            case _PythonicState.BEFORE_CALL, _:
+                self._state, self._name = _PythonicState.NAME, ""
                 return position
             case _, char:
                 raise MalformedCallError(f"a list of calls cannot have {char!r} here", position)
@@ -83,7 +83,7 @@ class PythonicCallsReader:
     def _read_name(self, text: str, position: int) -> int:
         char = text[position]
         if char == "(" and self._name:
-            self._state, self._arguments, self._closing = _State.ARGUMENTS, "", [")"]
+            self._state, self._arguments, self._closing = _PythonicState.ARGUMENTS, "", [")"]
         elif len(self._name) < MAX_NAME_CHARS and _NAME.fullmatch(self._name + char):
             self._name += char
         else:
@@ -127,7 +127,7 @@ class PythonicCallsReader:
         index = self._first_index + self.num_calls
         events += (ToolCallStart(index, self._name), ArgumentsDelta(index, arguments))
         self.num_calls += 1
-        self._state = _State.AFTER_CALL
+        self._state = _PythonicState.AFTER_CALL
 
 
 def _keyword_arguments(text: str) -> dict[str, Any]:

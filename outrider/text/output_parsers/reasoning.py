@@ -8,7 +8,7 @@ from outrider.text.output_parsers.events import OutputEvent, OutputParser, Reaso
 from outrider.text.output_parsers.markers import MarkedText
 
 
-class _State(Enum):
+class _ReasoningState(Enum):
     BEGIN = auto()
     """Before the first character that is no white space."""
     REASONING_BEGIN = auto()
@@ -35,16 +35,16 @@ class TaggedReasoningParser:
         self._text = MarkedText()
         self._space = ""
         """White space at the end of the reasoning so far."""
-        self._state = _State.REASONING_BEGIN if is_open else _State.BEGIN
+        self._state = _ReasoningState.REASONING_BEGIN if is_open else _ReasoningState.BEGIN
 
     @property
     def is_reasoning(self) -> bool:
         """Whether the reasoning has begun and its end was not seen."""
-        return self._state in (_State.REASONING_BEGIN, _State.REASONING)
+        return self._state in (_ReasoningState.REASONING_BEGIN, _ReasoningState.REASONING)
 
     def push_text(self, text: str) -> list[OutputEvent]:
         """See `OutputParser`."""
-        if self._state is _State.CONTENT:
+        if self._state is _ReasoningState.CONTENT:
             return self._content.push_text(text)
         self._text.push_text(text)
         events: list[OutputEvent] = []
@@ -58,37 +58,37 @@ class TaggedReasoningParser:
         rest = self._text.take_all()
         if self.is_reasoning:
             self._add_reasoning(rest, events)
-        elif self._state is _State.BEGIN:
+        elif self._state is _ReasoningState.BEGIN:
             events += self._content.push_text(self._space + rest)
         return events + self._content.flush()
 
     def _step(self, events: list[OutputEvent]) -> bool:
         """Process text in the present state. Return whether the state has changed."""
         match self._state:
-            case _State.BEGIN:
+            case _ReasoningState.BEGIN:
                 self._space += self._text.take_space()
                 prefix = self._text.take_prefix(self._open)
                 if prefix is None:
                     return False
-                self._state = _State.REASONING_BEGIN if prefix else _State.CONTENT
+                self._state = _ReasoningState.REASONING_BEGIN if prefix else _ReasoningState.CONTENT
                 if not prefix:
                     events += self._content.push_text(self._space + self._text.take_all())
                 self._space = ""
                 return bool(prefix)
-            case _State.REASONING_BEGIN | _State.CONTENT_BEGIN:
+            case _ReasoningState.REASONING_BEGIN | _ReasoningState.CONTENT_BEGIN:
                 self._text.take_space()
                 if not len(self._text):
                     return False
-                is_reasoning = self._state is _State.REASONING_BEGIN
-                self._state = _State.REASONING if is_reasoning else _State.CONTENT
+                is_reasoning = self._state is _ReasoningState.REASONING_BEGIN
+                self._state = _ReasoningState.REASONING if is_reasoning else _ReasoningState.CONTENT
                 return True
-            case _State.REASONING:
+            case _ReasoningState.REASONING:
                 text, marker = self._text.take_until(self._close)
                 self._add_reasoning(text, events)
                 if marker:
-                    self._state, self._space = _State.CONTENT_BEGIN, ""
+                    self._state, self._space = _ReasoningState.CONTENT_BEGIN, ""
                 return bool(marker)
-            case _State.CONTENT:
+            case _ReasoningState.CONTENT:
                 events += self._content.push_text(self._text.take_all())
                 return False
 

@@ -27,7 +27,7 @@ from outrider.wire.v1 import inference_pb2_grpc as pb_grpc
 from outrider_router.api import server_status
 from outrider_router.base.slow_readers import SLOW_READER, with_write_timeout
 from outrider_router.base.tenants import Caller
-from outrider_router.requests.resumption.resumable_answers import EventWriter
+from outrider_router.requests.parsed_answer import EventWriter
 from outrider_router.requests.service import RouterService
 
 INFERENCE_SERVICE = "outrider.wire.v1.InferenceService"

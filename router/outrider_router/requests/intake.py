@@ -16,6 +16,7 @@ from outrider_router.admission.request_group import RequestGroup
 from outrider_router.base.tenants import Caller
 from outrider_router.config import RouterConfig
 from outrider_router.fleet.registry import PeerRegistry
+from outrider_router.requests.answer_format import AnswerFormat
 from outrider_router.requests.grammar_check import GrammarChecker
 from outrider_router.requests.request import (
     ValidatedRequest,
@@ -54,6 +55,7 @@ class RequestIntake:
         self._forms = GrammarChecker(
             tokenizer.file, vocab_size=tokenizer.num_ids, limits=config.grammar_compile
         )
+        self._answer_format = AnswerFormat(tokenizer, config)
         self._clock = clock
         self._on_failing = on_failing
 
@@ -115,21 +117,36 @@ class RequestIntake:
         info = self._registry.any_verifier_info()
         if info is None:
             raise no_verifier_error()
+        prompt_ids = await tokenize_prompt(
+            request.prompt,
+            self._tokenizer,
+            parse_special_tokens=self._config.special_tokens_in_messages,
+            max_tokens=max_session_len(self._config, info),
+        )
+        parsing = self._answer_format.describe_parsing(request, prompt_ids)
+        enforced = self._answer_format.apply_grammar(request, parsing, prompt_ids)
+        is_for_tools = enforced.structured_output is not None and request.structured_output is None
+        request = enforced
         if request.structured_output is not None:
-            await self._forms.check_grammar(request.structured_output, tenant=caller.tenant)
+            try:
+                await self._forms.check_grammar(request.structured_output, tenant=caller.tenant)
+            except InvalidRequestError as error:
+                if not is_for_tools:
+                    raise
+                raise InvalidRequestError(
+                    f"the schemas of the tools cannot be enforced: {error.message}",
+                    reason="INVALID_TOOLS",
+                    param="tools",
+                ) from error
         job = validate_request(
             request,
-            await tokenize_prompt(
-                request.prompt,
-                self._tokenizer,
-                parse_special_tokens=self._config.special_tokens_in_messages,
-                max_tokens=max_session_len(self._config, info),
-            ),
+            prompt_ids,
             info=info,
             tokenizer=self._tokenizer,
             config=self._config,
             seed=secrets.randbits(63),
             tenant=caller.tenant,
+            parsing=parsing,
         )
         known = self._registry.any_verifier_info() is not None
         if known and not self._admission.could_fit(job.kv_tokens):

@@ -21,7 +21,9 @@ from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.structured_output import StructuredOutput
 from outrider.spec.token_limits import TokenLimits
+from outrider.spec.tools import OutputParsing
 from outrider.text.chat import NEXT_ANSWER, ChatOptions
+from outrider.text.output_parsers.formats import output_format_of
 from outrider.text.tokenizer import LONG_INPUT, Tokenizer
 from outrider.wire.inference import (
     MAX_TOP_LOGPROBS,
@@ -38,6 +40,7 @@ from outrider.wire.inference import (
 from outrider.wire.messages import SessionSpec, VerifierInfo
 from outrider_router.base.tenants import SHARED_TENANT
 from outrider_router.config import RouterConfig, SpeculationDefaults
+from outrider_router.requests.chat_prompt import template_messages, template_variables
 from outrider_router.requests.request_output import OutputAssembler, StopChecker
 
 _Ids = tuple[int, ...]
@@ -275,6 +278,9 @@ class ValidatedRequest:
     log-probabilities.
     """
 
+    parsing: OutputParsing | None = None
+    """How the answer is split into reasoning, content and tool calls; None if it is not split."""
+
     def session_spec(
         self,
         session_id: SessionId,
@@ -312,15 +318,26 @@ class ValidatedRequest:
             prompt_tokens=len(self.prompt_ids),
             model=self.model,
             prompt_token_ids=self.prompt_ids if self.returns_prompt_ids else (),
+            parsing=self.parsing,
         )
 
     def make_assembler(self, tokenizer: Tokenizer) -> OutputAssembler:
         """Return the object that turns the output's token ids into text."""
+        pieces = tokenizer.special_pieces if self.special_tokens else tokenizer.pieces
+        span = None
+        if self.parsing is not None:
+            output_format = output_format_of(
+                self.parsing.tool_format, self.parsing.reasoning_format
+            )
+            span = output_format.make_span(is_reasoning_open=self.parsing.is_reasoning_open)
+            if not self.special_tokens:
+                pieces = tokenizer.bytes_with(output_format.markers)
         return OutputAssembler(
-            tokenizer.special_pieces if self.special_tokens else tokenizer.pieces,
+            pieces,
             self.stop_strings,
             include_stop=self.includes_stop_text,
             min_tokens=self.min_new_tokens,
+            reasoning=span,
         )
 
     def stop_checker(self, tokenizer: Tokenizer) -> StopChecker | None:
@@ -353,19 +370,30 @@ async def tokenize_prompt(
                 tokenizer.encode, add_special_tokens=add_special_tokens, max_tokens=max_tokens
             )
             found = await _maybe_in_thread(len(text), encode, text)
-        case ChatPrompt(messages=messages):
-            turns = [{"role": turn.role, "content": turn.content} for turn in messages]
-            size = sum(len(turn.content) + _TURN_CHARS for turn in messages)
+        case ChatPrompt():
+            turns, variables = template_messages(prompt), template_variables(prompt)
             encode_chat = partial(
                 tokenizer.encode_chat,
                 options=chat_options,
+                variables=variables,
                 parse_special_tokens=parse_special_tokens,
                 max_tokens=max_tokens,
             )
-            found = await _maybe_in_thread(size, encode_chat, turns)
+            found = await _maybe_in_thread(_chat_size(prompt), encode_chat, turns)
     if not found:
         raise InvalidRequestError("the prompt has no tokens", reason="EMPTY_PROMPT", param="prompt")
     return found
+
+
+def _chat_size(prompt: ChatPrompt) -> int:
+    """Return the approximate number of characters of a rendered conversation."""
+    size = len(prompt.template_variables)
+    for message in prompt.messages:
+        size += len(message.content) + len(message.reasoning) + _TURN_CHARS
+        size += sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
+    return size + sum(
+        len(tool.name) + len(tool.description) + len(tool.parameters) for tool in prompt.tools.tools
+    )
 
 
 async def _maybe_in_thread(
@@ -386,10 +414,12 @@ def validate_request(
     config: RouterConfig,
     seed: int,
     tenant: TenantId = SHARED_TENANT,
+    parsing: OutputParsing | None = None,
 ) -> ValidatedRequest:
     """Apply defaults and check all options against the served model.
 
-    `prompt_ids` are the tokens of the prompt, and `seed` is used if the request sets none. Raises
+    `prompt_ids` are the tokens of the prompt, `seed` is used if the request sets none, and
+    `parsing` says how the answer is split. Raises
     InvalidRequestError, and NotFoundError for a model that is not served.
     """
     name = served_model_name(config, info)
@@ -428,6 +458,7 @@ def validate_request(
         is_client_named=request.request_id is not None,
         model=name,
         top_logprobs=_top_logprobs(request.top_logprobs, vocab_size),
+        parsing=parsing,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from outrider.text.detokenizer import Detokenizer
+from outrider.text.output_parsers.reasoning_span import ReasoningSpan
 from outrider.text.stop_strings import StopStringFilter
 from outrider.text.token_bytes import TokenByteTable
 from outrider.wire.inference import Delta, FinishInfo, Usage
@@ -206,17 +207,21 @@ class OutputAssembler:
         *,
         include_stop: bool = False,
         min_tokens: int = 0,
+        reasoning: ReasoningSpan | None = None,
     ) -> None:
         """Create an assembler without text. With `include_stop`, the text includes the stop string
         or stop token that ended it. Stop strings that are complete within the first `min_tokens`
-        ids do not end the text.
+        ids do not end the text, nor do those in `reasoning`, the reasoning that may begin the text.
         """
         self._detokenizer = Detokenizer(pieces)
         self._stops = StopStringFilter(stops, include=include_stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens if stops else 0
+        self._reasoning = reasoning
         self.num_tokens = 0
         """Number of ids that were pushed."""
+        self.num_reasoning_tokens = 0
+        """Number of ids up to the end of the reasoning; 0 if there is none."""
 
     @property
     def stop_string(self) -> str | None:
@@ -231,15 +236,37 @@ class OutputAssembler:
         """
         silent = last_is_stop and not self._include_stop
         spoken = token_ids[:-1] if silent else token_ids
-        early = max(0, self._min_tokens - self.num_tokens)
-        self.num_tokens += len(token_ids)
         text = ""
+        num_unspoken = len(token_ids) - len(spoken)
+        if self._reasoning is not None and not self._reasoning.has_ended:
+            for position, token_id in enumerate(spoken):
+                text += self._push_reasoning(token_id)
+                if self._reasoning.has_ended:
+                    spoken = spoken[position + 1 :]
+                    break
+            else:
+                spoken = ()
+        early = max(0, self._min_tokens - self.num_tokens)
+        self.num_tokens += len(spoken) + num_unspoken
         if early:
-            text = self._stops.push_text(
+            text += self._stops.push_text(
                 self._detokenizer.push_tokens(spoken[:early]), may_end=False
             )
             spoken = spoken[early:]
         return text + self._stops.push_text(self._detokenizer.push_tokens(spoken))
+
+    def _push_reasoning(self, token_id: int) -> str:
+        """Add an id that may belong to the reasoning and return the text that can be sent now."""
+        assert self._reasoning is not None, "there may be reasoning"
+        self.num_tokens += 1
+        parts = self._reasoning.push_text(self._detokenizer.push_tokens((token_id,)))
+        if self._reasoning.is_reasoning or any(is_reasoning for _, is_reasoning in parts):
+            self.num_reasoning_tokens = self.num_tokens
+        may_end = self.num_tokens > self._min_tokens
+        return "".join(
+            self._stops.push_text(part, may_end=may_end and not is_reasoning)
+            for part, is_reasoning in parts
+        )
 
     def flush(self) -> str:
         """Return the text that was held back because it could have been the beginning of a stop
@@ -248,7 +275,12 @@ class OutputAssembler:
         """
         if self._stops.matched is not None:
             return ""
-        text = self._stops.push_text(self._detokenizer.flush())
+        text = ""
+        if self._reasoning is not None:
+            held, is_reasoning = self._reasoning.flush()
+            text = self._stops.push_text(held, may_end=not is_reasoning)
+        if self._stops.matched is None:
+            text += self._stops.push_text(self._detokenizer.flush())
         return text + (self._stops.flush() if self._stops.matched is None else "")
 
 
@@ -298,7 +330,9 @@ class ClientReply:
         return FinishInfo(
             reason=reason,
             usage=Usage(
-                prompt_tokens=self._prompt_tokens, completion_tokens=self._assembler.num_tokens
+                prompt_tokens=self._prompt_tokens,
+                completion_tokens=self._assembler.num_tokens,
+                reasoning_tokens=self._assembler.num_reasoning_tokens,
             ),
             stats=self._output.counters.to_stats(),
             stop_string=self._assembler.stop_string,

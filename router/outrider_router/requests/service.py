@@ -44,10 +44,17 @@ from outrider_router.fleet.discovery import PeerDiscovery
 from outrider_router.fleet.registry import PeerRegistry
 from outrider_router.requests.drafter_rebalancer import DrafterRebalancer
 from outrider_router.requests.intake import RequestIntake
+from outrider_router.requests.parsed_answer import (
+    AnswerParser,
+    EventWriter,
+    ParsedAnswer,
+    parse_result,
+    split_position,
+)
 from outrider_router.requests.request_accounting import log_request_end
 from outrider_router.requests.request_run import RequestRunner
 from outrider_router.requests.request_spans import describe_request
-from outrider_router.requests.resumption.resumable_answers import EventWriter
+from outrider_router.requests.resumption.resumable_answers import ResumableAnswer
 from outrider_router.requests.resumption.resumable_requests import RequestFactory, ResumableRequests
 from outrider_router.requests.running_requests import (
     RequestEntry,
@@ -214,7 +221,8 @@ class RouterService:
                 *self._open(request, timeout_s, caller, traceparent)
             )
             await answer.stream_from(StreamPosition(request_id=answer.entry.request_id), _nobody)
-            return answer.result()
+            assert answer.info is not None, "it ended without an error"
+            return parse_result(answer.result(), answer.info.parsing)
         text: list[str] = []
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
@@ -233,7 +241,7 @@ class RouterService:
                     case FinishInfo():
                         finish = event
         assert info is not None and finish is not None, "a stream without an error has both"
-        return GenerateResult(
+        result = GenerateResult(
             request_id=info.request_id,
             model=info.model,
             text="".join(text),
@@ -242,6 +250,7 @@ class RouterService:
             logprobs=tuple(logprobs),
             prompt_token_ids=info.prompt_token_ids,
         )
+        return parse_result(result, info.parsing)
 
     async def stream(
         self,
@@ -251,8 +260,8 @@ class RouterService:
         caller: Caller = ANONYMOUS,
         traceparent: str = "",
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Serve a request as a stream. Closing the generator aborts the request, even a resumable
-        one.
+        """Serve a request as a stream of unparsed text. Closing the generator aborts the request,
+        even a resumable one.
 
         `traceparent` is the client's W3C Trace Context, or "". Raises any error of
         `outrider.errors`; each is counted and logged with the request's id.
@@ -282,6 +291,7 @@ class RouterService:
         already admitted. `group` is the request group of the request.
         """
         opened = self._open(request, timeout_s, caller, traceparent, own_id, passed, group)
+        write = ParsedAnswer(write)
         if request.resumable:
             answer = self.resumables.start_request(*opened)
             await answer.stream_from(StreamPosition(request_id=answer.entry.request_id), write)
@@ -310,7 +320,11 @@ class RouterService:
                 retry_after_s=OTHER_ROUTER_RETRY_S if self.config.reuse_ports else None,
             )
         self.metrics.resumed_streams.inc()
-        await answer.stream_from(position, write)
+        position, has_ended = split_position(position)
+        resume = None
+        if position.tokens or position.characters:
+            resume = partial(_resumed_parser, answer, position, has_ended=has_ended)
+        await answer.stream_from(position, ParsedAnswer(write, resume))
 
     def abort_requests(
         self, request_ids: Iterable[RequestId], caller: Caller = ANONYMOUS
@@ -414,6 +428,17 @@ class RouterService:
 
     def _note_readiness(self) -> None:
         self.readiness.update(self.registry.any_verifier_info() is not None and not self._draining)
+
+
+def _resumed_parser(
+    answer: ResumableAnswer, position: StreamPosition, *, has_ended: bool
+) -> AnswerParser | None:
+    """Return the parser of an answer from a client's position on; None if it is not parsed."""
+    if answer.info is None or answer.info.parsing is None:
+        return None
+    parser = AnswerParser(answer.info.request_id, answer.info.parsing)
+    parser.skip_text(answer.text[: position.characters], has_ended=has_ended)
+    return parser
 
 
 async def _nobody(_event: StreamEvent) -> None:

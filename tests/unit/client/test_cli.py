@@ -345,7 +345,7 @@ def test_status_shows_the_fleet(served: Served, capsys: pytest.CaptureFixture[st
                 break
             assert time.monotonic() < deadline, shown
         assert "drafts itself (eagle)" in shown
-        assert "look-ahead: 70% hits, of whose drafts 2.00 tokens a round stand (2.50 of" in shown
+        assert "look-ahead: 70% of rounds are hits, 2.00 draft tokens accepted in a hit" in shown
         assert "93 us between rounds of hits" in shown
         assert main.main(["status", "--router", served.address, "--json"]) == 0
         info = json.loads(capsys.readouterr().out)

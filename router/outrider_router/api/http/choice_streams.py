@@ -58,6 +58,8 @@ class HttpGeneration:
     """Text that precedes each choice if the prompt is echoed; empty otherwise."""
     include_usage: bool = False
     continuous_usage: bool = False
+    include_reasoning: bool = True
+    """Whether the response has the reasoning of chats."""
 
 
 class StreamingAnswer(Response):
@@ -149,6 +151,10 @@ async def _whole(service: RouterService, asked: HttpGeneration, send: Send) -> N
         match event:
             case Delta():
                 choice.text.append(event.text)
+                if asked.include_reasoning:
+                    choice.reasoning.append(event.reasoning)
+                choice.tool_calls += event.tool_calls
+                choice.has_calls = bool(choice.tool_calls)
                 choice.token_ids += event.token_ids
                 choice.logprobs += event.logprobs
             case FinishInfo():
@@ -190,6 +196,7 @@ class _Chunks:
     def __init__(self, asked: HttpGeneration, write: Callable[[str], Awaitable[None]]) -> None:
         self._form, self._write = asked.writer, write
         self._continuous = asked.continuous_usage
+        self._include_reasoning = asked.include_reasoning
         self._silent = asked.writer.is_text_only
         """Whether tokens that complete no text need no chunk."""
         self._prompt_tokens: dict[int, int] = {}
@@ -198,9 +205,17 @@ class _Chunks:
         match event:
             case Delta():
                 choice.tokens += len(event.token_ids)
-                if event.text or not self._silent:
+                reasoning = event.reasoning if self._include_reasoning else ""
+                choice.has_calls = choice.has_calls or bool(event.tool_calls)
+                if event.text or reasoning or event.tool_calls or not self._silent:
                     chunk = self._form.write_delta(
-                        choice, event.text, event.token_ids, event.logprobs, self._usage(choice)
+                        choice,
+                        event.text,
+                        event.token_ids,
+                        event.logprobs,
+                        self._usage(choice),
+                        reasoning=reasoning,
+                        tool_calls=event.tool_calls,
                     )
                     await self._write(chunk)
             case FinishInfo():

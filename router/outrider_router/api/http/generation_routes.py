@@ -135,5 +135,6 @@ def _answer(
         prompt_echoes=echoes,
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
+        include_reasoning=getattr(body, "include_reasoning", None) is not False,
     )
     return StreamingAnswer(service, asked, stream=bool(body.stream))

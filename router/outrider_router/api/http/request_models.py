@@ -7,7 +7,7 @@ expect, except for those in `outrider_router.api.http.unsupported_fields`.
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Len
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
@@ -23,6 +23,7 @@ from outrider.spec.sampling import (
     UINT64_MAX,
 )
 from outrider.spec.token_limits import MAX_ALLOWED_IDS
+from outrider.spec.tools import MAX_TOOL_CALLS, MAX_TOOLS
 from outrider.wire.inference import (
     MAX_BAD_WORD_BYTES,
     MAX_BAD_WORD_TEXTS,
@@ -250,18 +251,98 @@ class TextPart(StrictModel):
     text: Annotated[str, Len(0, MAX_PROMPT_BYTES)]
 
 
-class ChatRequestMessage(StrictModel):
-    """One turn of a conversation."""
+class FunctionCall(StrictModel):
+    """Function of a tool call in a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[Annotated[str, Len(0, MAX_PROMPT_BYTES)], Tag(f"{UNION_TAG}text")]
-        | Annotated[
-            Annotated[list[TextPart], _size(1, 1024)],
-            Tag(f"{UNION_TAG}list"),
-        ],
-        Discriminator(_text_kind),
-    ]
+    name: ModelOrUserName
+    arguments: Annotated[str, Len(0, MAX_PROMPT_BYTES)] = Field(
+        default="{}", description="Arguments as the text of a JSON object."
+    )
+
+
+class MessageToolCall(StrictModel):
+    """Tool call of an assistant's message."""
+
+    id: Annotated[str, Len(0, MAX_NAME_BYTES)] = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatRequestMessage(StrictModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Annotated[
+            Annotated[Annotated[str, Len(0, MAX_PROMPT_BYTES)], Tag(f"{UNION_TAG}text")]
+            | Annotated[
+                Annotated[list[TextPart], _size(1, 1024)],
+                Tag(f"{UNION_TAG}list"),
+            ],
+            Discriminator(_text_kind),
+        ]
+        | None
+    ) = Field(
+        default=None, description="Text. May be null only in messages of the assistant with calls."
+    )
+    tool_calls: Annotated[list[MessageToolCall], _size(0, MAX_TOOL_CALLS)] | None = Field(
+        default=None, description="Tool calls that the assistant made."
+    )
+    tool_call_id: Annotated[str, Len(0, MAX_NAME_BYTES)] | None = Field(
+        default=None, description="Id of the call whose result a message of the role tool is."
+    )
+    name: Annotated[str, Len(0, MAX_NAME_BYTES)] | None = Field(
+        default=None, description="Name of the tool whose result a message is."
+    )
+    reasoning_content: Annotated[str, Len(0, MAX_PROMPT_BYTES)] | None = Field(
+        default=None, description="Reasoning of the assistant, for templates that render it."
+    )
+    reasoning: Annotated[str, Len(0, MAX_PROMPT_BYTES)] | None = Field(
+        default=None, description="Other name of `reasoning_content`."
+    )
+
+
+class FunctionDefinition(StrictModel):
+    """Function that the model may call."""
+
+    name: str = Field(description="1 to 64 letters, digits, underscores and dashes.")
+    description: Annotated[str, Len(0, MAX_PROMPT_BYTES)] | None = None
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="JSON schema of the arguments, which are an object."
+    )
+    strict: bool | None = None
+
+
+class ToolDefinition(StrictModel):
+    """Tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(StrictModel):
+    """Name of a function."""
+
+    name: str
+
+
+class NamedToolChoice(StrictModel):
+    """Choice of the tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _choice_kind(value: object) -> str:
+    return f"{UNION_TAG}text" if isinstance(value, str) else f"{UNION_TAG}object"
+
+
+ToolChoiceValue = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(f"{UNION_TAG}text")]
+    | Annotated[NamedToolChoice, Tag(f"{UNION_TAG}object")],
+    Discriminator(_choice_kind),
+]
+ToolDefinitions = Annotated[list[ToolDefinition], _size(0, MAX_TOOLS)]
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -270,6 +351,28 @@ class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[ChatRequestMessage], _size(1, MAX_CHAT_MESSAGES)]
     max_completion_tokens: Annotated[int, Ge(1), Le(MAX_SEQUENCE_LEN)] | None = Field(
         default=None, description="Largest number of generated tokens. Overrides `max_tokens`."
+    )
+    tools: ToolDefinitions | None = Field(
+        default=None, description="Functions that the model may call."
+    )
+    tool_choice: ToolChoiceValue | None = Field(
+        default=None,
+        description="none, auto, required or a named function. The default is auto. required and a "
+        "named function are enforced by a grammar.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="Whether an answer may have several calls. The default is true."
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        default=None,
+        description="How much the model should think, for chat templates that know it. With none, "
+        "templates that can switch thinking off do so.",
+    )
+    include_reasoning: bool | None = Field(
+        default=None, description="Whether the reasoning is returned. The default is true."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Variables of the chat template, such as `enable_thinking`."
     )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = Field(

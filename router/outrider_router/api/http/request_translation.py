@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.spec.tools import Tool, ToolCall, ToolChoiceMode, ToolOptions
 from outrider.wire.inference import (
     ChatMessage,
     ChatPrompt,
@@ -26,6 +29,7 @@ from outrider_router.api.http.request_models import (
     ChatRequestMessage,
     CompletionRequest,
     GenerationRequest,
+    NamedToolChoice,
 )
 from outrider_router.api.http.structured_outputs import structured_output_of
 from outrider_router.api.http.unsupported_fields import (
@@ -77,10 +81,19 @@ def chat_requests(
     longest = body.max_completion_tokens
     return _choices(
         body,
-        (chat_prompt(body.messages),),
+        (_chat(body),),
         max_tokens=body.max_tokens if longest is None else longest,
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         request_id=request_id,
+    )
+
+
+def _chat(body: ChatCompletionRequest) -> ChatPrompt:
+    variables = body.chat_template_kwargs
+    return replace(
+        chat_prompt(body.messages, tool_options(body)),
+        template_variables=json.dumps(variables, ensure_ascii=False) if variables else "",
+        reasoning_effort=body.reasoning_effort,
     )
 
 
@@ -105,23 +118,67 @@ def _prompt(prompt: str | int | list[int]) -> Prompt:
             raise AssertionError("a list of prompts holds texts or lists")
 
 
-def chat_prompt(messages: Sequence[ChatRequestMessage]) -> ChatPrompt:
-    """Convert the messages of a chat request into the prompt of a router request. The role
-    "developer" becomes "system". Raises InvalidRequestError for unsupported fields of a message.
+def chat_prompt(
+    messages: Sequence[ChatRequestMessage], options: ToolOptions | None = None
+) -> ChatPrompt:
+    """Convert the messages of a chat request into the prompt of a router request, with the tools of
+    `options`. The role "developer" becomes "system". Raises InvalidRequestError for unsupported
+    fields of a message.
     """
-    turns = []
-    for number, message in enumerate(messages):
-        refuse_unsupported(message.model_extra, MESSAGE, f"messages[{number}].")
-        content = message.content
-        turns.append(
-            ChatMessage(
-                role="system" if message.role == "developer" else message.role,
-                content=content
-                if isinstance(content, str)
-                else "".join(part.text for part in content),
-            )
+    turns = tuple(_message(message, number) for number, message in enumerate(messages))
+    return ChatPrompt(turns, tools=options or ToolOptions())
+
+
+def _message(message: ChatRequestMessage, number: int) -> ChatMessage:
+    where = f"messages[{number}]"
+    refuse_unsupported(message.model_extra, MESSAGE, f"{where}.")
+    content, calls = message.content, message.tool_calls or ()
+    if content is None and not (message.role == "assistant" and calls):
+        raise InvalidRequestError(
+            f"{where}.content may be null only in a message of the assistant with tool_calls",
+            reason="INVALID_REQUEST",
+            param=f"{where}.content",
         )
-    return ChatPrompt(tuple(turns))
+    if not isinstance(content, str):
+        content = "".join(part.text for part in content or ())
+    return ChatMessage(
+        role="system" if message.role == "developer" else message.role,
+        content=content,
+        tool_calls=tuple(
+            ToolCall(call_id=call.id, name=call.function.name, arguments=call.function.arguments)
+            for call in calls
+        ),
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "" if message.role == "tool" else "",
+        reasoning=message.reasoning_content or message.reasoning or "",
+    )
+
+
+def tool_options(body: ChatCompletionRequest) -> ToolOptions:
+    """Return the tools of a chat request, and whether they must be called."""
+    match body.tool_choice:
+        case NamedToolChoice(function=function):
+            choice, named = ToolChoiceMode.NAMED, function.name
+        case None:
+            choice, named = ToolChoiceMode.AUTO, ""
+        case mode:
+            choice, named = ToolChoiceMode(mode), ""
+    return ToolOptions(
+        tools=tuple(
+            Tool(
+                name=tool.function.name,
+                description=tool.function.description or "",
+                parameters=""
+                if tool.function.parameters is None
+                else json.dumps(tool.function.parameters, ensure_ascii=False),
+                strict=tool.function.strict,
+            )
+            for tool in body.tools or ()
+        ),
+        choice=choice,
+        named=named,
+        parallel=body.parallel_tool_calls is not False,
+    )
 
 
 def _choices(

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 
 Count = Annotated[int, Ge(0)]
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorBody(BaseModel):
@@ -30,11 +31,12 @@ class ErrorResponse(BaseModel):
     error: ErrorBody
 
 
-class PredictionDetails(BaseModel):
-    """Numbers of draft tokens that were accepted and rejected."""
+class CompletionTokensDetails(BaseModel):
+    """Numbers of draft tokens that were accepted and rejected, and of tokens of the reasoning."""
 
     accepted_prediction_tokens: Count
     rejected_prediction_tokens: Count
+    reasoning_tokens: Count
 
 
 class UsageBody(BaseModel):
@@ -43,7 +45,7 @@ class UsageBody(BaseModel):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
-    completion_tokens_details: PredictionDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class SpeculationBody(BaseModel):
@@ -138,12 +140,30 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class FunctionCallBody(BaseModel):
+    """Function of a tool call."""
+
+    name: str
+    arguments: str = Field(description="Arguments as the text of a JSON object.")
+
+
+class ToolCallBody(BaseModel):
+    """A tool call."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCallBody
+
+
 class ChatMessageBody(BaseModel):
     """The assistant's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="Text; null if the message has only tool calls.")
     refusal: None
+    reasoning_content: str | None = Field(default=None, description="Reasoning, if there is any.")
+    reasoning: str | None = Field(default=None, description="Same as `reasoning_content`.")
+    tool_calls: list[ToolCallBody] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -152,7 +172,7 @@ class ChatChoice(BaseModel):
     index: Count
     message: ChatMessageBody
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: str | int | None = Field(
         description="The stop string or stop token id of the request that ended the choice."
     )

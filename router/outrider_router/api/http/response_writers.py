@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from outrider.spec.tools import ToolCallDelta, join_call_deltas
 from outrider.wire.inference import FinishInfo, TokenLogprobs
 from outrider.wire.messages import FinishReason
 from outrider_router.api.http.logprobs import (
@@ -32,6 +33,11 @@ class ChoiceState:
 
     index: int
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    """Parts of the tool calls of a complete response."""
+    has_calls: bool = False
+    """Whether the answer has tool calls."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishInfo | None = None
@@ -100,8 +106,12 @@ class ResponseWriter(ABC):
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
         usage: dict[str, object] | None,
+        *,
+        reasoning: str = "",
+        tool_calls: Sequence[ToolCallDelta] = (),
     ) -> str:
-        """Return a server-sent event with new text of a choice. If the format has an opening chunk,
+        """Return a server-sent event with new text, reasoning and parts of tool calls of a choice.
+        If the format has an opening chunk,
         it precedes the first event of a choice. `usage` is part of the event unless it is None.
         """
         told = "null"
@@ -111,7 +121,9 @@ class ResponseWriter(ABC):
         if first:
             choice.has_started = True
             opening, text = self._opening(choice, usage), choice.echo + text
-        body = self._delta(choice.index, json_quote(text), told)
+        body = self._delta(
+            choice.index, json_quote(text), told, _parsed_members(reasoning, tool_calls)
+        )
         if self._with_ids:
             body = f"{body[:-1]}, {self._ids(choice, token_ids, first=first)}}}"
         return f"{opening}{self._head}{body}]{self._tail(usage)}"
@@ -127,7 +139,7 @@ class ResponseWriter(ABC):
                 opening = self.write_delta(choice, "", (), (), usage)
             else:
                 opening = self._opening(choice, usage)
-        reason = json_quote(self._reason(choice.finish))
+        reason = json_quote(self._reason(choice, choice.finish))
         stop_reason = json_quote(self._stop_reason(choice.finish))
         body = self._end(choice.index, reason, stop_reason)
         return f"{opening}{self._head}{body}]{self._tail(usage)}"
@@ -152,8 +164,9 @@ class ResponseWriter(ABC):
         return f'"token_ids": {json_quote(list(token_ids))}'
 
     @abstractmethod
-    def _delta(self, index: int, text: str, logprobs: str) -> str:
-        """Return the JSON of a choice with new text. `text` and `logprobs` are already JSON."""
+    def _delta(self, index: int, text: str, logprobs: str, parsed: str) -> str:
+        """Return the JSON of a choice with new text. `text` and `logprobs` are already JSON, and
+        `parsed` the JSON members with reasoning and parts of tool calls, or ""."""
 
     @abstractmethod
     def _end(self, index: int, reason: str, stop_reason: str) -> str:
@@ -183,9 +196,9 @@ class ResponseWriter(ABC):
             logprobs = self._logprobs(choice, choice.token_ids, choice.logprobs)
         return {
             "index": choice.index,
-            **self._content(choice.echo + "".join(choice.text)),
+            **self._content(choice),
             "logprobs": logprobs,
-            "finish_reason": self._reason(choice.finish),
+            "finish_reason": self._reason(choice, choice.finish),
             "stop_reason": self._stop_reason(choice.finish),
             **(self._whole_ids(choice) if self._with_ids else {}),
         }
@@ -199,7 +212,7 @@ class ResponseWriter(ABC):
         return {"token_ids": choice.token_ids}
 
     @abstractmethod
-    def _content(self, text: str) -> dict[str, object]:
+    def _content(self, choice: ChoiceState) -> dict[str, object]:
         """Return the members of a choice that contain the text."""
 
     @abstractmethod
@@ -210,8 +223,8 @@ class ResponseWriter(ABC):
 
     # ---- both ----------------------------------------------------------------------------------
 
-    def _reason(self, finish: FinishInfo) -> str:
-        return _REASONS.get(finish.reason, "stop")
+    def _reason(self, choice: ChoiceState, finish: FinishInfo) -> str:
+        return _REASONS.get(finish.reason, "tool_calls" if choice.has_calls else "stop")
 
     def _stop_reason(self, finish: FinishInfo) -> str | int | None:
         """Return vLLM's `stop_reason`: the stop string or the client's stop token id that ended the
@@ -220,6 +233,24 @@ class ResponseWriter(ABC):
         if finish.stop_string is not None:
             return finish.stop_string
         return finish.stop_token_id if finish.stop_token_id in self._stop_token_ids else None
+
+
+def _parsed_members(reasoning: str, tool_calls: Sequence[ToolCallDelta]) -> str:
+    """Return the JSON members of a delta with reasoning and parts of tool calls; "" without."""
+    members = []
+    if reasoning:
+        text = json_quote(reasoning)
+        members += [f'"reasoning_content": {text}', f'"reasoning": {text}']
+    if tool_calls:
+        members.append(f'"tool_calls": {json_quote(list(map(_call_delta, tool_calls)))}')
+    return ", ".join(members)
+
+
+def _call_delta(delta: ToolCallDelta) -> dict[str, object]:
+    if not delta.name:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"index": delta.index, "id": delta.call_id, "type": "function", "function": function}
 
 
 def _finishes(choices: Sequence[ChoiceState]) -> list[FinishInfo]:
@@ -232,7 +263,7 @@ class CompletionWriter(ResponseWriter):
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def _delta(self, index: int, text: str, logprobs: str) -> str:
+    def _delta(self, index: int, text: str, logprobs: str, parsed: str) -> str:
         return (
             f'{{"index": {index}, "text": {text}, "logprobs": {logprobs}, "finish_reason": null}}'
         )
@@ -252,8 +283,8 @@ class CompletionWriter(ResponseWriter):
     def _whole_ids(self, choice: ChoiceState) -> dict[str, object]:
         return {**super()._whole_ids(choice), "prompt_token_ids": list(choice.prompt_ids)}
 
-    def _content(self, text: str) -> dict[str, object]:
-        return {"text": text}
+    def _content(self, choice: ChoiceState) -> dict[str, object]:
+        return {"text": choice.echo + "".join(choice.text)}
 
     def _logprobs(
         self, choice: ChoiceState, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
@@ -283,9 +314,12 @@ class ChatWriter(ResponseWriter):
     def _prompt(self, choices: Sequence[ChoiceState]) -> dict[str, object]:
         return {"prompt_token_ids": list(choices[0].prompt_ids)}
 
-    def _delta(self, index: int, text: str, logprobs: str) -> str:
+    def _delta(self, index: int, text: str, logprobs: str, parsed: str) -> str:
+        members = f'"content": {text}'
+        if parsed:
+            members = parsed if text == '""' else f"{members}, {parsed}"
         return (
-            f'{{"index": {index}, "delta": {{"content": {text}}}, "logprobs": {logprobs}, '
+            f'{{"index": {index}, "delta": {{{members}}}, "logprobs": {logprobs}, '
             f'"finish_reason": null}}'
         )
 
@@ -295,8 +329,26 @@ class ChatWriter(ResponseWriter):
             f'"stop_reason": {stop_reason}}}'
         )
 
-    def _content(self, text: str) -> dict[str, object]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _content(self, choice: ChoiceState) -> dict[str, object]:
+        text, reasoning = "".join(choice.text), "".join(choice.reasoning)
+        calls = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in join_call_deltas(choice.tool_calls)
+        ]
+        message: dict[str, object] = {
+            "role": "assistant",
+            "content": text or None if calls else text,
+            "refusal": None,
+        }
+        if reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
 
     def _logprobs(
         self, choice: ChoiceState, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]

@@ -53,13 +53,14 @@ COMPLETION: Final[UnsupportedFields] = {
     "best_of": (1,),
     "suffix": ("",),
 }
+_CHAT_FIELDS: Final = frozenset({"tools", "tool_choice", "reasoning_effort", "include_reasoning"})
+"""Fields that chats support and completions do not."""
 CHAT: Final[UnsupportedFields] = {
-    **_BOTH,
+    **{name: values for name, values in _BOTH.items() if name not in _CHAT_FIELDS},
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
@@ -75,11 +76,7 @@ MESSAGE: Final[UnsupportedFields] = {
     "audio": (),
     "function_call": (),
     "function_calls": ([],),
-    "reasoning": ("",),
-    "reasoning_content": ("",),
     "refusal": ("",),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 """Unsupported fields of a chat message."""
 STRUCTURE: Final[UnsupportedFields] = {

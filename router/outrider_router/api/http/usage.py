@@ -10,7 +10,10 @@ from outrider.wire.stats import SpecStats
 
 
 def usage_body(
-    prompt_tokens: int, completion_tokens: int, stats: SpecStats | None = None
+    prompt_tokens: int,
+    completion_tokens: int,
+    stats: SpecStats | None = None,
+    reasoning_tokens: int = 0,
 ) -> dict[str, object]:
     """Return OpenAI's `usage` object. If `stats` are given, it includes the numbers of accepted and
     rejected draft tokens, as `accepted_prediction_tokens` and `rejected_prediction_tokens`.
@@ -24,6 +27,7 @@ def usage_body(
         told["completion_tokens_details"] = {
             "accepted_prediction_tokens": stats.accepted,
             "rejected_prediction_tokens": stats.proposed - stats.accepted,
+            "reasoning_tokens": reasoning_tokens,
         }
     return told
 
@@ -36,6 +40,7 @@ def total_usage_body(finishes: Sequence[FinishInfo], n: int) -> dict[str, object
         sum(finish.usage.prompt_tokens for finish in finishes[::n]),
         sum(finish.usage.completion_tokens for finish in finishes),
         sum_stats([finish.stats for finish in finishes]),
+        sum(finish.usage.reasoning_tokens for finish in finishes),
     )
 
 

@@ -57,7 +57,6 @@ _TYPES: Final = frozenset({"string_type", "list_type", "dict_type"})
 _UNTOLD: Final = frozenset({"missing", "too_short", "too_long", "string_too_short", "value_error"})
 """Error types whose message does not quote the value."""
 _ONE: Final = re.compile(r"\b1 (entries|characters)\b")
-_TOOL_ROLES: Final = frozenset({"tool", "function"})
 
 Mistake = Mapping[str, Any]
 
@@ -98,10 +97,9 @@ def _unsupported_in(message: object, where: str) -> UnsupportedFieldError | None
     if not isinstance(message, dict):
         return None
     role = message.get("role")
-    if isinstance(role, str) and role in _TOOL_ROLES:
+    if role == "function":
         return UnsupportedFieldError(
-            f"{where}.role {role!r} is not supported, because there is no tool calling; it may be "
-            "'system', 'developer', 'user' or 'assistant'",
+            f"{where}.role 'function' is not supported: the result of a tool has the role 'tool'",
             param=f"{where}.role",
         )
     try:

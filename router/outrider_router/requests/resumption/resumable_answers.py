@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 
 from outrider.errors import (
     AbortedError,
@@ -27,12 +27,11 @@ from outrider.wire.inference import (
     StreamEvent,
     StreamPosition,
 )
+from outrider_router.requests.parsed_answer import EventWriter
 from outrider_router.requests.running_requests import RequestEntry
 
 logger = logging.getLogger(__name__)
 
-EventWriter = Callable[[StreamEvent], Awaitable[None]]
-"""Function that sends one message to a client; any exception means that the client is gone."""
 
 POLL_INTERVAL_S = 0.02
 """Time in seconds between two checks of whether an answer that continues after a restart has

@@ -18,7 +18,12 @@ from outrider.text.output_parsers.events import (
     ToolCallStart,
     merge_events,
 )
-from outrider.text.output_parsers.formats import TOOL_FORMATS, OutputFormat, choose_output_format
+from outrider.text.output_parsers.formats import (
+    TOOL_FORMATS,
+    OutputFormat,
+    choose_output_format,
+    is_reasoning_open,
+)
 
 BAR, LOW = "\uff5c", "\u2581"
 
@@ -328,9 +333,30 @@ THINK = OutputFormat(TOOL_FORMATS["hermes"], choose_output_format("<think>").rea
 )
 def test_reasoning_is_split_off(prompt: str, text: str, expected: list[OutputEvent]) -> None:
     def make() -> OutputParser:
-        return THINK.make_parser(with_tools=True, with_reasoning=True, prompt=prompt)
+        assert THINK.reasoning is not None
+        return THINK.make_parser(is_reasoning_open=is_reasoning_open(THINK.reasoning, prompt))
 
     assert parse(make(), text) == expected
     assert parse(make(), *text) == expected
     for seed in range(20):
         assert parse(make(), *cut(text, seed)) == expected
+
+
+@given(
+    pieces=st.lists(
+        st.sampled_from(["<think>", "</think>", " ", "<", "think", "a", "\n"]), max_size=9
+    ),
+    is_open=st.booleans(),
+)
+def test_a_span_keeps_the_text_and_ends_at_the_first_close_tag(
+    pieces: list[str], is_open: bool
+) -> None:
+    text = "".join(pieces)
+    span = THINK.make_span(is_reasoning_open=is_open)
+    assert span is not None
+    parts = [part for char in text for part in span.push_text(char)] + [span.flush()]
+    assert "".join(part for part, _ in parts) == text
+    reasoning = "".join(part for part, is_reasoning in parts if is_reasoning)
+    begins = is_open or text.lstrip().startswith("<think>")
+    end = text.find("</think>")
+    assert reasoning == ((text if end < 0 else text[: end + 8]) if begins else "")

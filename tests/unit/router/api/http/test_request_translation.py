@@ -24,6 +24,7 @@ from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.spec.tools import Tool, ToolCall, ToolChoiceMode, ToolOptions
 from outrider.wire.inference import (
     ChatMessage,
     ChatPrompt,
@@ -223,10 +224,11 @@ def test_every_field_that_would_change_an_answer_is_refused_by_its_name() -> Non
         (chat, {"echo": True}),
         (completion, {"prompt_logprobs": 0}),
         (chat, {"add_special_tokens": True}),
-        (chat, {"reasoning_effort": "low"}),
+        (completion, {"tools": [{}]}),
+        (chat, {"thinking_token_budget": 5}),
         (chat, {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}),
         (chat, {"structured_outputs": {"structural_tag": "{}"}}),
-        (chat, {"messages": [{**HELLO[0], "tool_call_id": "1"}]}),
+        (chat, {"messages": [{**HELLO[0], "refusal": "no"}]}),
     ],
 )
 def test_so_is_what_clients_send(ask: Callable[..., object], fields: dict[str, Any]) -> None:
@@ -238,10 +240,40 @@ def test_fields_that_nobody_knows_are_ignored() -> None:
     assert completion(user="me", store=True, metadata={"a": "b"}, no_such_field=3) == completion()
 
 
-def test_a_conversation_with_tools_is_refused() -> None:
-    called = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]
-    with pytest.raises(InvalidRequestError, match=r"messages\[1\]\.tool_calls is not supported"):
-        chat(called)
+def test_tools_and_their_calls_are_kept() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    (request,) = chat(
+        [
+            *HELLO,
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
+            {"role": "tool", "tool_call_id": "1", "content": "r", "name": "f"},
+        ],
+        tools=[{"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": {"name": "f"}},
+        parallel_tool_calls=False,
+        chat_template_kwargs={"enable_thinking": False},
+        reasoning_effort="low",
+    )
+    assert request.prompt == ChatPrompt(
+        (
+            ChatMessage(role="user", content="hello"),
+            ChatMessage(
+                role="assistant",
+                tool_calls=(ToolCall(call_id="1", name="f", arguments='{"a": 1}'),),
+                reasoning="hm",
+            ),
+            ChatMessage(role="tool", content="r", tool_call_id="1", name="f"),
+        ),
+        tools=ToolOptions(
+            tools=(Tool(name="f", description="d", parameters='{"type": "object"}'),),
+            choice=ToolChoiceMode.NAMED,
+            named="f",
+            parallel=False,
+        ),
+        template_variables='{"enable_thinking": false}',
+        reasoning_effort="low",
+    )
 
 
 @pytest.mark.parametrize(

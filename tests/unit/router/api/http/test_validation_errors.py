@@ -15,8 +15,20 @@ from tests.unit.router.api.http.helpers import http_client
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 INTERNALS = re.compile(r"\.list\.|\.text\b|\.texts\.|dict\[|constrained|~|NoExtension|Input should")
-ASKED = {"role": "user", "content": "Hi"}
+ASKED: dict[str, object] = {"role": "user", "content": "Hi"}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}
+
+
+def called(arguments: str) -> dict[str, object]:
+    """A message of the assistant with a call."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def tools(*names: str, **fields: object) -> dict[str, object]:
+    """The fields of a request with tools."""
+    functions = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"messages": [ASKED], "tools": functions, **fields}
 
 
 def turns(*messages: object) -> dict[str, object]:
@@ -32,13 +44,33 @@ BODIES: list[tuple[str, object, str, str]] = [
      "messages[0].content[0].type", "must be 'text', got \"image_url\""),
     (CHAT, turns({"role": "user", "content": 5}), "messages[0].content",
      "must be a string or a list of parts of type 'text', got 5"),
-    (CHAT, turns({"role": "assistant", "content": None}), "messages[0].content", "got null"),
-    (CHAT, turns(ASKED, CALLS), "messages[1].tool_calls", "is not supported here"),
-    (CHAT, turns(ASKED, CALLS | {"content": "a"}), "messages[1].tool_calls", "may be null or []"),
-    (CHAT, turns(ASKED, {"role": "tool", "tool_call_id": "a", "content": "b"}),
-     "messages[1].role", "no tool calling"),
-    (CHAT, turns(ASKED | {"tool_call_id": "a"}), "messages[0].tool_call_id", "not supported here"),
-    (CHAT, turns(ASKED, {"role": "tool", "content": "b"}), "messages[1].role", "no tool calling"),
+    (CHAT, turns(CALLS | {"tool_calls": None}), "messages[0].content", "may be null only"),
+    (CHAT, turns(ASKED | {"content": None}), "messages[0].content", "may be null only"),
+    (CHAT, turns(ASKED, CALLS), "messages[1].tool_calls[0].function", "is required"),
+    (CHAT, turns(ASKED, called("{")), "messages[1].tool_calls[0].function.arguments",
+     "must be a JSON object"),
+    (CHAT, turns(ASKED, called("[1]")), "messages[1].tool_calls[0].function.arguments",
+     "must be a JSON object, got '[1]'"),
+    (CHAT, turns(ASKED, called("[" * 10_000)), "messages[1].tool_calls[0].function.arguments",
+     "must be a JSON object"),
+    (CHAT, turns(ASKED | {"tool_call_id": "a"}), "messages[0].tool_call_id", "of the role tool"),
+    (CHAT, turns(called("{}") | {"role": "user", "content": "a"}), "messages[0].tool_calls",
+     "only messages of the assistant"),
+    (CHAT, tools("f"), "tools", "cannot be used with this model"),
+    (CHAT, tools("f", "f"), "tools[1].function.name", "two tools have the name 'f'"),
+    (CHAT, tools("é"), "tools[0].function.name", "must have 1 to 64 letters"),
+    (CHAT, tools(*(f"f{n}" for n in range(1025))), "tools", "must have at most 1024"),
+    (CHAT, tools(tool_choice="required"), "tool_choice", "there are no tools"),
+    (CHAT, tools("f", tool_choice="sometimes"), "tool_choice", "must be 'none', 'auto'"),
+    (CHAT, tools("f", tool_choice={"type": "function", "function": {"name": "g"}}), "tool_choice",
+     "names 'g', which is no tool"),
+    (CHAT, turns(ASKED) | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs",
+     "cannot set 'messages'"),
+    (CHAT, turns(ASKED) | {"chat_template_kwargs": {"a": "b" * 70_000}}, "chat_template_kwargs",
+     "must have at most 65536 bytes"),
+    (CHAT, turns(ASKED) | {"reasoning_effort": "huge"}, "reasoning_effort", "must be 'none'"),
+    (CHAT, turns(ASKED, {"role": "function", "name": "f", "content": "b"}), "messages[1].role",
+     "has the role 'tool'"),
     (CHAT, turns({"role": "wizard", "content": "b"}), "messages[0].role", "must be 'system'"),
     (CHAT, turns(), "messages", "must have at least 1 entry"),
     (CHAT, {}, "messages", "is required"),
@@ -79,7 +111,7 @@ BODIES: list[tuple[str, object, str, str]] = [
     (COMPLETIONS, prompt(best_of=3), "best_of", "is not supported here"),
     (COMPLETIONS, prompt(guided_regex=""), "guided_regex", "must have at least 1 character"),
     ("/tokenize", {}, "prompt", "one of prompt and messages"),
-    ("/tokenize", turns(CALLS), "messages[0].tool_calls", "is not supported here"),
+    ("/tokenize", turns(ASKED) | {"tools": [{}]}, "tools", "is not supported here"),
 ]  # fmt: skip
 
 
@@ -100,11 +132,10 @@ async def test_mistakes_are_told_in_plain_words_with_their_field(tmp_path: Path)
 @pytest.mark.parametrize(
     ("path", "body", "code"),
     [
-        (CHAT, turns(ASKED) | {"tools": [{}]}, "unsupported"),
-        (CHAT, turns(ASKED, CALLS), "unsupported"),
-        (CHAT, turns(ASKED, CALLS | {"content": "a"}), "unsupported"),
-        (CHAT, turns(ASKED | {"tool_call_id": "a"}), "unsupported"),
-        (CHAT, turns(ASKED, {"role": "tool", "tool_call_id": "a", "content": "b"}), "unsupported"),
+        (CHAT, tools("f"), "unsupported"),
+        (CHAT, tools("f", "f"), "invalid_tools"),
+        (CHAT, turns(ASKED, called("{")), "invalid_tools"),
+        (CHAT, turns(ASKED, CALLS), "invalid_request"),
         (CHAT, turns(), "invalid_request"),
         (
             "/tokenize",

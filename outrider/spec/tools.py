@@ -1,0 +1,108 @@
+"""Tools and tool calls of chat requests and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+MAX_TOOLS = 1024
+"""Largest number of tools of a request."""
+MAX_TOOL_CALLS = 128
+"""Largest number of tool calls of one message."""
+MAX_TEMPLATE_VARIABLES_BYTES = 1 << 16
+"""Largest size of the template variables of a request, in bytes of UTF-8."""
+
+
+class ToolChoiceMode(StrEnum):
+    """Whether the model may or must call tools."""
+
+    AUTO = "auto"
+    """The model decides."""
+    NONE = "none"
+    """The tools are left out of the prompt, and no calls are read."""
+    REQUIRED = "required"
+    """The answer consists of calls; a grammar enforces it."""
+    NAMED = "named"
+    """The answer is a call of one tool; a grammar enforces it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A tool call that the model made."""
+
+    call_id: str
+    """Id, which the message with the tool's result repeats."""
+    name: str
+    """Name of the tool."""
+    arguments: str
+    """Arguments: a JSON object, unless the model wrote something else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallDelta:
+    """A new part of a tool call."""
+
+    index: int
+    """Index of the call in the answer, from 0."""
+    call_id: str = ""
+    """Id of the call, in its first part; "" in later parts."""
+    name: str = ""
+    """Name of the tool, in the first part of a call; "" in later parts."""
+    arguments: str = ""
+    """New text of the arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A tool that the model may call."""
+
+    name: str
+    description: str = ""
+    """What the tool does, for the model."""
+    parameters: str = ""
+    """JSON schema of the arguments, an object's; "" for a tool without arguments."""
+    strict: bool | None = None
+    """OpenAI's flag, which templates may render."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOptions:
+    """Tools of a request, and whether they must be called."""
+
+    tools: tuple[Tool, ...] = ()
+    """Tools with distinct names."""
+    choice: ToolChoiceMode = ToolChoiceMode.AUTO
+    named: str = ""
+    """Tool that must be called, with the mode NAMED; "" otherwise."""
+    parallel: bool = True
+    """Whether an answer may have several calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputParsing:
+    """How the router splits an answer into reasoning, content and tool calls."""
+
+    tool_format: str = ""
+    """Name of the format of tool calls; "" if none are read."""
+    reasoning_format: str = ""
+    """Name of the format of reasoning; "" if none is read."""
+    is_reasoning_open: bool = False
+    """Whether the prompt ends inside the reasoning."""
+    parallel: bool = True
+    """Whether calls after the first one are kept."""
+
+
+def join_call_deltas(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """Return the complete calls of an answer from their parts, in the order of their indices."""
+    parts: dict[int, list[ToolCallDelta]] = {}
+    for delta in deltas:
+        parts.setdefault(delta.index, []).append(delta)
+    return tuple(
+        ToolCall(
+            call_id="".join(part.call_id for part in parts[index]),
+            name="".join(part.name for part in parts[index]),
+            arguments="".join(part.arguments for part in parts[index]),
+        )
+        for index in sorted(parts)
+    )

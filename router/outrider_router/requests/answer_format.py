@@ -1,0 +1,119 @@
+"""Format of the answers to chat requests: how they are parsed, and which grammar enforces it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from outrider.errors import InvalidRequestError
+from outrider.grammar.tool_calls import (
+    ThinkTags,
+    ToolSchema,
+    tool_call_grammar,
+    wrap_structured_output,
+)
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
+from outrider.spec.tools import OutputParsing, ToolChoiceMode, ToolOptions
+from outrider.text.output_parsers.formats import choose_output_format, is_reasoning_open
+from outrider.text.tokenizer import Tokenizer
+from outrider.wire.inference import ChatPrompt, GenerateRequest
+from outrider_router.config import RouterConfig
+
+_TAIL_TOKENS: Final = 32
+"""Number of tokens at the end of a prompt in which the tags of reasoning are looked for."""
+
+
+class AnswerFormat:
+    """Formats in which the served model writes tool calls and reasoning."""
+
+    def __init__(self, tokenizer: Tokenizer, config: RouterConfig) -> None:
+        """Create the formats of a model."""
+        self._tokenizer = tokenizer
+        self._format = choose_output_format(
+            tokenizer.template_source,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
+        self._special_ids = tokenizer.special_ids(self._format.markers)
+
+    def describe_parsing(
+        self, request: GenerateRequest, prompt_ids: Sequence[int]
+    ) -> OutputParsing | None:
+        """Return how the answer to a request with these prompt ids is parsed; None for prompts
+        other than conversations, and if there is nothing to parse.
+
+        Raises InvalidRequestError if the request has tools and the model has no format for calls.
+        """
+        if not isinstance(request.prompt, ChatPrompt):
+            return None
+        tools, reasoning = self._format.tools, self._format.reasoning
+        if not _wants_calls(request.prompt.tools):
+            tools = None
+        elif tools is None:
+            raise InvalidRequestError(
+                "tools cannot be used with this model: its chat template has no known format of "
+                "tool calls; an operator can set tool_call_parser",
+                reason="UNSUPPORTED",
+                param="tools",
+            )
+        if tools is None and reasoning is None:
+            return None
+        return OutputParsing(
+            tool_format="" if tools is None else tools.name,
+            reasoning_format="" if reasoning is None else reasoning.name,
+            is_reasoning_open=reasoning is not None
+            and is_reasoning_open(reasoning, self._tail(prompt_ids)),
+            parallel=request.prompt.tools.parallel,
+        )
+
+    def apply_grammar(
+        self, request: GenerateRequest, parsing: OutputParsing | None, prompt_ids: Sequence[int]
+    ) -> GenerateRequest:
+        """Return the request with the grammar that its tool choice needs, and with reasoning
+        allowed before a structured output. Raises InvalidRequestError for schemas of tools that
+        cannot be enforced."""
+        if parsing is None or not isinstance(request.prompt, ChatPrompt):
+            return request
+        think, tools = self._think_tags(parsing, prompt_ids), request.prompt.tools
+        if parsing.tool_format and tools.choice in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED):
+            grammar = tool_call_grammar(
+                parsing.tool_format,
+                [
+                    ToolSchema(name=tool.name, parameters=tool.parameters)
+                    for tool in tools.tools
+                    if tools.choice is ToolChoiceMode.REQUIRED or tool.name == tools.named
+                ],
+                parallel=tools.parallel and tools.choice is ToolChoiceMode.REQUIRED,
+                special_ids=self._special_ids,
+                think=think,
+            )
+            return replace(
+                request, structured_output=StructuredOutput(StructuredKind.GRAMMAR, grammar)
+            )
+        if request.structured_output is None or think is None:
+            return request
+        wrapped = wrap_structured_output(
+            request.structured_output, special_ids=self._special_ids, think=think
+        )
+        return replace(request, structured_output=wrapped)
+
+    def _think_tags(self, parsing: OutputParsing, prompt_ids: Sequence[int]) -> ThinkTags | None:
+        """Return the tags of the reasoning that may precede an answer; None if there is none."""
+        reasoning = self._format.reasoning
+        if reasoning is None:
+            return None
+        if self._tail(prompt_ids).rstrip().endswith(reasoning.close_tag):
+            return None
+        return ThinkTags(
+            open_tag=reasoning.open_tag,
+            close_tag=reasoning.close_tag,
+            is_open=parsing.is_reasoning_open,
+        )
+
+    def _tail(self, prompt_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], with_special=True)
+
+
+def _wants_calls(options: ToolOptions) -> bool:
+    return bool(options.tools) and options.choice is not ToolChoiceMode.NONE

@@ -1,0 +1,183 @@
+"""Conversations as the chat template reads them: messages, tools and variables. Pure.
+
+Checks everything that the message types leave open: roles, JSON texts, names of tools, and which
+fields a role may have. Errors name the field as OpenAI's API does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from outrider.errors import InvalidRequestError
+from outrider.spec.tools import (
+    MAX_TEMPLATE_VARIABLES_BYTES,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    Tool,
+    ToolChoiceMode,
+    ToolOptions,
+)
+from outrider.wire.inference import REASONING_EFFORTS, ChatMessage, ChatPrompt
+
+TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""Names that a tool may have, as in OpenAI's API."""
+MAX_JSON_DEPTH: Final = 64
+"""Largest nesting depth of arguments and template variables."""
+_SERVER_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})
+"""Variables that only the server sets."""
+
+
+def template_messages(prompt: ChatPrompt) -> list[dict[str, Any]]:
+    """Return the messages of a conversation as values of JSON's types. Arguments of tool calls are
+    objects, as published templates expect them. Raises InvalidRequestError."""
+    return [
+        _message(message, f"messages[{index}]") for index, message in enumerate(prompt.messages)
+    ]
+
+
+def _message(message: ChatMessage, where: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise _invalid(f"{where}.tool_calls", "only messages of the assistant have tool_calls")
+        if len(message.tool_calls) > MAX_TOOL_CALLS:
+            raise _invalid(f"{where}.tool_calls", f"at most {MAX_TOOL_CALLS} calls are allowed")
+        found["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": _json_object(
+                        call.arguments or "{}", f"{where}.tool_calls[{index}].function.arguments"
+                    ),
+                },
+            }
+            for index, call in enumerate(message.tool_calls)
+        ]
+    if message.role == "tool":
+        found["tool_call_id"] = message.tool_call_id
+    elif message.tool_call_id:
+        raise _invalid(f"{where}.tool_call_id", "only messages of the role tool have tool_call_id")
+    if message.name:
+        found["name"] = message.name
+    if message.reasoning:
+        # Templates use either name.
+        found["reasoning_content"] = found["reasoning"] = message.reasoning
+    return found
+
+
+def template_variables(prompt: ChatPrompt) -> dict[str, Any]:
+    """Return the template's variables beyond the messages: tools, settings of reasoning, and those
+    that the client sets. Raises InvalidRequestError."""
+    found = _client_variables(prompt.template_variables)
+    effort = prompt.reasoning_effort
+    if effort is not None:
+        if effort not in REASONING_EFFORTS:
+            raise _invalid(
+                "reasoning_effort",
+                f"reasoning_effort must be one of {', '.join(REASONING_EFFORTS)}, got {effort!r}",
+            )
+        found.setdefault("reasoning_effort", effort)
+        if effort == "none":
+            # The names that templates of Qwen, and of DeepSeek and Granite, read.
+            found.setdefault("enable_thinking", False)
+            found.setdefault("thinking", False)
+    check_tools(prompt.tools)
+    if prompt.tools.tools and prompt.tools.choice is not ToolChoiceMode.NONE:
+        found["tools"] = [_tool(tool, index) for index, tool in enumerate(prompt.tools.tools)]
+    return found
+
+
+def _client_variables(text: str) -> dict[str, Any]:
+    where = "chat_template_kwargs"
+    if not text:
+        return {}
+    size = len(text.encode(errors="surrogatepass"))
+    if size > MAX_TEMPLATE_VARIABLES_BYTES:
+        raise _invalid(
+            where, f"{where} must have at most {MAX_TEMPLATE_VARIABLES_BYTES} bytes, has {size}"
+        )
+    found = _json_object(text, where)
+    for name in found:
+        if name in _SERVER_VARIABLES or not name.isidentifier():
+            raise _invalid(
+                where,
+                f"{where} cannot set {name[:64]!r}: names must be identifiers other than "
+                f"{', '.join(sorted(_SERVER_VARIABLES))}",
+            )
+    return found
+
+
+def check_tools(options: ToolOptions) -> None:
+    """Raise InvalidRequestError if the names of tools are not valid and distinct, or if the choice
+    does not fit the tools."""
+    tools = options.tools
+    if len(tools) > MAX_TOOLS:
+        raise _invalid("tools", f"at most {MAX_TOOLS} tools are allowed, got {len(tools)}")
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}].function.name"
+        if not TOOL_NAME.fullmatch(tool.name):
+            raise _invalid(
+                where,
+                "a tool's name must have 1 to 64 letters, digits, underscores and dashes, got "
+                f"{tool.name[:80]!r}",
+            )
+        if tool.name in names:
+            raise _invalid(where, f"two tools have the name {tool.name!r}")
+        names.add(tool.name)
+    if options.choice is ToolChoiceMode.NAMED and options.named not in names:
+        raise _invalid("tool_choice", f"tool_choice names {options.named[:80]!r}, which is no tool")
+    if options.choice is ToolChoiceMode.REQUIRED and not tools:
+        raise _invalid("tool_choice", "tool_choice is required, but there are no tools")
+
+
+def _tool(tool: Tool, index: int) -> dict[str, Any]:
+    where = f"tools[{index}].function.parameters"
+    parameters = _json_object(tool.parameters, where) if tool.parameters else None
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    # Templates iterate over the properties of tools without checking that there are some.
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _json_object(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(where, f"{where} must be a JSON object: {error}") from None
+    if not isinstance(found, Mapping):
+        raise _invalid(where, f"{where} must be a JSON object, got {text[:40]!r}")
+    if _depth(found) > MAX_JSON_DEPTH:
+        raise _invalid(where, f"{where} may be nested at most {MAX_JSON_DEPTH} levels deep")
+    return dict(found)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _depth(value: Any) -> int:
+    """Return the nesting depth of a value, up to one more than is allowed."""
+    depth, level = 0, [value]
+    while level and depth <= MAX_JSON_DEPTH:
+        depth += 1
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    return depth
+
+
+def _invalid(param: str, message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, reason="INVALID_TOOLS", param=param)
