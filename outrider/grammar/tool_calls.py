@@ -76,7 +76,7 @@ def _deepseek(name: str) -> str:
 
 _PLAIN_NAMES: Final = r"[^\s<\[{]+"
 _ARGS: Final = "[ARGS]"
-_FORMATS: Final[Mapping[str, _CallFormat]] = {
+CALL_FORMATS: Final[Mapping[str, _CallFormat]] = {
     "hermes": _CallFormat(
         begin='<tool_call>\n{"name": ',
         name_end=', "arguments": ',
@@ -138,7 +138,7 @@ _FORMATS: Final[Mapping[str, _CallFormat]] = {
 }
 _MISTRAL_11: Final = _CallFormat(begin="[TOOL_CALLS]", name_end=_ARGS, end="", names=_PLAIN_NAMES)
 """Format of Mistral models since tokenizer version 11, which have a special token `[ARGS]`."""
-_MARKER: Final = re.compile(
+MARKER: Final = re.compile(
     rf"<\|\w+\|>|</?tool_call>|\[TOOL_CALLS\]|\[ARGS\]|{_deepseek('[^<>]+')}"
 )
 """A text in the formats that is a special token in some tokenizers."""
@@ -146,7 +146,7 @@ _HARMONY_REASONING: Final = ("<|channel|>analysis<|message|>", "<|end|><|start|>
 """Texts around a message of reasoning in the harmony format."""
 _HARMONY_FINAL: Final = "<|channel|>final<|message|>"
 """Text that begins the final answer in the harmony format."""
-_HARMONY_MARKERS: Final = (
+HARMONY_MARKERS: Final = (
     *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
     *("<|end|>", "<|call|>", "<|return|>"),
 )
@@ -176,15 +176,15 @@ def tool_call_grammar(
     Raises InvalidRequestError: reason INVALID_TOOLS for tools that the format cannot express,
     INVALID_CONFIG for an unknown format.
     """
-    if format_name not in _FORMATS:
+    if format_name not in CALL_FORMATS:
         raise InvalidRequestError(
             f"tool calls cannot be enforced in the format {format_name!r}; these formats can: "
-            f"{', '.join(sorted(_FORMATS))}",
+            f"{', '.join(sorted(CALL_FORMATS))}",
             reason="INVALID_CONFIG",
             param="tool_call_parser",
         )
     uses_args = format_name == "mistral" and _ARGS in special_ids
-    form = _MISTRAL_11 if uses_args else _FORMATS[format_name]
+    form = _MISTRAL_11 if uses_args else CALL_FORMATS[format_name]
     text = "\n".join(_call_rules(form, tools, parallel, special_ids, think))
     size = len(text.encode(errors="surrogatepass"))
     if size > MAX_STRUCTURE_BYTES:
@@ -359,7 +359,7 @@ def _harmony_rules(answer: str, special_ids: Mapping[str, int]) -> list[str]:
     may begin with a message of reasoning. `answer`: expression of the next message."""
     begin, end = _HARMONY_REASONING
     start = f"start: {answer} | {_expression(begin, special_ids)} thought {answer}"
-    return [start, *_thought_rules(end, special_ids, excluded=_HARMONY_MARKERS)]
+    return [start, *_thought_rules(end, special_ids, excluded=HARMONY_MARKERS)]
 
 
 def _thought_rules(
@@ -386,7 +386,7 @@ def _expression(text: str, special_ids: Mapping[str, int]) -> str:
         return f"<[{special_ids[text]}]>"
     parts: list[str] = []
     done = 0
-    for marker in _MARKER.finditer(text):
+    for marker in MARKER.finditer(text):
         if marker[0] in special_ids:
             parts += [text[done : marker.start()], marker[0]]
             done = marker.end()

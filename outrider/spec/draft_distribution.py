@@ -77,10 +77,10 @@ def validate_distribution(
     """Check a distribution against its tree, which is valid. Raises InvalidMessageError if the
     distribution is not.
 
-    A valid distribution has arrays of the right types and lengths, offsets that rise from 0 to M,
-    ids in [0, vocab_size) that strictly increase within a slot, and counts >= 1. A slot has entries
-    if and only if its node has children. Every child's token is among its parent's ids, because
-    other tokens cannot have been drawn from that distribution.
+    A valid distribution has arrays of the right types and lengths, offsets that rise from 0 to the
+    number of ids, ids in [0, vocab_size) that strictly increase within a slot, and counts >= 1. A
+    slot has entries if and only if its node has children. Every child's token is among its parent's
+    ids, because other tokens cannot have been drawn from that distribution.
     """
     for name, array, dtype in (
         ("offsets", distribution.offsets, np.int32),

@@ -40,6 +40,8 @@ class ToolFormat:
     """Texts that the parser must see even if the tokenizer declares them special tokens."""
     template_marks: tuple[tuple[str, ...], ...]
     """A chat template uses the format if it holds all texts of one of these entries."""
+    foreign_marks: tuple[str, ...] = ()
+    """Texts of other formats: a chat template that holds one does not use this format."""
     has_short_ids: bool = False
     """Whether call ids must have 9 letters and digits, as Mistral's templates demand."""
 
@@ -93,7 +95,7 @@ _TOOLS: Final = (
         name="openai",
         make=harmony.HarmonyParser,
         markers=harmony.MARKERS,
-        template_marks=((harmony.CHANNEL, "to=functions."),),
+        template_marks=((harmony.CHANNEL, "functions.", "<|call|>"),),
     ),
     ToolFormat(
         name="deepseek_v3",
@@ -129,6 +131,7 @@ _TOOLS: Final = (
         make=_marked("<tool_call>", "</tool_call>", reader=JsonCallsReader),
         markers=("<tool_call>", "</tool_call>"),
         template_marks=(("<tool_call>", "arguments"),),
+        foreign_marks=("<function=", "<arg_key>"),
     ),
     ToolFormat(
         name="llama3_json",
@@ -257,6 +260,8 @@ def choose_output_format(
 
 
 def _uses_tools(template: str, each: ToolFormat) -> bool:
+    if any(mark in template for mark in each.foreign_marks):
+        return False
     return any(all(mark in template for mark in marks) for marks in each.template_marks)
 
 

@@ -8,7 +8,11 @@ from enum import Enum, auto
 from typing import Final
 
 from outrider.text.output_parsers.events import ArgumentsDelta, OutputEvent, ToolCallStart
-from outrider.text.output_parsers.json_value import JsonValueScanner, MalformedCallError
+from outrider.text.output_parsers.json_value import (
+    JsonValueScanner,
+    MalformedCallError,
+    join_surrogates,
+)
 
 MAX_NAME_CHARS: Final = 256
 """Maximum length of a tool's name as JSON. A longer one counts as malformed."""
@@ -171,4 +175,4 @@ def _decode_string(text: str, position: int) -> str:
         raise MalformedCallError(str(error), position) from None
     if not isinstance(value, str):
         raise MalformedCallError("a name is no string", position)
-    return value
+    return join_surrogates(value)

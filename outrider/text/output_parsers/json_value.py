@@ -60,11 +60,6 @@ class JsonValueScanner:
                 position = self._begin(text, position)
         return position
 
-    def finish(self) -> None:
-        """End the text. A number or name at the end of the text is complete then."""
-        if self._in_scalar:
-            self._in_scalar, self.is_done = False, True
-
     def _begin(self, text: str, position: int) -> int:
         char = text[position]
         if char == '"':
@@ -106,3 +101,9 @@ class JsonValueScanner:
         else:
             self.is_done = not self._closing
         return found.end()
+
+
+def join_surrogates(text: str) -> str:
+    """Return a text in which escaped halves of surrogate pairs are joined, and halves without the
+    other one replaced by U+FFFD, because they cannot be sent as UTF-8."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

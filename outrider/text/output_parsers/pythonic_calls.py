@@ -13,7 +13,11 @@ from typing import Any, Final
 
 from outrider.text.output_parsers.events import ArgumentsDelta, OutputEvent, ToolCallStart
 from outrider.text.output_parsers.json_call import MAX_NAME_CHARS
-from outrider.text.output_parsers.json_value import MAX_DEPTH, MalformedCallError
+from outrider.text.output_parsers.json_value import (
+    MAX_DEPTH,
+    MalformedCallError,
+    join_surrogates,
+)
 
 _NAME: Final = re.compile(r"[A-Za-z_][\w.-]*")
 _MARKS: Final = re.compile(r"[\"'()\[\]{}]")
@@ -121,7 +125,8 @@ class PythonicCallsReader:
 
     def _end_call(self, position: int, events: list[OutputEvent]) -> None:
         try:
-            arguments = json.dumps(_keyword_arguments(self._arguments[:-1]), ensure_ascii=False)
+            found = _keyword_arguments(self._arguments[:-1])
+            arguments = join_surrogates(json.dumps(found, ensure_ascii=False, allow_nan=False))
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
             raise MalformedCallError(f"no keyword arguments: {error}", position) from None
         index = self._first_index + self.num_calls

@@ -43,12 +43,23 @@ class AnswerFormat:
         """Return how the answer to a request with these prompt ids is parsed; None for prompts
         other than conversations, and if there is nothing to parse.
 
-        Raises InvalidRequestError if the request has tools and the model has no format for calls.
+        Raises InvalidRequestError if the request has tools and the model has no format for calls,
+        or if it has a structured output beside calls that are enforced.
         """
         if not isinstance(request.prompt, ChatPrompt):
             return None
         tools, reasoning = self._format.tools, self._format.reasoning
         if not _wants_calls(request.prompt.tools):
+            tools = None
+        elif tools is not None and request.structured_output is not None:
+            if request.prompt.tools.choice is not ToolChoiceMode.AUTO:
+                raise InvalidRequestError(
+                    "a structured output cannot be combined with a tool choice that enforces "
+                    "calls; use tool_choice auto or none",
+                    reason="INVALID_TOOLS",
+                    param="tool_choice",
+                )
+            # The grammar leaves no room for calls.
             tools = None
         elif tools is None:
             raise InvalidRequestError(

@@ -35,6 +35,8 @@ EventWriter = Callable[[StreamEvent], Awaitable[None]]
 END_OF_TEXT: Final = 1 << 30
 """Added to the characters of a position behind the text that was held back at the end, which no
 characters of the unparsed answer stand for."""
+_PART_CHARS: Final = 1024
+"""Maximum number of characters that a parser gets at once."""
 _ID_DIGITS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
@@ -61,20 +63,21 @@ class AnswerParser:
         self._has_short_ids = tools is not None and tools.has_short_ids
         self._characters = 0
         """Number of characters of the unparsed answer so far."""
+        self._has_ended = False
+        """Whether the text that was held back at the end was returned."""
 
     def skip_text(self, text: str, *, has_ended: bool) -> None:
         """Add text that the client has received already; `has_ended`: with the text that was held
         back at the end."""
         self._characters += len(text)
-        self._parser.push_text(text)
-        if has_ended:
-            self.flush()
+        self._push_text(text)
+        self._has_ended = has_ended
 
     def parse_delta(self, delta: Delta) -> list[Delta]:
         """Return the deltas to send for a delta of the unparsed answer: usually one. Several keep
         the order of content and calls."""
         self._characters += len(delta.text)
-        parts = self._deltas(self._parser.push_text(delta.text)) or [Delta(text="", token_ids=())]
+        parts = self._deltas(self._push_text(delta.text)) or [Delta(text="", token_ids=())]
         first = parts[0]
         parts[0] = Delta(
             text=first.text,
@@ -87,9 +90,21 @@ class AnswerParser:
         return parts
 
     def flush(self) -> list[Delta]:
-        """Return the last deltas of the answer, with the text that was held back."""
+        """Return the last deltas of the answer, with the text that was held back; none if the
+        client has received them."""
+        if self._has_ended:
+            return []
+        self._has_ended = True
         self._characters += END_OF_TEXT
         return self._deltas(self._parser.flush())
+
+    def _push_text(self, text: str) -> list[OutputEvent]:
+        """Parse text in short parts, because a parser may take a time that grows with the square of
+        the length of a part."""
+        events: list[OutputEvent] = []
+        for start in range(0, len(text), _PART_CHARS):
+            events += self._parser.push_text(text[start : start + _PART_CHARS])
+        return events
 
     def _deltas(self, events: list[OutputEvent]) -> list[Delta]:
         deltas: list[Delta] = []
@@ -117,6 +132,10 @@ class AnswerParser:
                         self._request_id, event.index, is_short=self._has_short_ids
                     )
                     calls.append(ToolCallDelta(index=event.index, call_id=call_id, name=event.name))
+                case ArgumentsDelta() if calls and calls[-1].index == event.index:
+                    # Clients take two entries with one index for two calls.
+                    joined = calls[-1].arguments + event.text
+                    calls[-1] = replace(calls[-1], arguments=joined)
                 case ArgumentsDelta():
                     calls.append(ToolCallDelta(index=event.index, arguments=event.text))
         if text or reasoning or calls:

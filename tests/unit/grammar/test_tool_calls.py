@@ -265,12 +265,12 @@ def tags(*, is_open: bool) -> ThinkTags:
 
 
 def test_formats_are_those_of_the_output_parsers() -> None:
-    assert module._FORMATS.keys() == TOOL_FORMATS.keys()
+    assert module.CALL_FORMATS.keys() == TOOL_FORMATS.keys()
     assert {example.format_name for example in EXAMPLES} == TOOL_FORMATS.keys()
     assert module.MAX_NAME_CHARS == json_call.MAX_NAME_CHARS
-    assert harmony.MARKERS == module._HARMONY_MARKERS
+    assert harmony.MARKERS == module.HARMONY_MARKERS
     for name, form in TOOL_FORMATS.items():
-        assert all(module._MARKER.fullmatch(marker) for marker in form.markers), name
+        assert all(module.MARKER.fullmatch(marker) for marker in form.markers), name
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: repr(each.first + each.between))

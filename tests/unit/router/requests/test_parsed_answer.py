@@ -107,6 +107,24 @@ async def test_a_stream_continues_at_any_position_without_loss() -> None:
         assert join_call_deltas(parts) == whole[2]
 
 
+async def test_a_delta_has_one_entry_for_each_call() -> None:
+    """Clients take two entries with one index in a first chunk for two calls."""
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    (delta,) = AnswerParser(ID, OutputParsing(tool_format="hermes")).parse_delta(
+        Delta(text=text, token_ids=(1,))
+    )
+    (call,) = delta.tool_calls
+    assert (call.name, call.arguments) == ("f", '{"a": 1}')
+
+
+@pytest.mark.parametrize("text", ['<tool_call>{"x', '{"name": "Bo', "<thi", "a \n"])
+async def test_a_client_that_has_everything_gets_only_the_finish(text: str) -> None:
+    for tools in ("hermes", "llama3_json"):
+        parser = AnswerParser(ID, OutputParsing(tool_format=tools, reasoning_format="qwen3"))
+        parser.skip_text(text, has_ended=True)
+        assert await told(FINISH, parser=parser) == [FINISH]
+
+
 async def test_one_call_is_kept_if_calls_may_not_be_parallel() -> None:
     parsing = replace(PARSING, parallel=False)
     events = await told(replace(INFO, parsing=parsing), *pieces(5), FINISH)

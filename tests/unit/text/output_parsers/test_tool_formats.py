@@ -196,6 +196,38 @@ def test_arguments_are_passed_as_json(arguments: str, expected: list[str]) -> No
     assert events == [ToolCallStart(0, "f"), *(ArgumentsDelta(0, text) for text in expected)]
 
 
+def test_halves_of_surrogate_pairs_are_joined_or_replaced() -> None:
+    text = '[f(a="\\ud83d\\ude00", b="\\ud800")]'
+    assert check_cuts("pythonic", text)[1] == ArgumentsDelta(
+        0, '{"a": "\U0001f600", "b": "\ufffd"}'
+    )
+    written = '<tool_call>{"name": "f", "arguments": "\\ud83d\\ude00\\ud800"}</tool_call>'
+    assert check_cuts("hermes", written)[1] == ArgumentsDelta(0, "\U0001f600\ufffd")
+    assert check_cuts("pythonic", "[f(a=1e999)]") == [ContentDelta("[f(a=1e999)]")]
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ('"name": <function-name>, "arguments": x <tool_call>', "hermes", None),
+        ("<tool_call><function=f> arguments <think>", None, "qwen3"),
+        ("<|python_tag|>", "llama3_json", None),
+        ("[TOOL_CALLS]", "mistral", None),
+        ('<|channel|>analysis "functions." <|call|>', "openai", "openai_gptoss"),
+        (f"{deepseek('tool call begin')} ```json </think>", "deepseek_v3", "deepseek_r1"),
+        (f"{deepseek('tool call begin')}", "deepseek_v31", None),
+        ("Here is my thought process: Here is my response:", None, "granite"),
+        ("plain", None, None),
+    ],
+)
+def test_templates_choose_the_formats(
+    template: str, tools: str | None, reasoning: str | None
+) -> None:
+    found = choose_output_format(template)
+    assert (found.tools and found.tools.name) == tools
+    assert (found.reasoning and found.reasoning.name) == reasoning
+
+
 def test_arguments_may_precede_the_name() -> None:
     events = check_cuts("hermes", f'<tool_call>{{"arguments": {PARIS}, "name": "f"}}</tool_call>')
     assert events == [ToolCallStart(0, "f"), ArgumentsDelta(0, PARIS)]
