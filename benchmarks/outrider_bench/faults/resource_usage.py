@@ -87,7 +87,7 @@ class UsageSeries:
     chooses."""
 
     def add(self, held: FleetUsage, done: float) -> None:
-        """Add a sample and the progress of the load at its time."""
+        """Add a sample `held`, which was taken when the load had made the progress `done`."""
         self.looks.append(held)
         self.done.append(done)
 

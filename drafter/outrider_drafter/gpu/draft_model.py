@@ -41,7 +41,7 @@ class GpuDraftModel(NamedTuple):
 def make_eagle_model(head: DraftHead, buckets: Buckets | None = None) -> GpuDraftModel:
     """Return the GPU draft model of an EAGLE head. `buckets`: sizes of the captured graphs; None
     for the default sizes. Raises FailedPreconditionError if the head is not an EAGLE-3 head or if
-    its weights are packed."""
+    its weights are packed for CPUs (see `PackedLinear`)."""
     weights, config = HeadWeights.from_head(head), head.config
 
     def forward(storage: Tensor, max_len: int) -> DraftForward:

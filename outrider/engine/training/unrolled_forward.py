@@ -38,7 +38,7 @@ MAX_STEPS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSteps:
-    """Which draft steps (deep steps) run on only a part of the batch, and on which part."""
+    """Draft steps that run on a part of the batch only (deep steps), and the size of this part."""
 
     first: int
     """Index of the first deep step, at least 1. Earlier steps run on the whole batch."""

@@ -287,7 +287,8 @@ def simulated(draft_length: int) -> str:
     """Return the SIMULATED mean number of tokens per round for this draft length, as text for
     `VerifierConfig.simulated_acceptance`.
 
-    It is the value of the vLLM measurements. For draft lengths without one it is 1 + 0.44 x length.
+    It is the value in `VLLM_EMITTED`, which was simulated in measurements of vLLM. For draft
+    lengths that are not in this table it is 1 + 0.44 x length.
     """
     return str(VLLM_EMITTED.get(draft_length, round(1.0 + 0.44 * draft_length, 2)))
 

@@ -170,7 +170,8 @@ class ReferenceWalk:
         node of each session, int64 [B].
 
         All tensors are [B]. node: the last accepted node of each session before this call. drafted:
-        the draft token at `row`. below: whether `row` is a child of `node`.
+        the draft token at `row`. below: whether `row` is a child of `node`. stands: whether `row`
+        is a child of `node` and its token is accepted.
         """
         at = self.counts[:, None]
         self.rows.scatter_(1, at, torch.where(stands, row, self.rows.gather(1, at)[:, 0])[:, None])
