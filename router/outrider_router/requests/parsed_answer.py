@@ -7,7 +7,7 @@ character. `ParsedAnswer` stands between this text and one client's call.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -35,7 +35,7 @@ EventWriter = Callable[[StreamEvent], Awaitable[None]]
 END_OF_TEXT: Final = 1 << 30
 """Added to the characters of a position behind the text that was held back at the end, which no
 characters of the unparsed answer stand for."""
-_PART_CHARS: Final = 1024
+_PART_CHARS: Final = 256
 """Maximum number of characters that a parser gets at once."""
 _ID_DIGITS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -49,6 +49,46 @@ def make_call_id(request_id: RequestId, index: int, *, is_short: bool) -> str:
         number, digit = divmod(number, len(_ID_DIGITS))
         digits += _ID_DIGITS[digit]
     return digits if is_short else f"call_{digits}"
+
+
+class _Part:
+    """Content of a delta that is being put together."""
+
+    def __init__(self) -> None:
+        self.text = self.reasoning = ""
+        self.calls: list[ToolCallDelta] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.calls)
+
+    def follows(self, event: OutputEvent) -> bool:
+        """Return whether the part has something that readers of a delta take for later than the
+        event: they read reasoning, content and calls in this order."""
+        match event:
+            case ReasoningDelta():
+                return bool(self.text or self.calls)
+            case ContentDelta():
+                return bool(self.calls)
+            case _:
+                return False
+
+    def add(self, delta: ToolCallDelta) -> None:
+        """Add a part of a call. Clients take two entries with one index for two calls."""
+        if self.calls and self.calls[-1].index == delta.index:
+            arguments = self.calls[-1].arguments + delta.arguments
+            self.calls[-1] = replace(self.calls[-1], arguments=arguments)
+        else:
+            self.calls.append(delta)
+
+    def to_delta(self, characters: int) -> Delta:
+        """Return the delta, whose position in the unparsed answer is `characters`."""
+        return Delta(
+            text=self.text,
+            reasoning=self.reasoning,
+            tool_calls=tuple(self.calls),
+            token_ids=(),
+            characters=characters,
+        )
 
 
 class AnswerParser:
@@ -70,86 +110,63 @@ class AnswerParser:
         """Add text that the client has received already; `has_ended`: with the text that was held
         back at the end."""
         self._characters += len(text)
-        self._push_text(text)
+        for part in _cut(text, _PART_CHARS):
+            self._parser.push_text(part)
         self._has_ended = has_ended
 
     def parse_delta(self, delta: Delta) -> list[Delta]:
         """Return the deltas to send for a delta of the unparsed answer: usually one. Several keep
-        the order of content and calls."""
-        self._characters += len(delta.text)
-        parts = self._deltas(self._push_text(delta.text)) or [Delta(text="", token_ids=())]
-        first = parts[0]
-        parts[0] = Delta(
-            text=first.text,
-            reasoning=first.reasoning,
-            tool_calls=first.tool_calls,
-            token_ids=delta.token_ids,
-            logprobs=delta.logprobs,
-            characters=self._characters,
-        )
-        return parts
+        the order of content and calls, and a stream can be resumed after each."""
+        deltas: list[Delta] = []
+        part, position = _Part(), self._characters
+        # The position of a part must be known exactly, or text would be lost on resumption.
+        size = 1 if len(delta.text) <= _PART_CHARS else _PART_CHARS
+        for text in _cut(delta.text, size):
+            events = self._parser.push_text(text)
+            if events and part.follows(events[0]):
+                deltas.append(part.to_delta(position))
+                part = _Part()
+            self._add(part, events)
+            position += len(text)
+        self._characters = position
+        if part or not deltas:
+            deltas.append(part.to_delta(position))
+        deltas[0] = replace(deltas[0], token_ids=delta.token_ids, logprobs=delta.logprobs)
+        deltas[-1] = replace(deltas[-1], characters=position)
+        return deltas
 
     def flush(self) -> list[Delta]:
-        """Return the last deltas of the answer, with the text that was held back; none if the
-        client has received them."""
-        if self._has_ended:
-            return []
+        """Return the last delta of the answer, with the text that was held back; none if there is
+        none, or if the client has received it."""
+        part = _Part()
+        if not self._has_ended:
+            self._add(part, self._parser.flush())
         self._has_ended = True
-        self._characters += END_OF_TEXT
-        return self._deltas(self._parser.flush())
+        return [part.to_delta(self._characters + END_OF_TEXT)] if part else []
 
-    def _push_text(self, text: str) -> list[OutputEvent]:
-        """Parse text in short parts, because a parser may take a time that grows with the square of
-        the length of a part."""
-        events: list[OutputEvent] = []
-        for start in range(0, len(text), _PART_CHARS):
-            events += self._parser.push_text(text[start : start + _PART_CHARS])
-        return events
-
-    def _deltas(self, events: list[OutputEvent]) -> list[Delta]:
-        deltas: list[Delta] = []
-        text = reasoning = ""
-        calls: list[ToolCallDelta] = []
+    def _add(self, part: _Part, events: list[OutputEvent]) -> None:
         for event in events:
-            # Reasoning, content and calls of one delta are read in this order.
-            late = (isinstance(event, ReasoningDelta) and (text or calls)) or (
-                isinstance(event, ContentDelta) and calls
-            )
-            if late:
-                deltas.append(self._delta(text, reasoning, calls))
-                text, reasoning, calls = "", "", []
             match event:
                 case ReasoningDelta():
-                    reasoning += event.text
+                    part.reasoning += event.text
                 case ContentDelta():
-                    text += event.text
-                case ToolCallStart() | ArgumentsDelta() if event.index and (
-                    not self._parsing.parallel
-                ):
+                    part.text += event.text
+                case _ if event.index and not self._parsing.parallel:
                     pass
                 case ToolCallStart():
                     call_id = make_call_id(
                         self._request_id, event.index, is_short=self._has_short_ids
                     )
-                    calls.append(ToolCallDelta(index=event.index, call_id=call_id, name=event.name))
-                case ArgumentsDelta() if calls and calls[-1].index == event.index:
-                    # Clients take two entries with one index for two calls.
-                    joined = calls[-1].arguments + event.text
-                    calls[-1] = replace(calls[-1], arguments=joined)
+                    part.add(ToolCallDelta(index=event.index, call_id=call_id, name=event.name))
                 case ArgumentsDelta():
-                    calls.append(ToolCallDelta(index=event.index, arguments=event.text))
-        if text or reasoning or calls:
-            deltas.append(self._delta(text, reasoning, calls))
-        return deltas
+                    part.add(ToolCallDelta(index=event.index, arguments=event.text))
 
-    def _delta(self, text: str, reasoning: str, calls: list[ToolCallDelta]) -> Delta:
-        return Delta(
-            text=text,
-            reasoning=reasoning,
-            tool_calls=tuple(calls),
-            token_ids=(),
-            characters=self._characters,
-        )
+
+def _cut(text: str, size: int) -> Iterator[str]:
+    """Yield the parts of a text of `size` characters each. Parsers may take a time that grows with
+    the square of the length of a part."""
+    for start in range(0, len(text), size):
+        yield text[start : start + size]
 
 
 class ParsedAnswer:

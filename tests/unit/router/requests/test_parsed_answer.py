@@ -125,6 +125,21 @@ async def test_a_client_that_has_everything_gets_only_the_finish(text: str) -> N
         assert await told(FINISH, parser=parser) == [FINISH]
 
 
+async def test_a_stream_continues_between_the_deltas_of_one_round() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call> and text'
+    deltas = AnswerParser(ID, OutputParsing(tool_format="hermes")).parse_delta(
+        Delta(text=text, token_ids=(1, 2))
+    )
+    assert [(len(d.tool_calls), d.text, d.token_ids) for d in deltas] == [
+        (1, "", (1, 2)),
+        (0, "and text", ()),
+    ]
+    parser = AnswerParser(ID, OutputParsing(tool_format="hermes"))
+    parser.skip_text(text[: deltas[0].characters], has_ended=False)
+    (rest,) = parser.parse_delta(Delta(text=text[deltas[0].characters :], token_ids=()))
+    assert (rest.tool_calls, rest.text) == ((), "and text")
+
+
 async def test_one_call_is_kept_if_calls_may_not_be_parallel() -> None:
     parsing = replace(PARSING, parallel=False)
     events = await told(replace(INFO, parsing=parsing), *pieces(5), FINISH)
