@@ -151,7 +151,7 @@ def test_status_and_metrics_tell_the_exchange(stack: Stack) -> None:
         info = client.server_info()
     exchange = info.verifiers[0].device_exchange
     assert exchange is not None and exchange.draft_length > 0
-    said = f"device exchange with {exchange.drafter_id} in pinned memory of the host, drafts of"
+    said = f"device exchange with {exchange.drafter_id} in pinned memory of the host, chains of"
     assert said in list(describe_server(info))[1]
     assert metric(verifier, 'outrider_verifier_device_exchange_open{memory="host"}') == 1
     assert metric(verifier, 'outrider_verifier_device_exchange_open{memory="device"}') == 0
