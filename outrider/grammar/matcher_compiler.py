@@ -154,7 +154,7 @@ def _source(structured: StructuredOutput) -> str:
 
     match structured.kind:
         case StructuredKind.JSON_SCHEMA:
-            return _json_source(_schema(structured.text))
+            return _json_source(parse_schema(structured.text))
         case StructuredKind.JSON_OBJECT:
             return _json_source({"type": "object"})
         case StructuredKind.REGEX:
@@ -170,7 +170,7 @@ def _json_source(schema: dict[str, Any]) -> str:
     return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
 
 
-def _schema(text: str) -> dict[str, Any]:
+def parse_schema(text: str) -> dict[str, Any]:
     """Parse a JSON schema. Raises ValueError if the text is not a schema."""
     try:
         found = json.loads(text)

@@ -16,8 +16,13 @@ from typing import Any, Final
 
 from outrider.errors import InvalidRequestError
 from outrider.grammar.complexity import check_complexity
-from outrider.grammar.matcher_compiler import WHITESPACE, invalid_grammar_error
-from outrider.spec.structured_output import MAX_STRUCTURE_BYTES, StructuredKind, StructuredOutput
+from outrider.grammar.matcher_compiler import WHITESPACE, invalid_grammar_error, parse_schema
+from outrider.spec.structured_output import (
+    MAX_STRUCTURE_BYTES,
+    StructuredKind,
+    StructuredOutput,
+    lark_literal,
+)
 
 MAX_CALLS: Final = 32
 """Maximum number of calls in one answer."""
@@ -252,7 +257,7 @@ def _call_rules(
     pythonic = _PythonicRules()
     for index, (name, schema) in enumerate(_checked_tools(form, tools)):
         if not form.is_pythonic:
-            arguments = _literal("{}") if schema is None else _json_arguments(schema)
+            arguments = lark_literal("{}") if schema is None else _json_arguments(schema)
         else:
             try:
                 arguments = pythonic.add_arguments(schema or {})
@@ -262,7 +267,7 @@ def _call_rules(
                     "this model's call format, keyword arguments of Python, cannot express the "
                     f"schema: {error}",
                 ) from None
-        rules.append(f"tool_{index}: {_literal(name)} {expression(form.name_end)} {arguments}")
+        rules.append(f"tool_{index}: {lark_literal(name)} {expression(form.name_end)} {arguments}")
     rules += pythonic.lines
     if form.is_harmony:
         return [*_harmony_rules("calls", special_ids), *rules]
@@ -392,14 +397,10 @@ def _expression(text: str, special_ids: Mapping[str, int]) -> str:
             done = marker.end()
     parts.append(text[done:])
     return " ".join(
-        f"<[{special_ids[part]}]>" if part in special_ids else _literal(part)
+        f"<[{special_ids[part]}]>" if part in special_ids else lark_literal(part)
         for part in parts
         if part or len(parts) == 1
     )
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _regex(pattern: str) -> str:
@@ -413,16 +414,9 @@ def _regex(pattern: str) -> str:
 
 def _schema(structured: StructuredOutput) -> dict[str, Any]:
     try:
-        schema = json.loads(structured.text)
-    except (ValueError, RecursionError) as error:
-        raise invalid_grammar_error(structured, f"it is not JSON: {error}") from None
-    if schema is True:
-        return {}
-    if not isinstance(schema, dict):
-        raise invalid_grammar_error(
-            structured, "it must be an object or a boolean, and not `false`, which nothing fits"
-        )
-    return schema
+        return parse_schema(structured.text)
+    except ValueError as error:
+        raise invalid_grammar_error(structured, str(error)) from None
 
 
 def _json_expression(schema: dict[str, Any], **options: str) -> str:
@@ -521,14 +515,14 @@ class _PythonicRules:
         rest = ""
         """The members from the present property on, each behind a comma."""
         for name in reversed(properties):
-            member = f"{_literal(write_key(name))} {self._value(properties[name])}"
+            member = f"{lark_literal(write_key(name))} {self._value(properties[name])}"
             if name in required:
                 firsts = []
             firsts.append(f"{member} {rest}")
             behind = f'", " {member}' if name in required else f'(", " {member})?'
             rest = self._rule(f"{behind} {rest}")
         if not firsts:
-            return _literal("")
+            return lark_literal("")
         return f"({' | '.join(reversed(firsts))}){'' if required else '?'}"
 
     def _value(self, schema: Any) -> str:
@@ -668,7 +662,7 @@ def _constants(schema: dict[str, Any], types: Sequence[str]) -> list[str]:
     fitting = [value for value in values if not types or _type_names(value) & set(types)]
     if not fitting:
         raise _UnsupportedSchemaError("no value fits `enum` or `const`")
-    return [_literal(_python_literal(value)) for value in fitting]
+    return [lark_literal(_python_literal(value)) for value in fitting]
 
 
 def _type_names(value: Any) -> set[str]:

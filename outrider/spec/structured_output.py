@@ -5,6 +5,7 @@ No grammar library is imported.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -56,3 +57,8 @@ class StructuredOutput:
                 reason="INVALID_STRUCTURE",
                 param="structured_outputs",
             )
+
+
+def lark_literal(text: str) -> str:
+    """Return a string literal in Lark's syntax: a JSON string in which DEL is escaped too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+
+def partial_match_len(text: str, strings: Collection[str]) -> int:
+    """Return the length of the longest suffix of `text` that is the beginning of one of `strings`,
+    and shorter than the longest of them."""
+    longest = max(map(len, strings), default=1) - 1
+    for length in range(min(len(text), longest), 0, -1):
+        suffix = text[-length:]
+        if any(string.startswith(suffix) for string in strings):
+            return length
+    return 0
 
 
 class StopStringFilter:
@@ -47,7 +58,7 @@ class StopStringFilter:
             end, self.matched = match
             self._held = ""
             return held[shown : end if self._include else end - len(self.matched)]
-        keep = self._partial_len(held)
+        keep = partial_match_len(held, self._stops)
         self._held = held[len(held) - keep :]
         return text if self._include else held[: len(held) - keep]
 
@@ -66,13 +77,3 @@ class StopStringFilter:
             if start >= 0 and (best is None or start + len(stop) < best[0]):
                 best = (start + len(stop), stop)
         return best
-
-    def _partial_len(self, text: str) -> int:
-        """Return the length of the longest suffix of `text` that is the beginning of a stop
-        string."""
-        longest = min(len(text), len(self._stops[0]) - 1)
-        for length in range(longest, 0, -1):
-            suffix = text[-length:]
-            if any(stop.startswith(suffix) for stop in self._stops):
-                return length
-        return 0

@@ -153,12 +153,6 @@ class Tokenizer:
             self._byte_tables[texts] = self.pieces.including_special(ids) if ids else self.pieces
         return self._byte_tables[texts]
 
-    def token_id(self, text: str) -> int | None:
-        """Return the id of the token, special or not, that is exactly `text`; None if there is
-        none."""
-        found: int | None = self._fast.token_to_id(text)
-        return found
-
     @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be encoded."""

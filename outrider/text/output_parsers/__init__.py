@@ -26,4 +26,5 @@ reasoning.py               Output parser of reasoning between tags, such as `<th
                            `</think>`.
 reasoning_span.py          Finds where the reasoning of an answer begins and ends, without changing
                            the text.
+stepping.py                Base class of output parsers that process their text in steps.
 """

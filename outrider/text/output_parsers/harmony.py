@@ -27,7 +27,7 @@ from outrider.text.output_parsers.events import (
     ToolCallStart,
 )
 from outrider.text.output_parsers.json_call import MAX_NAME_CHARS
-from outrider.text.output_parsers.markers import MarkedText
+from outrider.text.output_parsers.stepping import SteppingParser
 
 START: Final = "<|start|>"
 CHANNEL: Final = "<|channel|>"
@@ -49,12 +49,12 @@ class _MessageState(Enum):
     BODY = auto()
 
 
-class HarmonyParser:
+class HarmonyParser(SteppingParser):
     """Output parser of the harmony format; see the module."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._state = _MessageState.BEGIN
-        self._text = MarkedText()
         self._header = ""
         self._is_reasoning = False
         self._call: int | None = None
@@ -68,14 +68,6 @@ class HarmonyParser:
     def is_reasoning(self) -> bool:
         """Whether the present message is reasoning."""
         return self._state is _MessageState.BODY and self._is_reasoning
-
-    def push_text(self, text: str) -> list[OutputEvent]:
-        """See `OutputParser`."""
-        self._text.push_text(text)
-        events: list[OutputEvent] = []
-        while self._step(events):
-            pass
-        return events
 
     def flush(self) -> list[OutputEvent]:
         """See `OutputParser`."""

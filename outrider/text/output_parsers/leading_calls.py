@@ -8,7 +8,7 @@ from outrider.text.output_parsers.call_readers import CallReader, MakeReader
 from outrider.text.output_parsers.content import ContentText
 from outrider.text.output_parsers.events import OutputEvent
 from outrider.text.output_parsers.json_value import MalformedCallError
-from outrider.text.output_parsers.markers import MarkedText
+from outrider.text.output_parsers.stepping import SteppingParser
 
 
 class _LeadingState(Enum):
@@ -18,7 +18,7 @@ class _LeadingState(Enum):
     CONTENT = auto()
 
 
-class LeadingCallParser:
+class LeadingCallParser(SteppingParser):
     """Output parser of answers that are either calls or content.
 
     An answer whose first character is `opening`, or that begins with `marker`, is read as calls. If
@@ -30,24 +30,16 @@ class LeadingCallParser:
     ) -> None:
         """Create a parser. `marker`: text that may precede calls; "" for none. `separator`:
         character between calls; "" if `reader` reads all of them."""
+        super().__init__()
         self._opening, self._marker, self._separator = opening, marker, separator
         self._make = reader
         self._reader: CallReader = reader(0)
         self._state = _LeadingState.BEGIN
-        self._text = MarkedText()
         self._content = ContentText()
         self._num_calls = 0
         """Number of calls before those that are being read."""
         self._raw = ""
         """Text that is content if no call begins with it."""
-
-    def push_text(self, text: str) -> list[OutputEvent]:
-        """See `OutputParser`."""
-        self._text.push_text(text)
-        events: list[OutputEvent] = []
-        while self._step(events):
-            pass
-        return events
 
     def flush(self) -> list[OutputEvent]:
         """See `OutputParser`."""

@@ -9,7 +9,7 @@ from outrider.text.output_parsers.call_readers import CallReader, MakeReader
 from outrider.text.output_parsers.content import ContentText
 from outrider.text.output_parsers.events import OutputEvent
 from outrider.text.output_parsers.json_value import MalformedCallError
-from outrider.text.output_parsers.markers import MarkedText
+from outrider.text.output_parsers.stepping import SteppingParser
 
 
 class _MarkedCallState(Enum):
@@ -20,7 +20,7 @@ class _MarkedCallState(Enum):
     """Behind calls, before their end marker."""
 
 
-class MarkedCallParser:
+class MarkedCallParser(SteppingParser):
     """Output parser of calls between a begin marker and an end marker.
 
     A call whose name cannot be read is content, with its marker. If a call is malformed after its
@@ -33,23 +33,15 @@ class MarkedCallParser:
         """Create a parser. `begin`: markers that begin calls. `end`: marker behind them; "" for
         none. `ignored`: markers that are left out, such as those around a section of calls.
         `reader`: makes the reader of the text behind a begin marker."""
+        super().__init__()
         self._begin, self._end, self._ignored, self._make = begin, end, ignored, reader
         self._state = _MarkedCallState.CONTENT
-        self._text = MarkedText()
         self._content = ContentText()
         self._num_calls = 0
         """Number of calls before the present marker."""
         self._reader: CallReader = reader(0)
         self._raw = ""
         """The marker and the text behind it, as long as no call behind it has a name."""
-
-    def push_text(self, text: str) -> list[OutputEvent]:
-        """See `OutputParser`."""
-        self._text.push_text(text)
-        events: list[OutputEvent] = []
-        while self._step(events):
-            pass
-        return events
 
     def flush(self) -> list[OutputEvent]:
         """See `OutputParser`."""

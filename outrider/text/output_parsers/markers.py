@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from outrider.text.stop_strings import partial_match_len
+
 
 def first_marker(text: str, markers: Collection[str]) -> tuple[int, str] | None:
     """Return the position and the marker that occurs first in a text; None if none occurs. Of
@@ -11,16 +13,6 @@ def first_marker(text: str, markers: Collection[str]) -> tuple[int, str] | None:
     found = [(text.find(marker), -len(marker), marker) for marker in markers]
     position, _, marker = min((each for each in found if each[0] >= 0), default=(-1, 0, ""))
     return (position, marker) if marker else None
-
-
-def partial_marker_len(text: str, markers: Collection[str]) -> int:
-    """Return the length of the longest suffix of a text that is a proper prefix of a marker."""
-    longest = max(map(len, markers), default=1) - 1
-    for length in range(min(len(text), longest), 0, -1):
-        suffix = text[-length:]
-        if any(len(marker) > length and marker.startswith(suffix) for marker in markers):
-            return length
-    return 0
 
 
 class MarkedText:
@@ -45,7 +37,7 @@ class MarkedText:
         text, take the text that cannot be part of one, and return "" for the marker."""
         found = first_marker(self._text, markers)
         if found is None:
-            kept = len(self._text) - partial_marker_len(self._text, markers)
+            kept = len(self._text) - partial_match_len(self._text, markers)
             taken, self._text = self._text[:kept], self._text[kept:]
             return taken, ""
         position, marker = found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from outrider.text.output_parsers.events import OutputEvent, OutputParser, ReasoningDelta
-from outrider.text.output_parsers.markers import MarkedText
+from outrider.text.output_parsers.stepping import SteppingParser
 
 
 class _ReasoningState(Enum):
@@ -19,7 +19,7 @@ class _ReasoningState(Enum):
     CONTENT = auto()
 
 
-class TaggedReasoningParser:
+class TaggedReasoningParser(SteppingParser):
     """Splits an answer into reasoning between tags at its beginning, and the rest.
 
     The rest goes through another parser. White space around the reasoning is left out.
@@ -30,9 +30,9 @@ class TaggedReasoningParser:
     ) -> None:
         """Create a parser. `is_open`: whether the prompt ended with the open tag, so that the
         answer begins with reasoning. `content`: parser of the text behind the reasoning."""
+        super().__init__()
         self._open, self._close = open_tag, close_tag
         self._content = content
-        self._text = MarkedText()
         self._space = ""
         """White space at the end of the reasoning so far."""
         self._state = _ReasoningState.REASONING_BEGIN if is_open else _ReasoningState.BEGIN
@@ -46,11 +46,7 @@ class TaggedReasoningParser:
         """See `OutputParser`."""
         if self._state is _ReasoningState.CONTENT:
             return self._content.push_text(text)
-        self._text.push_text(text)
-        events: list[OutputEvent] = []
-        while self._step(events):
-            pass
-        return events
+        return super().push_text(text)
 
     def flush(self) -> list[OutputEvent]:
         """See `OutputParser`."""

@@ -51,8 +51,8 @@ def make_call_id(request_id: RequestId, index: int, *, is_short: bool) -> str:
     return digits if is_short else f"call_{digits}"
 
 
-class _Part:
-    """Content of a delta that is being put together."""
+class _DeltaParts:
+    """Reasoning, content and calls of a delta that is being put together."""
 
     def __init__(self) -> None:
         self.text = self.reasoning = ""
@@ -118,14 +118,14 @@ class AnswerParser:
         """Return the deltas to send for a delta of the unparsed answer: usually one. Several keep
         the order of content and calls, and a stream can be resumed after each."""
         deltas: list[Delta] = []
-        part, position = _Part(), self._characters
+        part, position = _DeltaParts(), self._characters
         # The position of a part must be known exactly, or text would be lost on resumption.
         size = 1 if len(delta.text) <= _PART_CHARS else _PART_CHARS
         for text in _cut(delta.text, size):
             events = self._parser.push_text(text)
             if events and part.follows(events[0]):
                 deltas.append(part.to_delta(position))
-                part = _Part()
+                part = _DeltaParts()
             self._add(part, events)
             position += len(text)
         self._characters = position
@@ -138,13 +138,13 @@ class AnswerParser:
     def flush(self) -> list[Delta]:
         """Return the last delta of the answer, with the text that was held back; none if there is
         none, or if the client has received it."""
-        part = _Part()
+        part = _DeltaParts()
         if not self._has_ended:
             self._add(part, self._parser.flush())
         self._has_ended = True
         return [part.to_delta(self._characters + END_OF_TEXT)] if part else []
 
-    def _add(self, part: _Part, events: list[OutputEvent]) -> None:
+    def _add(self, part: _DeltaParts, events: list[OutputEvent]) -> None:
         for event in events:
             match event:
                 case ReasoningDelta():

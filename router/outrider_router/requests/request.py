@@ -419,8 +419,8 @@ def validate_request(
     """Apply defaults and check all options against the served model.
 
     `prompt_ids` are the tokens of the prompt, `seed` is used if the request sets none, and
-    `parsing` says how the answer is split. Raises
-    InvalidRequestError, and NotFoundError for a model that is not served.
+    `parsing` says how the answer is split. Raises InvalidRequestError, and NotFoundError for a
+    model that is not served.
     """
     name = served_model_name(config, info)
     if request.model not in (None, "", name):

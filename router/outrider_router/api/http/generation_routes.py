@@ -94,7 +94,15 @@ async def chat_completions(
         "structured_outputs": structure_field(body),
     }
     requests = chat_requests(body, request.scope[CLIENT_ID])
-    return _answer(ChatWriter, requests, body, request, service, caller)
+    return _answer(
+        ChatWriter,
+        requests,
+        body,
+        request,
+        service,
+        caller,
+        include_reasoning=body.include_reasoning is not False,
+    )
 
 
 def _answer(
@@ -105,6 +113,8 @@ def _answer(
     service: RouterService,
     caller: Caller,
     echoes: Sequence[str] = (),
+    *,
+    include_reasoning: bool = True,
 ) -> Response:
     info = service.registry.any_verifier_info()
     if info is None:
@@ -135,6 +145,6 @@ def _answer(
         prompt_echoes=echoes,
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
-        include_reasoning=getattr(body, "include_reasoning", None) is not False,
+        include_reasoning=include_reasoning,
     )
     return StreamingAnswer(service, asked, stream=bool(body.stream))

@@ -111,8 +111,8 @@ class ResponseWriter(ABC):
         tool_calls: Sequence[ToolCallDelta] = (),
     ) -> str:
         """Return a server-sent event with new text, reasoning and parts of tool calls of a choice.
-        If the format has an opening chunk,
-        it precedes the first event of a choice. `usage` is part of the event unless it is None.
+        If the format has an opening chunk, it precedes the first event of a choice. `usage` is part
+        of the event unless it is None.
         """
         told = "null"
         if self._with_logprobs:

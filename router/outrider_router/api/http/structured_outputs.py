@@ -12,7 +12,12 @@ from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from outrider.errors import InvalidRequestError
-from outrider.spec.structured_output import MAX_STRUCTURE_BYTES, StructuredKind, StructuredOutput
+from outrider.spec.structured_output import (
+    MAX_STRUCTURE_BYTES,
+    StructuredKind,
+    StructuredOutput,
+    lark_literal,
+)
 from outrider_router.api.http.unsupported_fields import STRUCTURE, refuse_unsupported
 from outrider_router.api.http.validation_errors import UNION_TAG
 
@@ -130,17 +135,12 @@ def _of(
     if regex is not None:
         found[f"{where}regex"] = StructuredOutput(StructuredKind.REGEX, regex)
     if choice is not None:
-        alternatives = " | ".join(map(_quoted, choice))
+        alternatives = " | ".join(map(lark_literal, choice))
         text = f"start: {alternatives}"
         found[f"{where}choice"] = StructuredOutput(StructuredKind.GRAMMAR, text)
     if grammar is not None:
         found[f"{where}grammar"] = StructuredOutput(StructuredKind.GRAMMAR, grammar)
     return found
-
-
-def _quoted(text: str) -> str:
-    """Return a string literal in Lark's syntax: a JSON string in which DEL is escaped too."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _invalid(message: str) -> InvalidRequestError:
