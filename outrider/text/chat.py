@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from outrider.errors import InvalidRequestError
@@ -63,6 +63,10 @@ class ChatTemplate:
                 f"the chat template does not compile: {error}", reason="BAD_CHAT_TEMPLATE"
             ) from error
         self._special_tokens = dict(special_tokens)
+        self.variables = frozenset(
+            name.name for name in environment.parse(source).find_all(nodes.Name)
+        )
+        """Names of all variables in the template."""
 
     def render(
         self,

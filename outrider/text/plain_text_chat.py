@@ -41,6 +41,10 @@ class PlainChat:
         `bos_token` to the texts of special tokens. `tokens` gives special tokens their private
         names.
         """
+        self.source = source
+        """Source of the template."""
+        self.template = usual
+        """The unchanged template."""
         self._tokens = tokens
         self._template = usual
         self._is_marked = False

@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import InvalidRequestError, NotFoundError
-from outrider.text.chat import NEXT_ANSWER, NO_VARIABLES, ChatOptions, ChatTemplate
-from outrider.text.plain_text_chat import PlainChat
-from outrider.text.special_tokens import SpecialTokens
+from outrider.text.chat import NEXT_ANSWER, NO_VARIABLES, ChatOptions
+from outrider.text.model_chat import SETTINGS_FILE, ModelChat, token_text
+from outrider.text.template_traits import TemplateTraits
 from outrider.text.token_bytes import TokenByteTable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
-SETTINGS_FILE = "tokenizer_config.json"
-TEMPLATE_FILE = "chat_template.jinja"
 LONG_INPUT = 4_000
 """Number of characters or ids from which encoding or decoding takes milliseconds. Such work belongs
 on a thread of its own, so that the event loop can continue."""
@@ -35,7 +33,6 @@ _MAX_EXCESS = 1.25
 """A text is refused if its pieces together have more tokens than this multiple of the limit plus
 LONG_INPUT. The pieces' tokens differ from those of the whole text only at the cuts, by a few of the
 hundreds of tokens in a piece."""
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def tokenizer_hash(path: str | Path) -> str:
@@ -67,21 +64,18 @@ class Tokenizer:
         fast: FastTokenizer,
         *,
         hash_hex: str,
-        template: ChatTemplate | None,
-        plain_chat: tuple[PlainChat, SpecialTokens] | None = None,
+        chat: ModelChat | None,
         eos_ids: tuple[int, ...],
         file: Path | None = None,
-        template_source: str = "",
     ) -> None:
         self._fast = fast
-        self._template = template
-        self._plain_chat = plain_chat
+        self._chat = chat
         self.hash = hash_hex
         """sha256 of tokenizer.json, hexadecimal."""
         self.eos_ids = eos_ids
         """Ids that end the model's turn, ascending."""
-        self.template_source = template_source
-        """Source of the chat template; "" if the model has none."""
+        self.template_source = "" if chat is None else chat.source
+        """Sources of the chat templates; "" if the model has none."""
         self.file = file
         """The tokenizer.json from which the tokenizer was read, or None."""
         self.num_ids = 1 + max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -114,26 +108,12 @@ class Tokenizer:
         fast.no_truncation()
         fast.no_padding()
         settings = _read_json(file.with_name(SETTINGS_FILE))
-        source, names = _template_source(file.parent, settings)
-        template = plain_chat = None
-        if source is not None:
-            try:
-                template = ChatTemplate(source, names)
-            except InvalidRequestError as error:
-                raise InvalidRequestError(
-                    f"{_template_file(file.parent)}: {error.message}", reason=error.reason
-                ) from error
-            tokens = SpecialTokens(raw)
-            tokens.check_ids(fast)
-            plain_chat = (PlainChat(source, names, tokens, template), tokens)
         return cls(
             fast,
             hash_hex=hashlib.sha256(raw).hexdigest(),
-            template=template,
-            plain_chat=plain_chat,
+            chat=ModelChat.load(file.parent, settings, raw, fast),
             eos_ids=_eos_ids(fast, file.parent, settings),
             file=file,
-            template_source=source or "",
         )
 
     def special_ids(self, texts: Collection[str]) -> dict[str, int]:
@@ -156,7 +136,12 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be encoded."""
-        return self._template is not None
+        return self._chat is not None
+
+    def template_traits(self, *, with_tools: bool) -> TemplateTraits:
+        """Return the form in which the chat template for requests with or without tools reads
+        messages. A model without a template has the usual traits."""
+        return TemplateTraits() if self._chat is None else self._chat.traits(with_tools=with_tools)
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
@@ -211,17 +196,18 @@ class Tokenizer:
         cases. `max_tokens` is as in `encode`. Raises InvalidRequestError if the model has no
         template or the template refuses the messages.
         """
-        if self._template is None:
+        chat = self._chat
+        if chat is None:
             raise InvalidRequestError(
                 "this model has no chat template; send a text or token-id prompt",
                 reason="NO_CHAT_TEMPLATE",
                 param="messages",
             )
-        if parse_special_tokens or self._plain_chat is None:
-            text = self._template.render(messages, options=options, variables=variables)
+        if parse_special_tokens:
+            text = chat.render(messages, options=options, variables=variables)
             return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
-        chat, tokens = self._plain_chat
-        text = chat.render(messages, options=options, variables=variables)
+        tokens = chat.tokens
+        text = chat.render_plain(messages, options=options, variables=variables)
         ids = self.encode(tokens.unmark(text), add_special_tokens=False, max_tokens=max_tokens)
         if [id_ for id_ in ids if id_ in tokens.ids] == tokens.marked_ids(text):
             return ids
@@ -252,43 +238,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _token_text(value: object) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _template_file(directory: Path) -> Path:
-    """Return the file that holds the chat template, if the model has one."""
-    file = directory / TEMPLATE_FILE
-    return file if file.is_file() else directory / SETTINGS_FILE
-
-
-def _template_source(
-    directory: Path, settings: Mapping[str, Any]
-) -> tuple[str | None, dict[str, str]]:
-    """Return the template from chat_template.jinja, else from tokenizer_config.json, and the text
-    of each special token that it may name."""
-    file = _template_file(directory)
-    source: Any
-    if file.name == TEMPLATE_FILE:
-        try:
-            source = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise InvalidRequestError(
-                f"{file} is not UTF-8 text", reason="BAD_CHAT_TEMPLATE"
-            ) from error
-    else:
-        source = settings.get("chat_template")
-    if isinstance(source, list):
-        named = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}
-        source = named.get("default")
-    if not isinstance(source, str):
-        return None, {}
-    names = {name: _token_text(settings.get(name)) for name in SPECIAL_NAMES}
-    return source, {name: text for name, text in names.items() if text is not None}
-
-
 def _eos_ids(fast: FastTokenizer, directory: Path, settings: Mapping[str, Any]) -> tuple[int, ...]:
     """Return every id that any of the model's files names as an end of turn.
 
@@ -307,7 +256,7 @@ def _eos_ids(fast: FastTokenizer, directory: Path, settings: Mapping[str, Any]) 
                     reason="BAD_TOKENIZER",
                 )
         found.update(ids)
-    text = _token_text(settings.get("eos_token"))
+    text = token_text(settings.get("eos_token"))
     from_text = fast.token_to_id(text) if text is not None else None
     if from_text is not None:
         found.add(from_text)

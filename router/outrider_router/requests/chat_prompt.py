@@ -1,7 +1,7 @@
 """Conversations as the chat template reads them: messages, tools and variables. Pure.
 
-Checks everything that the message types leave open: roles, JSON texts, names of tools, and which
-fields a role may have. Errors name the field as OpenAI's API does.
+Checks what the message types leave open: JSON texts, names of tools, and which fields a role may
+have. Roles are checked by the template. Errors name the field as OpenAI's API does.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from outrider.spec.tools import (
     MAX_TOOL_CALLS,
     MAX_TOOLS,
     Tool,
+    ToolCall,
     ToolChoiceMode,
     ToolOptions,
 )
+from outrider.text.template_traits import TemplateTraits
 from outrider.wire.inference import REASONING_EFFORTS, ChatMessage, ChatPrompt
 
 TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -28,17 +30,21 @@ MAX_JSON_DEPTH: Final = 64
 """Largest nesting depth of arguments and template variables."""
 _SERVER_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})
 """Variables that only the server sets."""
+_HARMONY_EFFORTS: Final = {"none": "low", "minimal": "low", "xhigh": "high"}
+"""Efforts that models of the harmony format were not trained with, and the nearest that they
+were."""
 
 
-def template_messages(prompt: ChatPrompt) -> list[dict[str, Any]]:
-    """Return the messages of a conversation as values of JSON's types. Arguments of tool calls are
-    objects, as published templates expect them. Raises InvalidRequestError."""
+def template_messages(prompt: ChatPrompt, traits: TemplateTraits) -> list[dict[str, Any]]:
+    """Return the messages of a conversation as values of JSON's types, in the form that a template
+    with these traits reads. Raises InvalidRequestError."""
     return [
-        _message(message, f"messages[{index}]") for index, message in enumerate(prompt.messages)
+        _message(message, f"messages[{index}]", traits)
+        for index, message in enumerate(prompt.messages)
     ]
 
 
-def _message(message: ChatMessage, where: str) -> dict[str, Any]:
+def _message(message: ChatMessage, where: str, traits: TemplateTraits) -> dict[str, Any]:
     found: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         if message.role != "assistant":
@@ -46,18 +52,11 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
         if len(message.tool_calls) > MAX_TOOL_CALLS:
             raise _invalid(f"{where}.tool_calls", f"at most {MAX_TOOL_CALLS} calls are allowed")
         found["tool_calls"] = [
-            {
-                "id": call.call_id,
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": _json_object(
-                        call.arguments or "{}", f"{where}.tool_calls[{index}].function.arguments"
-                    ),
-                },
-            }
+            _call(call, f"{where}.tool_calls[{index}]", traits)
             for index, call in enumerate(message.tool_calls)
         ]
+        if traits.has_null_content and not message.content:
+            found["content"] = None
     if message.role == "tool":
         found["tool_call_id"] = message.tool_call_id
     elif message.tool_call_id:
@@ -67,12 +66,28 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     if message.reasoning:
         # Templates use either name.
         found["reasoning_content"] = found["reasoning"] = message.reasoning
+        # Templates of the harmony format refuse calls with both text and reasoning.
+        if traits.is_harmony and not (message.content and message.tool_calls):
+            found["thinking"] = message.reasoning
     return found
 
 
-def template_variables(prompt: ChatPrompt) -> dict[str, Any]:
-    """Return the template's variables beyond the messages: tools, settings of reasoning, and those
-    that the client sets. Raises InvalidRequestError."""
+def _call(call: ToolCall, where: str, traits: TemplateTraits) -> dict[str, Any]:
+    text = call.arguments if call.arguments.strip() not in ("", "null") else "{}"
+    arguments = _json_object(text, f"{where}.function.arguments")
+    return {
+        "id": call.call_id,
+        "type": "function",
+        "function": {
+            "name": call.name,
+            "arguments": text if traits.has_text_arguments else arguments,
+        },
+    }
+
+
+def template_variables(prompt: ChatPrompt, traits: TemplateTraits) -> dict[str, Any]:
+    """Return the variables of a template with these traits, beyond the messages: tools, settings of
+    reasoning, and those that the client sets. Raises InvalidRequestError."""
     found = _client_variables(prompt.template_variables)
     effort = prompt.reasoning_effort
     if effort is not None:
@@ -81,15 +96,23 @@ def template_variables(prompt: ChatPrompt) -> dict[str, Any]:
                 "reasoning_effort",
                 f"reasoning_effort must be one of {', '.join(REASONING_EFFORTS)}, got {effort!r}",
             )
-        found.setdefault("reasoning_effort", effort)
+        known = _HARMONY_EFFORTS.get(effort, effort) if traits.is_harmony else effort
+        found.setdefault("reasoning_effort", known)
         if effort == "none":
             # The names that templates of Qwen, and of DeepSeek and Granite, read.
             found.setdefault("enable_thinking", False)
             found.setdefault("thinking", False)
     check_tools(prompt.tools)
-    if prompt.tools.tools and prompt.tools.choice is not ToolChoiceMode.NONE:
-        found["tools"] = [_tool(tool, index) for index, tool in enumerate(prompt.tools.tools)]
+    if has_rendered_tools(prompt):
+        found["tools"] = [
+            _tool(tool, index, traits) for index, tool in enumerate(prompt.tools.tools)
+        ]
     return found
+
+
+def has_rendered_tools(prompt: ChatPrompt) -> bool:
+    """Return whether the template gets tools. With the tool choice none, they are left out."""
+    return bool(prompt.tools.tools) and prompt.tools.choice is not ToolChoiceMode.NONE
 
 
 def _client_variables(text: str) -> dict[str, Any]:
@@ -136,11 +159,12 @@ def check_tools(options: ToolOptions) -> None:
         raise _invalid("tool_choice", "tool_choice is required, but there are no tools")
 
 
-def _tool(tool: Tool, index: int) -> dict[str, Any]:
+def _tool(tool: Tool, index: int, traits: TemplateTraits) -> dict[str, Any]:
     where = f"tools[{index}].function.parameters"
     parameters = _json_object(tool.parameters, where) if tool.parameters else None
     function: dict[str, Any] = {"name": tool.name}
-    if tool.description:
+    if tool.description or traits.is_harmony:
+        # Templates of the harmony format write the description without checking that there is one.
         function["description"] = tool.description
     # Templates iterate over the properties of tools without checking that there are some.
     function["parameters"] = parameters or {"type": "object", "properties": {}}
@@ -180,4 +204,5 @@ def _depth(value: Any) -> int:
 
 
 def _invalid(param: str, message: str) -> InvalidRequestError:
-    return InvalidRequestError(message, reason="INVALID_TOOLS", param=param)
+    reason = "INVALID_TOOLS" if param.startswith("tool") else "INVALID_REQUEST"
+    return InvalidRequestError(message, reason=reason, param=param)

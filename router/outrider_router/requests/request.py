@@ -40,7 +40,11 @@ from outrider.wire.inference import (
 from outrider.wire.messages import SessionSpec, VerifierInfo
 from outrider_router.base.tenants import SHARED_TENANT
 from outrider_router.config import RouterConfig, SpeculationDefaults
-from outrider_router.requests.chat_prompt import template_messages, template_variables
+from outrider_router.requests.chat_prompt import (
+    has_rendered_tools,
+    template_messages,
+    template_variables,
+)
 from outrider_router.requests.request_output import OutputAssembler, StopChecker
 
 _Ids = tuple[int, ...]
@@ -371,7 +375,9 @@ async def tokenize_prompt(
             )
             found = await _maybe_in_thread(len(text), encode, text)
         case ChatPrompt():
-            turns, variables = template_messages(prompt), template_variables(prompt)
+            traits = tokenizer.template_traits(with_tools=has_rendered_tools(prompt))
+            turns = template_messages(prompt, traits)
+            variables = template_variables(prompt, traits)
             encode_chat = partial(
                 tokenizer.encode_chat,
                 options=chat_options,

@@ -131,6 +131,26 @@ def test_the_default_template_of_a_list_is_taken(model_dir: Path) -> None:
     assert tokenizer.encode_chat([{"role": "user", "content": "Hi"}]) == tokenizer.encode("D")
 
 
+def test_requests_with_tools_use_the_template_for_tools(model_dir: Path) -> None:
+    templates = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools[0].name }}"},
+    ]
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    tokenizer = Tokenizer.load(model_dir)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.decode(tokenizer.encode_chat(messages)) == "plain"
+    with_tools = tokenizer.encode_chat(messages, variables={"tools": [{"name": "look"}]})
+    assert tokenizer.decode(with_tools) == "look"
+    assert tokenizer.template_traits(with_tools=True).renders_tools
+    assert not tokenizer.template_traits(with_tools=False).renders_tools
+    file = model_dir / "additional_chat_templates" / "tool_use.jinja"
+    file.parent.mkdir()
+    file.write_text("file")
+    again = Tokenizer.load(model_dir)
+    assert again.decode(again.encode_chat(messages, variables={"tools": []})) == "file"
+
+
 def test_a_template_that_raises_is_the_callers_error(model_dir: Path) -> None:
     (model_dir / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequestError, match="roles must alternate"):

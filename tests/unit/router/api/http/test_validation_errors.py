@@ -134,7 +134,7 @@ async def test_mistakes_are_told_in_plain_words_with_their_field(tmp_path: Path)
     [
         (CHAT, tools("f"), "unsupported"),
         (CHAT, tools("f", "f"), "invalid_tools"),
-        (CHAT, turns(ASKED, called("{")), "invalid_tools"),
+        (CHAT, turns(ASKED, called("{")), "invalid_request"),
         (CHAT, turns(ASKED, CALLS), "invalid_request"),
         (CHAT, turns(), "invalid_request"),
         (

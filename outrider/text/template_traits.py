@@ -1,0 +1,94 @@
+"""Traits of chat templates: in which form a template reads tools, tool calls and reasoning.
+
+Published templates differ in ways that no file of the model declares. They are found here by
+rendering a sample conversation in each form.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+
+from outrider.errors import InvalidRequestError
+from outrider.text.chat import ChatTemplate
+
+_NAME: Final = "sample_tool"
+_ARGUMENTS: Final = {"sample_key": "sample_value"}
+_TOOL: Final[dict[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "sample",
+        "parameters": {
+            "type": "object",
+            "properties": {"sample_key": {"type": "string", "description": "sample"}},
+            "required": ["sample_key"],
+        },
+    },
+}
+_CALL_ID: Final = "sample123"
+"""Templates of Mistral models demand 9 letters and digits."""
+_HARMONY_CHANNEL: Final = "<|channel|>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateTraits:
+    """Form in which a chat template reads messages and tools."""
+
+    renders_tools: bool = False
+    """Whether the template has a variable `tools`."""
+    has_text_arguments: bool = False
+    """Whether the arguments of tool calls must be JSON texts, as in templates of DeepSeek. Other
+    templates need objects."""
+    has_null_content: bool = False
+    """Whether a message with tool calls and without text must have the content None. Other
+    templates need an empty text."""
+    is_harmony: bool = False
+    """Whether the template writes OpenAI's harmony format (gpt-oss): it reads the reasoning of a
+    message from `thinking`, and knows the reasoning efforts low, medium and high only."""
+
+
+def find_traits(source: str, template: ChatTemplate) -> TemplateTraits:
+    """Return the traits of a template. `source`: its text. A template that refuses every sample
+    gets arguments as objects and content as text."""
+    has_text, has_null = next(
+        (form for form in _FORMS if _renders_call(template, *form)), _FORMS[0]
+    )
+    return TemplateTraits(
+        renders_tools="tools" in template.variables,
+        has_text_arguments=has_text,
+        has_null_content=has_null,
+        is_harmony=_HARMONY_CHANNEL in source,
+    )
+
+
+_FORMS: Final = ((False, False), (True, False), (False, True), (True, True))
+"""Values of `has_text_arguments` and `has_null_content`, the most frequent ones first."""
+
+
+def _renders_call(template: ChatTemplate, has_text: bool, has_null: bool) -> bool:
+    """Return whether a template writes the call of a sample conversation as JSON, or in a format of
+    its own, but not as Python's text of a dictionary and not as a JSON text inside a string."""
+    arguments = json.dumps(_ARGUMENTS)
+    call = {
+        "id": _CALL_ID,
+        "type": "function",
+        "function": {"name": _NAME, "arguments": arguments if has_text else _ARGUMENTS},
+    }
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "sample"},
+        {"role": "assistant", "content": None if has_null else "", "tool_calls": [call]},
+        {"role": "tool", "content": "sample", "tool_call_id": _CALL_ID, "name": _NAME},
+    ]
+    try:
+        # Without the tool's definition, which holds the same names.
+        text = template.render(messages)
+    except InvalidRequestError:
+        try:
+            text = template.render(messages, variables={"tools": [_TOOL]})
+        except InvalidRequestError:
+            return False
+    if has_text:
+        return arguments in text
+    return "sample_value" in text and str(_ARGUMENTS) not in text
