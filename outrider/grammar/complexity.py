@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from outrider.errors import InvalidRequestError
 from outrider.grammar.json_numbers import check_numbers
@@ -20,19 +20,22 @@ MAX_NESTING: Final = 128
 """Maximum nesting depth of brackets in a regular expression or a Lark grammar, and of arrays and
 objects in a JSON schema."""
 MAX_RULES: Final = 4_000
-"""Maximum number of rules and terminals that a Lark grammar may define."""
+"""Maximum number of rules and terminals that a Lark grammar may define, with the grammars nested in
+it."""
 MAX_REFERENCES: Final = 4_000
-"""Maximum number of references in a JSON schema."""
+"""Maximum number of references in a JSON schema, and in all schemas nested in a Lark grammar."""
 MAX_TOTAL_NESTING: Final = 16_000
 """Maximum sum of nesting depths in a text. For a JSON schema, it is the sum over the schema and all
 parts that it refers to. For a Lark grammar, it is the sum over all rules, and each rule adds one
-level. The library cannot recurse more deeply than this sum."""
+level; the sums of nested schemas count, too. The library cannot recurse more deeply than this
+sum."""
 
 _TOKEN: Final = re.compile(
     r"""
     (?P<string> " (?: \\. | [^"\\\n] )* " )
     | (?P<comment> // [^\n]* | \# [^\n]* )
     | (?P<regex> / (?: \\. | [^/\\\n] )+ / )
+    | (?P<json> %json \s* (?= \{ ) )
     | (?P<rule> ^ [ \t]* [?!]? [A-Za-z_] \w* (?= [^:\n"/|()]* : ) )
     | (?P<open> [(\[{] )
     | (?P<close> [)\]}] )
@@ -53,7 +56,6 @@ def check_complexity(structured: StructuredOutput) -> None:
     match structured.kind:
         case StructuredKind.JSON_SCHEMA:
             _check_schema(structured.text)
-            check_numbers(structured.text)
         case StructuredKind.REGEX:
             _require(regex_nesting(structured.text), MAX_NESTING, "open brackets in one another")
         case StructuredKind.GRAMMAR:
@@ -83,12 +85,13 @@ def regex_nesting(text: str) -> int:
 
 
 def _check_lark(text: str) -> None:
-    rules = depth = most = total = 0
+    rules = depth = most = total = references = 0
     for token in _TOKEN.finditer(text):
         match token.lastgroup:
-            case "rule" if not depth:
+            case "rule":
+                # At any depth: `%lark { ... }` nests grammars.
                 rules += 1
-                total, most = total + most + 1, 0
+                total, most = total + most + 1, depth
             case "open":
                 depth += 1
                 most = max(most, depth)
@@ -99,10 +102,34 @@ def _check_lark(text: str) -> None:
                 nesting = regex_nesting(token.group())
                 _require(nesting, MAX_NESTING, "open brackets in one another")
                 most = max(most, depth + nesting)
+            case "json":
+                cost = _nested_schema_cost(text, token.end())
+                total, references = total + cost.total_nesting, references + cost.references
             case _:
                 pass
     _require(rules, MAX_RULES, "rules")
+    _require(references, MAX_REFERENCES, "references")
     _require(total + most, MAX_TOTAL_NESTING, "levels of all rules together")
+
+
+class _SchemaCost(NamedTuple):
+    """What a JSON schema costs the grammar library."""
+
+    nesting: int = 0
+    references: int = 0
+    total_nesting: int = 0
+    """Sum of the nesting depths of the schema and of all parts that it refers to."""
+
+
+def _nested_schema_cost(text: str, start: int) -> _SchemaCost:
+    """Return the cost of the JSON schema at `start` in a Lark grammar."""
+    try:
+        schema, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError):
+        # The compiler says what is wrong with it. Its brackets are counted as the grammar's.
+        return _SchemaCost()
+    check_numbers(text[start:end])
+    return _schema_cost(schema)
 
 
 def _check_schema(text: str) -> None:
@@ -111,15 +138,22 @@ def _check_schema(text: str) -> None:
     except (ValueError, RecursionError):
         # The compiler says what is wrong with it.
         return
+    cost = _schema_cost(schema)
+    _require(cost.nesting, MAX_NESTING, "arrays and objects in one another")
+    _require(cost.references, MAX_REFERENCES, "references")
+    _require(cost.total_nesting, MAX_TOTAL_NESTING, "levels of all references together")
+    check_numbers(text)
+
+
+def _schema_cost(schema: object) -> _SchemaCost:
     depths: dict[int, int] = {}
-    _require(_nesting(schema, depths), MAX_NESTING, "arrays and objects in one another")
+    nesting = _nesting(schema, depths)
     references = list(_references(schema))
-    _require(len(references), MAX_REFERENCES, "references")
     total = depths.get(id(schema), 0)
     for name in set(references):
         # A target that is not found is counted as the whole schema.
         total += 1 + depths.get(id(_target(schema, name)), depths.get(id(schema), 0))
-    _require(total, MAX_TOTAL_NESTING, "levels of all references together")
+    return _SchemaCost(nesting, len(references), total)
 
 
 def _nesting(schema: object, depths: dict[int, int]) -> int:

@@ -91,7 +91,7 @@ class ChatTemplate:
         *earlier, last = messages
         # Nobody can guess it, so no message holds it.
         mark = f"{secrets.token_hex(16)} "
-        marked = {**last, "content": last["content"] + mark}
+        marked = {**last, "content": (last["content"] or "") + mark}
         text = self._render([*earlier, marked], variables, add_generation_prompt=False)
         before, found, after = text.rpartition(mark.rstrip())
         if not found:

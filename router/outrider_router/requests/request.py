@@ -385,13 +385,13 @@ async def tokenize_prompt(
                 parse_special_tokens=parse_special_tokens,
                 max_tokens=max_tokens,
             )
-            found = await _maybe_in_thread(_chat_size(prompt), encode_chat, turns)
+            found = await _maybe_in_thread(chat_size(prompt), encode_chat, turns)
     if not found:
         raise InvalidRequestError("the prompt has no tokens", reason="EMPTY_PROMPT", param="prompt")
     return found
 
 
-def _chat_size(prompt: ChatPrompt) -> int:
+def chat_size(prompt: ChatPrompt) -> int:
     """Return the approximate number of characters of a rendered conversation."""
     size = len(prompt.template_variables)
     for message in prompt.messages:

@@ -50,6 +50,25 @@ def deep_schema(depth: int) -> object:
             ),
             "levels of all references",
         ),
+        (
+            attacks.lark(
+                "start: %lark {\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(MAX_RULES)) + "\n}"
+            ),
+            "rules",
+        ),
+        (
+            attacks.lark(
+                "start: %json "
+                + json.dumps({"anyOf": [{"$ref": "#"}] * (MAX_REFERENCES // 2 + 1)})
+                + "| %json "
+                + json.dumps({"anyOf": [{"$ref": "#"}] * (MAX_REFERENCES // 2 + 1)})
+            ),
+            "references",
+        ),
+        (
+            attacks.lark("start: %lark {\n  start: " + nested(MAX_NESTING) + "\n}"),
+            "open brackets",
+        ),
     ],
 )
 def test_what_is_too_complex_is_refused_with_what_is_allowed(
@@ -72,12 +91,20 @@ def test_what_is_too_complex_is_refused_with_what_is_allowed(
         attacks.chained_references(),
         attacks.schema({"properties": {"$ref": {"type": "string"}, "n": {"$ref": "#"}}}),
         attacks.schema({"enum": [json.dumps({"$ref": "#"})]}),
+        attacks.lark('start: "%json {" // %json {"$ref": "#"'),
+        attacks.lark('start: %json {"type": "object"'),
+        attacks.lark("start: " + "%json {" * 100),
     ],
 )
 def test_what_is_in_use_passes_and_so_does_what_the_library_refuses(
     structured: StructuredOutput,
 ) -> None:
     check_complexity(structured)
+
+
+def test_numbers_of_nested_schemas_are_those_of_schemas() -> None:
+    with pytest.raises(InvalidRequestError, match="number"):
+        check_complexity(attacks.lark('start: %json {"maximum": 0.12345678901234567}'))
 
 
 def test_classes_and_escapes_are_no_groups() -> None:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 import outrider
 from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.spec.tools import ToolOptions
 from outrider.text.chat import ChatOptions
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import ChatPrompt, ModelInfo, TextPrompt
@@ -24,7 +25,7 @@ from outrider_router.api.http.request_models import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from outrider_router.api.http.request_translation import chat_prompt
+from outrider_router.api.http.request_translation import chat_prompt, tools_of
 from outrider_router.api.http.response_models import (
     DetokenizeResponse,
     HealthResponse,
@@ -40,7 +41,7 @@ from outrider_router.api.http.unsupported_fields import (
     refuse_unsupported,
 )
 from outrider_router.api.server_status import make_model_list
-from outrider_router.requests.request import check_ids
+from outrider_router.requests.request import chat_size, check_ids
 from outrider_router.requests.request import tokenize_prompt as tokenize_prompt
 from outrider_router.requests.service import RouterService
 
@@ -159,11 +160,13 @@ def _conversation(body: TokenizeRequest) -> ChatPrompt:
             "special tokens; it may be null or False",
             param="add_special_tokens",
         )
-    prompt = chat_prompt(body.messages or ())
-    size = sum(len(turn.content) for turn in prompt.messages)
+    options = ToolOptions(tools=tools_of(body.tools))
+    prompt = chat_prompt(body.messages or (), options, body.chat_template_kwargs)
+    size = chat_size(prompt)
     if size > MAX_TOKENIZED_CHARS:
         raise InvalidRequestError(
-            f"messages must have at most {MAX_TOKENIZED_CHARS} characters together, got {size}",
+            f"messages and tools must have at most {MAX_TOKENIZED_CHARS} characters together, got "
+            f"about {size}",
             reason="INVALID_REQUEST",
             param="messages",
         )

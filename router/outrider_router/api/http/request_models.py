@@ -402,6 +402,12 @@ class TokenizeRequest(StrictModel):
         description="Whether the last message is left open, so that the model continues it. Must "
         "not be true together with `add_generation_prompt`.",
     )
+    tools: ToolDefinitions | None = Field(
+        default=None, description="Functions that the chat template writes into the prompt."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Variables of the chat template, such as `enable_thinking`."
+    )
     return_token_strs: bool | None = None
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
@@ -30,6 +31,7 @@ from outrider_router.api.http.request_models import (
     CompletionRequest,
     GenerationRequest,
     NamedToolChoice,
+    ToolDefinition,
 )
 from outrider_router.api.http.structured_outputs import structured_output_of
 from outrider_router.api.http.unsupported_fields import (
@@ -89,12 +91,8 @@ def chat_requests(
 
 
 def _chat(body: ChatCompletionRequest) -> ChatPrompt:
-    variables = body.chat_template_kwargs
-    return replace(
-        chat_prompt(body.messages, tool_options(body)),
-        template_variables=json.dumps(variables, ensure_ascii=False) if variables else "",
-        reasoning_effort=body.reasoning_effort,
-    )
+    prompt = chat_prompt(body.messages, tool_options(body), body.chat_template_kwargs)
+    return replace(prompt, reasoning_effort=body.reasoning_effort)
 
 
 def completion_prompts(body: CompletionRequest) -> tuple[Prompt, ...]:
@@ -119,14 +117,19 @@ def _prompt(prompt: str | int | list[int]) -> Prompt:
 
 
 def chat_prompt(
-    messages: Sequence[ChatRequestMessage], options: ToolOptions | None = None
+    messages: Sequence[ChatRequestMessage],
+    options: ToolOptions,
+    variables: Mapping[str, Any] | None,
 ) -> ChatPrompt:
-    """Convert the messages of a chat request into the prompt of a router request, with the tools of
-    `options`. The role "developer" becomes "system". Raises InvalidRequestError for unsupported
-    fields of a message.
+    """Convert the messages of a request into the prompt of a router request, with the tools of
+    `options` and the client's `variables` of the chat template. The role "developer" becomes
+    "system". Raises InvalidRequestError for unsupported fields of a message.
     """
-    turns = tuple(_message(message, number) for number, message in enumerate(messages))
-    return ChatPrompt(turns, tools=options or ToolOptions())
+    return ChatPrompt(
+        tuple(_message(message, number) for number, message in enumerate(messages)),
+        tools=options,
+        template_variables=json.dumps(variables, ensure_ascii=False) if variables else "",
+    )
 
 
 def _message(message: ChatRequestMessage, number: int) -> ChatMessage:
@@ -164,20 +167,25 @@ def tool_options(body: ChatCompletionRequest) -> ToolOptions:
         case mode:
             choice, named = ToolChoiceMode(mode), ""
     return ToolOptions(
-        tools=tuple(
-            Tool(
-                name=tool.function.name,
-                description=tool.function.description or "",
-                parameters=""
-                if tool.function.parameters is None
-                else json.dumps(tool.function.parameters, ensure_ascii=False),
-                strict=tool.function.strict,
-            )
-            for tool in body.tools or ()
-        ),
+        tools=tools_of(body.tools),
         choice=choice,
         named=named,
         parallel=body.parallel_tool_calls is not False,
+    )
+
+
+def tools_of(definitions: Sequence[ToolDefinition] | None) -> tuple[Tool, ...]:
+    """Return the tools of a request."""
+    return tuple(
+        Tool(
+            name=tool.function.name,
+            description=tool.function.description or "",
+            parameters=""
+            if tool.function.parameters is None
+            else json.dumps(tool.function.parameters, ensure_ascii=False),
+            strict=tool.function.strict,
+        )
+        for tool in definitions or ()
     )
 
 

@@ -67,9 +67,7 @@ CHAT: Final[UnsupportedFields] = {
 }
 TOKENIZED_CHAT: Final[UnsupportedFields] = {
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
-    "tools": ([],),
 }
 """Fields that /tokenize does not support for a conversation. They would change its tokens."""
 MESSAGE: Final[UnsupportedFields] = {

@@ -114,6 +114,23 @@ async def test_texts_become_tokens_and_tokens_texts(router: RouterService) -> No
         assert (await client.post("/tokenize", json={"prompt": ""})).json()["tokens"] == []
 
 
+async def test_tools_and_variables_of_the_template_become_tokens(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ mood }} {% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+    )
+    async with (
+        running_router(tmp_path, {"v": FakeVerifier()}) as router,
+        http_client(router) as client,
+    ):
+        body = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "tools": [{"type": "function", "function": {"name": "look"}}],
+            "chat_template_kwargs": {"mood": "fine"},
+        }
+        told = (await client.post("/tokenize", json=body)).json()
+        assert told["tokens"] == list(router.tokenizer.encode("fine look"))
+
+
 async def test_long_texts_hold_nobody_up_and_too_long_ones_are_refused(
     router: RouterService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,9 +340,12 @@ async def test_a_conversation_ends_where_its_options_say(
     ("options", "param"),
     [
         ({"chat_template": "{{ messages }}"}, "chat_template"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"documents": [{"text": "a"}]}, "documents"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f g"}}]},
+            "tools[0].function.name",
+        ),
         ({"add_special_tokens": True}, "add_special_tokens"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},

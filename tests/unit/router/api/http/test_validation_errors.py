@@ -111,7 +111,15 @@ BODIES: list[tuple[str, object, str, str]] = [
     (COMPLETIONS, prompt(best_of=3), "best_of", "is not supported here"),
     (COMPLETIONS, prompt(guided_regex=""), "guided_regex", "must have at least 1 character"),
     ("/tokenize", {}, "prompt", "one of prompt and messages"),
-    ("/tokenize", turns(ASKED) | {"tools": [{}]}, "tools", "is not supported here"),
+    ("/tokenize", turns(ASKED) | {"documents": [{}]}, "documents", "is not supported here"),
+    ("/tokenize", turns(ASKED) | {"tools": [{}]}, "tools[0].type", "is required"),
+    ("/tokenize", turns(ASKED) | tools("a b"), "tools[0].function.name", "letters, digits"),
+    (
+        "/tokenize",
+        turns(ASKED) | {"chat_template_kwargs": {"tools": 1}},
+        "chat_template_kwargs",
+        "cannot set",
+    ),
 ]  # fmt: skip
 
 
