@@ -400,4 +400,5 @@ def _event(
         finish_reason=REASONS[events.finish_reasons[row]],
         stats=followed.stats,
         drafter_attached=bool(flags & DRAFTER_ATTACHED),
+        cached_tokens=0 if events.cached_tokens is None else int(events.cached_tokens[row]),
     )

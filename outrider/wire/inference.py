@@ -241,6 +241,10 @@ class Usage:
     completion_tokens: int
     reasoning_tokens: int = 0
     """Number of tokens of the reasoning, its tags included; part of `completion_tokens`."""
+    cached_tokens: int = 0
+    """Number of prompt tokens whose KV the verifier took from its prefix cache when it first
+    admitted the request; part of `prompt_tokens`. Preemptions and failovers do not change it.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

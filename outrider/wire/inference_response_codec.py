@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from outrider.ids import RequestId
 from outrider.spec.tools import ToolCallDelta, join_call_deltas
-from outrider.wire.checks import check_logprob, check_text, check_token_ids, raise_invalid
+from outrider.wire.checks import (
+    check_logprob,
+    check_number,
+    check_text,
+    check_token_ids,
+    raise_invalid,
+)
 from outrider.wire.common_codec import (
     FINISH_REASONS,
     FINISH_REASONS_FROM_PB,
@@ -115,6 +121,7 @@ def _finish_to_pb(finish: FinishInfo) -> pb.FinishInfo:
             prompt_tokens=finish.usage.prompt_tokens,
             completion_tokens=finish.usage.completion_tokens,
             reasoning_tokens=finish.usage.reasoning_tokens,
+            cached_tokens=finish.usage.cached_tokens,
         ),
         spec_decode_stats=stats_to_pb(finish.stats),
         stop_string=finish.stop_string,
@@ -129,6 +136,11 @@ def _finish_from_pb(message: pb.FinishInfo) -> FinishInfo:
             prompt_tokens=message.usage.prompt_tokens,
             completion_tokens=message.usage.completion_tokens,
             reasoning_tokens=message.usage.reasoning_tokens,
+            cached_tokens=check_number(
+                message.usage.cached_tokens,
+                "usage.cached_tokens",
+                high=message.usage.prompt_tokens,
+            ),
         ),
         stats=stats_from_pb(message.spec_decode_stats),
         stop_string=message.stop_string if message.HasField("stop_string") else None,

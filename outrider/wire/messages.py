@@ -386,6 +386,11 @@ class SessionEvents:
     """
     logprobs: EventLogprobs | None = None
     """Log-probabilities of the emitted tokens; None if no session asked for them."""
+    cached_tokens: NDArray[np.uint32] | None = None
+    """On the first row of a session, the number of its prompt's tokens whose KV was in the prefix
+    cache when the verifier first admitted the session, [n]; 0 on all other rows. None if it is 0 in
+    all rows.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -441,6 +446,9 @@ class SessionEvent:
     """Cumulative statistics of the session."""
     drafter_attached: bool = False
     """Whether a drafter is attached to the session."""
+    cached_tokens: int = 0
+    """In the first event, the number of the prompt's tokens whose KV was in the prefix cache when
+    the verifier first admitted the session; 0 in all later events."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Log-probabilities, with one entry for each of `tokens` if the session asked for them;
     otherwise empty.

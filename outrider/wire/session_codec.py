@@ -171,6 +171,8 @@ def _events_to_pb(events: SessionEvents) -> pb.SessionEvents:
         message.logprob_widths = pack(events.logprobs.widths, UINT8)
         message.logprobs = pack(events.logprobs.values, FLOAT32)
         message.top_ids = pack(events.logprobs.top_ids, INT32)
+    if events.cached_tokens is not None:
+        message.cached_tokens = pack(events.cached_tokens, UINT32)
     return message
 
 
@@ -190,9 +192,17 @@ def _events_from_pb(message: pb.SessionEvents) -> SessionEvents:
         proposed=cast("NDArray[np.uint16]", column("proposed", UINT16)),
         accepted=cast("NDArray[np.uint16]", column("accepted", UINT16)),
         logprobs=_logprobs_from_pb(message),
+        cached_tokens=(
+            cast("NDArray[np.uint32]", column("cached_tokens", UINT32))
+            if message.cached_tokens
+            else None
+        ),
     )
     rows = len(events.handles)
-    for name in ("round_ids", "counts", "finish_reasons", "flags", "proposed", "accepted"):
+    names = ["round_ids", "counts", "finish_reasons", "flags", "proposed", "accepted"]
+    if events.cached_tokens is not None:
+        names.append("cached_tokens")
+    for name in names:
         if len(getattr(events, name)) != rows:
             raise_invalid(f"{name} must have {rows} rows, got {len(getattr(events, name))}")
     total = int(events.counts.sum(dtype=np.int64))
@@ -241,6 +251,8 @@ def _mark_malformed(events: SessionEvents) -> None:
     """Set the finish reason of invalid rows to MALFORMED_ROW, in place."""
     bad = ~_KNOWN_REASONS[events.finish_reasons]
     bad |= (events.proposed > MAX_NODES) | (events.accepted > events.proposed)
+    if events.cached_tokens is not None:
+        bad |= events.cached_tokens > MAX_SEQUENCE_LEN
     wrong = (events.tokens < 0) | (events.tokens >= MAX_VOCAB_SIZE)
     if wrong.any():
         owners = np.repeat(np.arange(len(events.handles)), events.counts)

@@ -101,6 +101,7 @@ def one_row(handle: int, event: SessionEvent, told: SpecStats) -> SessionEvents:
         proposed=np.array([stats.proposed - told.proposed], np.uint16),
         accepted=np.array([stats.accepted - told.accepted], np.uint16),
         logprobs=_one_rows_logprobs(event.logprobs) if event.logprobs else None,
+        cached_tokens=np.array([event.cached_tokens], np.uint32) if event.cached_tokens else None,
     )
 
 

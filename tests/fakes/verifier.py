@@ -70,6 +70,8 @@ class FakeVerifier(ServesGenerators):
     ) -> None:
         self.script = script
         self.logprobs = scripted_logprobs
+        self.cached: Callable[[SessionSpec], int] = lambda spec: 0
+        """Tokens of a session's prompt that it claims to have found in its prefix cache."""
         self.tokens_per_round = tokens_per_round
         self.round_s = round_s
         self.specs: list[SessionSpec] = []
@@ -162,6 +164,7 @@ class FakeVerifier(ServesGenerators):
             ids = list(self.script(spec))[: spec.max_new_tokens]
             while True:
                 await self._round()
+                cached_tokens = self.cached(spec) if at == 0 else 0
                 step = 1 if at == 0 else self.tokens_per_round
                 tokens, reason = self._cut(ids[at : at + step], spec)
                 at += len(tokens)
@@ -177,6 +180,7 @@ class FakeVerifier(ServesGenerators):
                     stats=stats,
                     drafter_attached=self._drafted(spec),
                     logprobs=self.logprobs(spec, len(spec.token_ids) + at, tokens),
+                    cached_tokens=cached_tokens,
                 )
                 if reason is not None:
                     return

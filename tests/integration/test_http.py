@@ -89,6 +89,34 @@ def test_answers_to_a_prompt_have_the_seeds_that_follow(api: OpenAI, client: Cli
     assert [choice.text for choice in answer.choices] == wanted
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_was_served_before_is_counted_as_cached(api: OpenAI, stream: bool) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": f"{stream} " + PROMPT * 4,
+        "max_tokens": 24,
+        "temperature": 0,
+        "extra_body": FREE,
+    }
+    found = []
+    for _ in range(2):
+        if stream:
+            *parts, last = api.completions.create(
+                stream=True, stream_options={"include_usage": True}, **asked
+            )
+            text, usage = "".join(part.choices[0].text for part in parts), last.usage
+        else:
+            whole = api.completions.create(**asked)
+            text, usage = whole.choices[0].text, whole.usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        cached = usage.prompt_tokens_details.cached_tokens
+        found.append((text, cached))
+        assert cached is not None and cached < usage.prompt_tokens
+    (first, none), (again, cached) = found
+    assert first == again
+    assert none == 0 and cached is not None and cached > 0
+
+
 def test_what_speculation_did_is_told_with_the_usage(api: OpenAI) -> None:
     answer = api.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=48, temperature=0, extra_body=FREE

@@ -124,17 +124,25 @@ POSITIONS = st.builds(
     tokens=st.integers(0, 2**24),
     characters=st.integers(0, 2**32 - 1),
 )
+
+
+@st.composite
+def usages(draw: st.DrawFn) -> inference.Usage:
+    prompt_tokens = draw(UINT32)
+    return inference.Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=draw(UINT32),
+        reasoning_tokens=draw(UINT32),
+        cached_tokens=draw(st.integers(0, prompt_tokens)),
+    )
+
+
 FINISHES = st.one_of(
     *(
         st.builds(
             inference.FinishInfo,
             reason=st.sampled_from(messages.FinishReason),
-            usage=st.builds(
-                inference.Usage,
-                prompt_tokens=UINT32,
-                completion_tokens=UINT32,
-                reasoning_tokens=UINT32,
-            ),
+            usage=usages(),
             stats=STATS,
             **match,
         )

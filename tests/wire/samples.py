@@ -565,6 +565,22 @@ SAMPLES["logprobs_events"] = (
         ),
     ),
 )
+SAMPLES["cached_events"] = (
+    "sessions_message",
+    replace(
+        SAMPLES["session_events"][1],
+        cached_tokens=np.array([0, 2**20], np.uint32),
+    ),
+)
+SAMPLES["cached_finish"] = (
+    "event",
+    replace(
+        SAMPLES["finish"][1],
+        usage=api.Usage(
+            prompt_tokens=48, completion_tokens=34, reasoning_tokens=5, cached_tokens=32
+        ),
+    ),
+)
 SAMPLES["add_drafter"] = ("add_drafter", "10.0.0.3:7001")
 SAMPLES["remove_drafter"] = ("remove_drafter", "10.0.0.3:7001")
 SAMPLES["removed"] = ("removed", RemovedDrafter(num_moved=12, num_remaining=1))

@@ -353,6 +353,9 @@ def session_events(draw: st.DrawFn) -> messages.SessionEvents:
         proposed=proposed,
         accepted=proposed // 2,
         logprobs=draw(event_logprobs(counts)),
+        cached_tokens=(
+            column(st.integers(0, 2**20), np.uint32) if rows and draw(st.booleans()) else None
+        ),
     )
 
 

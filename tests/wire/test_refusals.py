@@ -252,6 +252,7 @@ BAD_EVENTS: dict[str, tuple[Change, str]] = {
     "counts": (lambda e: setattr(e, "counts", int32(3, 2)), "say 5 tokens, got 4"),
     "huge count": (lambda e: setattr(e, "counts", int32(-1, 1)), "say 4294967296 tokens"),
     "many rows": (lambda e: setattr(e, "flags", bytes(1 << 17)), "at most 65536 entries"),
+    "fewer cached": (lambda e: setattr(e, "cached_tokens", int32(1)), "must have 2 rows, got 1"),
 }
 
 
@@ -271,6 +272,7 @@ BAD_ROWS: dict[str, Change] = {
     "reserved reason": lambda e: setattr(e, "finish_reasons", b"\xff\0"),
     "more accepted than proposed": lambda e: setattr(e, "accepted", b"\x01\x02\0\0"),
     "many proposed": lambda e: setattr(e, "proposed", b"\x01\x02\0\0"),
+    "many cached": lambda e: setattr(e, "cached_tokens", int32(2**24 + 1, 2**24)),
 }
 
 
@@ -348,6 +350,14 @@ def test_logprobs_of_a_delta_that_make_no_sense_are_refused(name: str) -> None:
     message = inference_pb2.GenerateStreamResponse.FromString(encoded)
     change(message.delta)
     with pytest.raises(InvalidMessageError, match=reason):
+        event_from_pb(message)
+
+
+def test_more_cached_tokens_than_prompt_tokens_are_refused() -> None:
+    encoded = encoder("cached_finish")(SAMPLES["cached_finish"][1])
+    message = inference_pb2.GenerateStreamResponse.FromString(encoded)
+    message.finish_info.usage.cached_tokens = 49
+    with pytest.raises(InvalidMessageError, match=r"cached_tokens must be in \[0, 48\], got 49"):
         event_from_pb(message)
 
 

@@ -204,7 +204,7 @@ class SessionMoved(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., drafter_id: _Optional[str] = ...) -> None: ...
 
 class SessionEvents(_message.Message):
-    __slots__ = ("handles", "round_ids", "counts", "tokens", "finish_reasons", "flags", "proposed", "accepted", "logprob_widths", "logprobs", "top_ids")
+    __slots__ = ("handles", "round_ids", "counts", "tokens", "finish_reasons", "flags", "proposed", "accepted", "logprob_widths", "logprobs", "top_ids", "cached_tokens")
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     ROUND_IDS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +216,7 @@ class SessionEvents(_message.Message):
     LOGPROB_WIDTHS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handles: bytes
     round_ids: bytes
     counts: bytes
@@ -227,7 +228,8 @@ class SessionEvents(_message.Message):
     logprob_widths: bytes
     logprobs: bytes
     top_ids: bytes
-    def __init__(self, handles: _Optional[bytes] = ..., round_ids: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., finish_reasons: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., proposed: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., logprob_widths: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ...) -> None: ...
+    cached_tokens: bytes
+    def __init__(self, handles: _Optional[bytes] = ..., round_ids: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., finish_reasons: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., proposed: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., logprob_widths: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ..., cached_tokens: _Optional[bytes] = ...) -> None: ...
 
 class SessionFailure(_message.Message):
     __slots__ = ("handle", "code", "kind", "message", "reason", "retry_after_s")

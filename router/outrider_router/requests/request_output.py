@@ -130,22 +130,32 @@ class RequestOutput:
     """Clock time of the first token in seconds; None before it."""
     last_token_at: float = 0.0
     """Clock time of the newest token in seconds."""
+    cached_tokens: int = 0
+    """Number of prompt tokens whose KV was in the prefix cache of the verifier of the first session
+    that emitted tokens.
+    """
     log_number: int = 0
     """Number of the request in the durable log; 0 if it is not logged."""
     counters: SpecCounters = field(default_factory=SpecCounters)
     """Speculation counters."""
 
     def add_tokens(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        now: float,
+        cached_tokens: int = 0,
     ) -> float | None:
         """Append tokens that arrived at the clock time `now`. Return the seconds since the previous
-        tokens, or None if these are the first.
+        tokens, or None if these are the first. `cached_tokens` is what the verifier sent with them;
+        it is ignored unless these are the first, so that a failover does not change the number.
         """
         self.token_ids += token_ids
         self.logprobs += logprobs
         previous_at, self.last_token_at = self.last_token_at, now
         if self.first_token_at is None:
             self.first_token_at = now
+            self.cached_tokens = cached_tokens
             return None
         return now - previous_at
 
@@ -171,14 +181,22 @@ class OutputLimits:
     """Number of most probable ids that the verifier must send with each token. If it is None, the
     verifier must not send log-probabilities.
     """
+    prompt_tokens: int
+    """Number of tokens of the prompt; no more can have been found in a prefix cache."""
 
     def accepts(
-        self, num_emitted: int, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+        self,
+        num_emitted: int,
+        ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        cached_tokens: int = 0,
     ) -> bool:
         """Return whether these token ids and log-probabilities may follow `num_emitted` tokens.
-        They may if they are within the length limit and the vocabulary, and if the
-        log-probabilities are those that were requested.
+        They may if they are within the length limit and the vocabulary, if the log-probabilities
+        are those that were requested, and if the prompt has at least `cached_tokens` tokens.
         """
+        if cached_tokens > self.prompt_tokens:
+            return False
         count, top, vocab_size = len(ids), self.top_logprobs, self.vocab_size
         if count:
             if num_emitted + count > self.max_new_tokens:
@@ -333,6 +351,7 @@ class ClientReply:
                 prompt_tokens=self._prompt_tokens,
                 completion_tokens=self._assembler.num_tokens,
                 reasoning_tokens=self._assembler.num_reasoning_tokens,
+                cached_tokens=self._output.cached_tokens,
             ),
             stats=self._output.counters.to_stats(),
             stop_string=self._assembler.stop_string,

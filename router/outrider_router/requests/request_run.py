@@ -411,6 +411,7 @@ class RequestRun:
                 max_new_tokens=job.max_new_tokens,
                 vocab_size=info.vocab_size,
                 top_logprobs=job.top_logprobs,
+                prompt_tokens=len(job.prompt_ids),
             ),
             drafter=drafter,
             stop_checker=self._stop_checker,

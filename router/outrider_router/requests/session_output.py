@@ -257,14 +257,22 @@ class _MessageUpdates:
         self.cuts: list[tuple[int, int]] = []
         """Rows with token ids that do not belong to the output, and the number of ids that do."""
 
-    def add_row(self, feed: SessionFeed, tokens: list[int], told: list[TokenLogprobs]) -> None:
+    def add_row(
+        self,
+        feed: SessionFeed,
+        tokens: list[int],
+        told: list[TokenLogprobs],
+        cached_tokens: int,
+    ) -> None:
         """Append a row's token ids to its entry. Wake the reader at once if these are the first
         tokens.
         """
         output = feed.output
+        start = len(output.token_ids)
+        gap_s = output.add_tokens(tokens, told, self._now, cached_tokens)
         if output.log_number:
-            self.logged.append(EmittedRow(output.log_number, len(output.token_ids), tokens, told))
-        gap_s = output.add_tokens(tokens, told, self._now)
+            found = output.cached_tokens if gap_s is None else 0
+            self.logged.append(EmittedRow(output.log_number, start, tokens, told, found))
         if gap_s is None:
             self.waits.append(self._now - feed.entry.arrived_at)
             feed.entry.span.event("first_token")
@@ -303,13 +311,15 @@ class EventDispatcher:
         the pacer allows it. `feeds` maps session handles to feeds.
 
         A row is treated as malformed if it has more ids than its request may have, ids beyond the
-        vocabulary, or not the requested log-probabilities. Tokens after a stop string, and tokens
-        of sessions that are not read any more, are dropped and not counted in metrics. A request
-        that has reached its token limit ends even if its verifier has not reported the end.
+        vocabulary, not the requested log-probabilities, or more cached tokens than the prompt has
+        tokens. Tokens after a stop string, and tokens of sessions that are not read any more, are
+        dropped and not counted in metrics. A request that has reached its token limit ends even if
+        its verifier has not reported the end.
         """
         self._on_events()
         news = _MessageUpdates(self._clock())
         tokens, counts = events.tokens.tolist(), events.counts.tolist()
+        cached = None if events.cached_tokens is None else events.cached_tokens.tolist()
         end = 0
         for row, (handle, count, round_id, reason, flags, proposed, accepted, told) in enumerate(
             zip(
@@ -330,7 +340,8 @@ class EventDispatcher:
                 news.cuts.append((row, 0))
                 continue
             output, ids = feed.output, tokens[start:end]
-            if not feed.limits.accepts(len(output.token_ids), ids, told):
+            found = 0 if cached is None else cached[row]
+            if not feed.limits.accepts(len(output.token_ids), ids, told, found):
                 events.finish_reasons[row] = MALFORMED_ROW
                 news.cuts.append((row, 0))
                 continue
@@ -340,7 +351,7 @@ class EventDispatcher:
                 if kept < count:
                     news.cuts.append((row, kept))
                     ids, told = ids[:kept], told[:kept]
-                news.add_row(feed, ids, told)
+                news.add_row(feed, ids, told, found)
                 if round_id:
                     output.counters.add_round(
                         emitted=kept, flags=flags, proposed=proposed, accepted=min(accepted, kept)

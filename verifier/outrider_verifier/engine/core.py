@@ -422,10 +422,11 @@ class EngineCore:
         flags: int = 0,
         proposed: int = 0,
         accepted: int = 0,
+        cached_tokens: int = 0,
     ) -> None:
         """Add an event of the session to the batch of events that is sent next. `flags`, `proposed`
         and `accepted` describe the round (see `SessionEvents`). `logprobs` may cover more positions
-        than `tokens`."""
+        than `tokens`. `cached_tokens` is 0 unless this is the session's first event."""
         reason = 0 if finish_reason is None else REASON_CODES[finish_reason]
         # In the order of a `SessionEventRow`.
         fields = (
@@ -437,7 +438,7 @@ class EngineCore:
             proposed,
             accepted,
         )
-        self.outbox.pending_events().add_event(fields, tokens, logprobs)
+        self.outbox.pending_events().add_event(fields, tokens, logprobs, cached_tokens)
 
     def free_session(self, session: Session, *, failed: bool = False) -> None:
         """End a session and free its blocks, proposals and features. Unless the session failed, its

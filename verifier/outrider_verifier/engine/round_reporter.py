@@ -36,8 +36,6 @@ from outrider_verifier.state.session_phase import ENDED
 logger = logging.getLogger(__name__)
 
 _OWN: Final = object()
-_NO_ROUND: Final = (0, 0, 0)
-"""Flags, proposed nodes and accepted nodes in the event of a prompt's first token."""
 
 
 @dataclass(slots=True)
@@ -90,8 +88,10 @@ class RoundReporter:
             if session.constraint is not None and session.constraint.failure:
                 core.fail_session(session, _structure_failed(session.constraint.failure))
                 continue
+            seen: tuple[int, ...]
             if settled.verify_row is None:
-                seen = _NO_ROUND
+                # The event of a prompt's first token describes no round.
+                seen = (0, 0, 0, session.cached_tokens or 0)
             else:
                 seen = self._count(settled, settled.verify_row, booked)
             if tokens:

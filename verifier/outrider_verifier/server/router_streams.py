@@ -169,6 +169,11 @@ def split_by_router(
                 proposed=proposed[mine],
                 accepted=accepted[mine],
                 logprobs=_logprobs(batch.logprobs, order[mine]) if batch.logprobs else None,
+                cached_tokens=(
+                    _cached_tokens(batch.cached_tokens, order[mine])
+                    if batch.cached_tokens
+                    else None
+                ),
             ),
         )
 
@@ -185,6 +190,13 @@ def _logprobs(told: dict[int, PathLogprobs], rows: NDArray[np.intp]) -> EventLog
         values=np.concatenate([entry.values.ravel() for entry in entries]),
         top_ids=np.concatenate([entry.top_ids.ravel() for entry in entries]),
     )
+
+
+def _cached_tokens(told: dict[int, int], rows: NDArray[np.intp]) -> NDArray[np.uint32] | None:
+    """Return the cached prompt tokens of the events with indices `rows`; None if all are 0. `told`
+    maps indices of events to the numbers that are not 0."""
+    mine = np.array([told.get(row, 0) for row in rows.tolist()], np.uint32)
+    return mine if mine.any() else None
 
 
 logger = logging.getLogger(__name__)

@@ -42,6 +42,9 @@ class EventBatch:
     """Tokens of all events, concatenated in the order of the events."""
     logprobs: dict[int, PathLogprobs] = field(default_factory=dict)
     """Log-probabilities by index of the event. Sessions that do not request any have no entry."""
+    cached_tokens: dict[int, int] = field(default_factory=dict)
+    """Numbers of cached prompt tokens (`Session.cached_tokens`) by index of the event. Only first
+    events of sessions have an entry, and none if the number is 0."""
     _words: list[int] = field(default_factory=list)
     """Fields of the newest `SessionEventRow`s, concatenated in a flat list. Such a list converts to
     an array faster than a list of tuples."""
@@ -53,20 +56,27 @@ class EventBatch:
         return sum(map(len, self._before)) + len(self._words) // EVENT_FIELDS
 
     def add_event(
-        self, event: Iterable[int], tokens: Sequence[int], logprobs: PathLogprobs | None = None
+        self,
+        event: Iterable[int],
+        tokens: Sequence[int],
+        logprobs: PathLogprobs | None = None,
+        cached_tokens: int = 0,
     ) -> None:
         """Add the event of one session. `event` contains the fields of a `SessionEventRow`.
 
         `logprobs` may cover more tokens than `tokens`; only the entries of `tokens` are kept.
+        `cached_tokens` is 0 unless this is the session's first event.
         """
         if logprobs is not None:
             self.logprobs[len(self)] = logprobs.first_tokens(len(tokens))
+        if cached_tokens:
+            self.cached_tokens[len(self)] = cached_tokens
         self._words.extend(event)
         self.tokens.extend(tokens)
 
     def add_events(self, events: NDArray[np.int64], tokens: Sequence[int]) -> None:
-        """Add n events without log-probabilities. `events` has shape [fields of `SessionEventRow`,
-        n].
+        """Add n events without log-probabilities, none of which is the first of its session.
+        `events` has shape [fields of `SessionEventRow`, n].
 
         `tokens` contains the tokens of all these events, concatenated in the order of the events.
         """

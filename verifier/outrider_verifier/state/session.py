@@ -90,6 +90,9 @@ class Session:
     written_positions: int = 0
     """Number of positions whose KV was ever written, even if that KV was lost since. Drafters have
     received the features of these positions."""
+    cached_tokens: int | None = None
+    """Number of prompt tokens whose KV was in the prefix cache when the session was first admitted;
+    None before that. Later admissions do not change it."""
     handle: int = -1
     """Index of the session in the per-session arrays of this process, and its name in messages to
     drafters; -1 if the session has no handle."""
@@ -368,6 +371,9 @@ class Session:
         still intact. If not, its KV is computed again, except for the first `found` tokens, whose
         KV is in the prefix cache. The root does not change."""
         assert self.is_waiting, (self.session_id, self.phase)
+        if self.cached_tokens is None:
+            # After a failover, a part of the earlier output may have been found, too.
+            self.cached_tokens = min(found, self.spec.prompt_len)
         if not kept:
             self.prefill = PrefillProgress(target=self.kv_len, sent=found)
             self.written_positions = max(self.written_positions, found)

@@ -31,6 +31,12 @@ class ErrorResponse(BaseModel):
     error: ErrorBody
 
 
+class PromptTokensDetails(BaseModel):
+    """Number of prompt tokens whose KV was in the prefix cache."""
+
+    cached_tokens: Count
+
+
 class CompletionTokensDetails(BaseModel):
     """Numbers of draft tokens that were accepted and rejected, and of tokens of the reasoning."""
 
@@ -45,6 +51,7 @@ class UsageBody(BaseModel):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
+    prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: CompletionTokensDetails | None = None
 
 

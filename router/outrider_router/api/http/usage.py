@@ -14,9 +14,12 @@ def usage_body(
     completion_tokens: int,
     stats: SpecStats | None = None,
     reasoning_tokens: int = 0,
+    cached_tokens: int = 0,
 ) -> dict[str, object]:
-    """Return OpenAI's `usage` object. If `stats` are given, it includes the numbers of accepted and
-    rejected draft tokens, as `accepted_prediction_tokens` and `rejected_prediction_tokens`.
+    """Return OpenAI's `usage` object. If `stats` are given, it includes the number of prompt tokens
+    found in a prefix cache, the numbers of accepted and rejected draft tokens (as
+    `accepted_prediction_tokens` and `rejected_prediction_tokens`) and the number of reasoning
+    tokens. vLLM leaves these details out of usage that comes before the end of an answer, too.
     """
     told: dict[str, object] = {
         "prompt_tokens": prompt_tokens,
@@ -24,6 +27,7 @@ def usage_body(
         "total_tokens": prompt_tokens + completion_tokens,
     }
     if stats is not None:
+        told["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
         told["completion_tokens_details"] = {
             "accepted_prediction_tokens": stats.accepted,
             "rejected_prediction_tokens": stats.proposed - stats.accepted,
@@ -34,13 +38,14 @@ def usage_body(
 
 def total_usage_body(finishes: Sequence[FinishInfo], n: int) -> dict[str, object]:
     """Return one `usage` object for all choices of a response. Each `n` adjacent choices share a
-    prompt, which counts once.
+    prompt, which counts once; its cached tokens are those of the first of these choices.
     """
     return usage_body(
         sum(finish.usage.prompt_tokens for finish in finishes[::n]),
         sum(finish.usage.completion_tokens for finish in finishes),
         sum_stats([finish.stats for finish in finishes]),
         sum(finish.usage.reasoning_tokens for finish in finishes),
+        sum(finish.usage.cached_tokens for finish in finishes[::n]),
     )
 
 

@@ -65,6 +65,8 @@ class _LoggedRequest:
     """Emitted token ids: the request's own list, which grows."""
     logprobs: list[TokenLogprobs]
     """Log-probabilities of the emitted tokens: the request's own list, which grows."""
+    cached_tokens: int = 0
+    """Number of prompt tokens found in a prefix cache (`RequestOutput.cached_tokens`)."""
     ended: bytes = b""
 
 
@@ -148,7 +150,10 @@ class DurableLog:
         must be the ones to which new tokens are appended.
         """
         live = _LoggedRequest(
-            encode_opened(logged.number, logged.opened), logged.emitted, logged.logprobs
+            encode_opened(logged.number, logged.opened),
+            logged.emitted,
+            logged.logprobs,
+            logged.cached_tokens,
         )
         if logged.finish is not None:
             live.ended = encode_ended(logged.number, logged.ended_at, logged.finish)
@@ -171,6 +176,9 @@ class DurableLog:
 
     def append_emitted(self, rows: Sequence[EmittedRow]) -> None:
         """Log new token ids of requests, before any client receives them."""
+        for row in rows:
+            if row.cached_tokens and row.number in self._live:
+                self._live[row.number].cached_tokens = row.cached_tokens
         self._write(encode_emitted(rows))
 
     def append_ended(self, number: int, finish: FinishInfo | None) -> None:
@@ -256,7 +264,8 @@ class DurableLog:
     def _snapshot(self) -> bytes:
         records = [encode_tick(self._wall())]
         for number, live in self._live.items():
-            said = encode_emitted([EmittedRow(number, 0, live.emitted, live.logprobs)])
+            row = EmittedRow(number, 0, live.emitted, live.logprobs, live.cached_tokens)
+            said = encode_emitted([row])
             records += (live.opened, said, live.ended)
         return encode_file(records)
 

@@ -6,7 +6,8 @@
 A damaged record is detected by its checksum, and the next record is found by its mark. All numbers
 are little-endian. Each request has a number in the log, so that the record of a round consists of
 arrays only. Log-probabilities are written before the record of their token ids; token ids whose
-log-probabilities are missing are ignored.
+log-probabilities are missing are ignored. The number of cached prompt tokens is written before a
+request's first token ids, unless it is 0.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ HEADER = b"outrider journal 1\n"
 RECORD_MARK = b"\xf7\x0dJ\x01"
 _HEAD = struct.Struct("<4sIIB")
 _NUMBER = struct.Struct("<I")
+_CACHED = struct.Struct("<II")
 _TIME = struct.Struct("<d")
-OPENED, EMITTED, ENDED, TICK, LOGPROBS = 1, 2, 3, 4, 5
+OPENED, EMITTED, ENDED, TICK, LOGPROBS, CACHED = 1, 2, 3, 4, 5, 6
 
 
 MAX_RECORD_BYTES = 32 << 20
@@ -60,6 +62,10 @@ class EmittedRow(NamedTuple):
     """Log-probabilities of each id, all with the same number of top ids; empty if the request has
     none.
     """
+    cached_tokens: int = 0
+    """Number of prompt tokens found in a prefix cache (`RequestOutput.cached_tokens`) if these are
+    the first ids, else 0.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +91,8 @@ class LoggedRequest:
     """Log-probabilities of `emitted` if the request asked for them. The list may be longer than
     `emitted`.
     """
+    cached_tokens: int = 0
+    """Number of prompt tokens found in a prefix cache (`RequestOutput.cached_tokens`)."""
     finish: FinishInfo | None = None
     ended_at: float = 0.0
     """Wall-clock time of the finish in seconds."""
@@ -121,8 +129,8 @@ def encode_opened(number: int, opened: OpenedRequest) -> bytes:
 
 
 def encode_emitted(rows: Sequence[EmittedRow]) -> bytes:
-    """Return the records of new token ids of any number of requests, and of their
-    log-probabilities.
+    """Return the records of new token ids of any number of requests, of their log-probabilities and
+    of their numbers of cached tokens.
     """
     values = [len(rows)]
     for column in zip(*((row.number, row.start, len(row.ids)) for row in rows), strict=True):
@@ -130,7 +138,13 @@ def encode_emitted(rows: Sequence[EmittedRow]) -> bytes:
     for row in rows:
         values += row.ids
     record = _record(EMITTED, np.array(values, dtype="<u4").tobytes())
-    return b"".join([*(_logprobs_record(row) for row in rows if row.logprobs), record])
+    cached = [
+        _record(CACHED, _CACHED.pack(row.number, row.cached_tokens))
+        for row in rows
+        if row.cached_tokens
+    ]
+    logprobs = [_logprobs_record(row) for row in rows if row.logprobs]
+    return b"".join([*cached, *logprobs, record])
 
 
 def _logprobs_record(row: EmittedRow) -> bytes:
@@ -278,6 +292,15 @@ def _fold_logprobs(contents: LogContents, body: bytes) -> None:
         logged.logprobs[start:] = unpack_logprobs(width, values, top_ids)
 
 
+def _fold_cached(contents: LogContents, body: bytes) -> None:
+    number, cached_tokens = _CACHED.unpack(body)
+    logged = contents.requests.get(number)
+    if logged is not None:
+        if cached_tokens > len(logged.opened.job.prompt_ids):
+            raise ValueError(f"the prompt has fewer than {cached_tokens} tokens")
+        logged.cached_tokens = cached_tokens
+
+
 def _fold_ended(contents: LogContents, body: bytes) -> None:
     (number,) = _NUMBER.unpack_from(body)
     said: dict[str, Any] = json.loads(body[_NUMBER.size :])
@@ -301,4 +324,5 @@ _FOLDS: dict[int, Callable[[LogContents, bytes], None]] = {
     ENDED: _fold_ended,
     TICK: _fold_tick,
     LOGPROBS: _fold_logprobs,
+    CACHED: _fold_cached,
 }

@@ -285,5 +285,6 @@ def _restored_output(logged: LoggedRequest, now: float | None) -> RequestOutput:
         logprobs=logged.logprobs,
         first_token_at=told_at,
         last_token_at=told_at or 0.0,
+        cached_tokens=logged.cached_tokens,
         log_number=logged.number,
     )

@@ -103,6 +103,21 @@ def test_ids_that_are_written_twice_are_there_once_and_ids_behind_a_gap_not_at_a
     assert emitted(decode_log(encode_file([*records, again, gap]))) == {1: [1, 2, 3, 4]}
 
 
+def test_the_number_of_cached_tokens_is_that_of_the_first_ids() -> None:
+    rows = [EmittedRow(1, 0, [1, 2], (), 3), EmittedRow(2, 0, [3])]
+    records = [encode_opened(1, OPENED), encode_opened(2, OPENED), encode_emitted(rows)]
+    contents = decode_log(encode_file([*records, encode_emitted([EmittedRow(1, 2, [4])])]))
+    assert {n: logged.cached_tokens for n, logged in contents.requests.items()} == {1: 3, 2: 0}
+    assert emitted(contents) == {1: [1, 2, 4], 2: [3]} and contents.num_damaged == 0
+
+
+def test_more_cached_tokens_than_the_prompt_has_are_damage() -> None:
+    row = EmittedRow(1, 0, [1], (), len(JOB.prompt_ids) + 1)
+    contents = decode_log(encode_file([encode_opened(1, OPENED), encode_emitted([row])]))
+    assert contents.requests[1].cached_tokens == 0 and contents.num_damaged == 1
+    assert emitted(contents) == {1: [1]}
+
+
 @given(st.data())
 @settings(max_examples=200)
 def test_a_file_cut_anywhere_is_what_was_written_before(data: st.DataObject) -> None:

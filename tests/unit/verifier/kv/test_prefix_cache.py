@@ -68,6 +68,19 @@ async def test_a_prompt_that_was_served_before_is_computed_from_its_last_block_o
         )
 
 
+async def test_the_first_event_of_a_session_says_how_much_of_its_prompt_was_found() -> None:
+    async with verifier() as rig:
+        await rig.attach(good_chain(rig.target))
+        answer = (await rig.run(make_spec("a", prompt=PROMPT, **PLAIN))).tokens
+        drafted = make_spec("b", prompt=PROMPT, plan=NGRAM)
+        # As after a failover: tokens of the answer are no tokens of the prompt.
+        moved = make_spec("c", prompt=PROMPT + tuple(answer[:12]), prompt_len=18, **PLAIN)
+        for spec, cached in ((drafted, 20), (moved, 18), (make_spec("d", **PLAIN), 0)):
+            first, *others = (await rig.run(spec)).events
+            assert first.cached_tokens == cached
+            assert others and not any(event.cached_tokens for event in others)
+
+
 async def test_sessions_that_run_share_blocks_of_a_device_and_have_copies_on_a_cpu(
     tiny_target: Path,
 ) -> None:
@@ -235,9 +248,12 @@ async def test_a_preempted_session_finds_what_it_had_written() -> None:
         await until(lambda: any(s.emitted > 8 for s in list(sessions.values())))
         urgent = make_spec("high", prompt=(1, 2), max_new_tokens=2, priority=1, **PLAIN)
         assert (await rig.run(urgent)).tokens == rig.reference(urgent)
-        assert (await run).tokens == rig.reference(spec)
+        result = await run
+        assert result.tokens == rig.reference(spec)
         assert rig.service.core.counters["preemptions_recompute"] == 1
         assert found(rig) >= 28
+        # What it finds of its own KV is not what its prompt found.
+        assert not any(event.cached_tokens for event in result.events)
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
@@ -263,6 +279,7 @@ async def test_switched_off_nothing_is_kept() -> None:
         spec = make_spec(prompt=PROMPT, **PLAIN)
         assert await check(rig, spec, spec) == [0, 0]
         assert rig.service.core.block_manager.prefix_blocks == 0
+        assert (await rig.run(spec)).events[0].cached_tokens == 0
 
 
 async def test_a_session_that_failed_leaves_nothing_but_its_prompt() -> None:

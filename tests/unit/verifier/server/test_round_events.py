@@ -43,11 +43,12 @@ def test_every_router_hears_what_its_sessions_emitted(
             fields = (7000 + number, *rng.integers(0, 99, 6).tolist())
             fields = (fields[0], fields[1], count, *fields[3:])
             heard = told(count, number) if asked and rng.random() < 0.5 else None
-            batch.add_event(fields, tokens, heard)
+            cached = int(rng.integers(1, 99)) if rng.random() < 0.2 else 0
+            batch.add_event(fields, tokens, heard, cached)
             owner = NO_ROUTER if rng.random() < gone else int(rng.integers(routers))
             owners.append(owner)
             widths = 0 if heard is None else 2
-            row = (50 + number, fields[1], *fields[3:], *tokens, widths)
+            row = (50 + number, fields[1], *fields[3:], *tokens, widths, cached)
             if owner >= 0:
                 expected[owner].append(row)
         found: dict[int, list[Row]] = {}
@@ -59,9 +60,14 @@ def test_every_router_hears_what_its_sessions_emitted(
             width = events.logprobs.widths if events.logprobs else np.zeros(len(ends), int)
             columns = (events.handles, events.round_ids, events.finish_reasons, events.flags)
             rows = zip(*columns, events.proposed, events.accepted, strict=True)
-            for end, count, wide, row in zip(ends, events.counts, width, rows, strict=True):
+            cached = events.cached_tokens
+            assert cached is None or cached.any()
+            cached = np.zeros(len(ends), np.uint32) if cached is None else cached
+            for place, (end, count, wide, row) in enumerate(
+                zip(ends, events.counts, width, rows, strict=True)
+            ):
                 tokens = events.tokens[end - count : end].tolist()
-                found[owner].append((*map(int, row), *tokens, int(wide)))
+                found[owner].append((*map(int, row), *tokens, int(wide), int(cached[place])))
             if events.logprobs:
                 mine = [h for h, wide in zip(events.handles, width, strict=True) if wide]
                 sizes = [int(events.counts[list(events.handles).index(h)]) for h in mine]

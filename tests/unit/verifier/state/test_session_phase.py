@@ -147,3 +147,12 @@ def test_only_a_session_that_waits_is_admitted(made: Callable[[], Session]) -> N
     session = made()
     with pytest.raises(AssertionError):
         session.mark_admitted(9.0, kept=False)
+
+
+def test_a_session_that_was_preempted_before_its_first_token_keeps_its_cached_tokens() -> None:
+    session = waiting()
+    assert session.cached_tokens is None
+    session.mark_admitted(2.0, kept=False, found=2)
+    session.mark_preempted(3.0, swapped=False)
+    session.mark_admitted(4.0, kept=False, found=4)
+    assert session.cached_tokens == 2 and session.prefill.left == 1

@@ -69,6 +69,32 @@ async def test_every_chunk_of_a_chat_has_usage_if_it_is_asked_for(
     assert last["usage"]["completion_tokens"] == 5
 
 
+async def test_usage_counts_the_cached_tokens_of_the_first_choice_of_each_prompt(
+    tmp_path: Path,
+) -> None:
+    verifier = FakeVerifier()
+    # The first choice of a prompt has its seed, the second one the seed that follows.
+    verifier.cached = lambda spec: 2 if spec.sampling.seed == 5 else 1
+    body = {"prompt": ["abc", "abcd"], "n": 2, "seed": 5, "max_tokens": 2}
+    async with (
+        running_router(tmp_path, {"v": verifier}) as router,
+        http_client(router) as client,
+    ):
+        whole = (await client.post("/v1/completions", json=body)).json()
+        more = {"stream_options": {"include_usage": True}}
+        *parts, last = chunks(await streamed(client, **body, **more))
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert last["usage"] == whole["usage"]
+    assert list(whole["usage"]) == [
+        "prompt_tokens",
+        "completion_tokens",
+        "total_tokens",
+        "prompt_tokens_details",
+        "completion_tokens_details",
+    ]
+    assert parts
+
+
 async def test_usage_may_be_told_with_every_chunk(router: RouterService) -> None:
     async with http_client(router) as client:
         options = {"continuous_usage_stats": True}
@@ -76,6 +102,8 @@ async def test_usage_may_be_told_with_every_chunk(router: RouterService) -> None
     told = [part["usage"]["completion_tokens"] for part in parts]
     assert told == sorted(told) and told[-1] == 5
     assert {part["usage"]["prompt_tokens"] for part in parts} == {3}
+    # Details come with the usage of the whole answer only, as vLLM sends them.
+    assert not any("prompt_tokens_details" in part["usage"] for part in parts)
 
 
 @pytest.mark.parametrize("text", ['"\\\n\r\t', "\u00e9\u2028\U0001f600", "</script>\x00\x7f"])

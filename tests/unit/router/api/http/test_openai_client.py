@@ -34,6 +34,8 @@ async def test_a_completion_is_answered_at_once_and_as_a_stream(router: RouterSe
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (3, 7)
     details = whole.usage.completion_tokens_details
     assert details is not None and details.accepted_prediction_tokens == 0
+    cached = whole.usage.prompt_tokens_details
+    assert cached is not None and cached.cached_tokens == 0
     assert whole.id.startswith("cmpl-")
 
 
