@@ -155,7 +155,7 @@ class _RouterAddresses:
         ):
             begun = False
             for delta in answer:
-                if delta.text and not begun:
+                if (delta.text or delta.reasoning) and not begun:
                     begun = True
                     on_text()
 
@@ -184,4 +184,8 @@ class _RouterAddresses:
 
 
 def _has_text(event: bytes) -> bool:
-    return any(choice["delta"].get("content") for choice in json.loads(event)["choices"])
+    """Return whether an event of a stream has text of the answer or of its reasoning."""
+    return any(
+        choice["delta"].get("content") or choice["delta"].get("reasoning_content")
+        for choice in json.loads(event)["choices"]
+    )

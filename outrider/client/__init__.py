@@ -32,6 +32,8 @@ rpcs.py                    RPCs of InferenceService with their encoders and deco
 sync_calls.py              Call helpers of the synchronous client: channel replacement, retry waits
                            and aborts.
 sync_client.py             Synchronous client of a router: `Client` and `Stream`.
+tools.py                   Tools of a conversation: made from Python functions or from OpenAI's
+                           JSON, and their results.
 tracing.py                 Trace propagation: makes the spans of a request children of the calling
                            program's span.
 """
@@ -40,6 +42,7 @@ from outrider.client.async_client import AsyncClient, AsyncStream
 from outrider.client.options import GenerateOptions, PromptLike, assistant, system, user
 from outrider.client.retry import RetryPolicy
 from outrider.client.sync_client import Client, Stream
+from outrider.client.tools import function_tool, tool_result
 from outrider.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -58,6 +61,7 @@ from outrider.errors import (
 )
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.spec.tools import Tool, ToolCall, ToolCallDelta
 from outrider.transport.tls import TlsConfig
 from outrider.wire.inference import (
     ChatMessage,
@@ -108,11 +112,16 @@ __all__ = [
     "Stream",
     "TlsConfig",
     "TokenLogprobs",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
     "UnauthenticatedError",
     "UnavailableError",
     "Usage",
     "VerifierSummary",
     "assistant",
+    "function_tool",
     "system",
+    "tool_result",
     "user",
 ]

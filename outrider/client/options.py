@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any, TypedDict, TypeVar
 
 from outrider.client.arguments import invalid_argument, is_text
+from outrider.client.tools import choose_tools, make_tools
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import MIN_SEED, UINT64_MAX, Rule
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
+from outrider.spec.tools import Tool
 from outrider.wire.inference import (
     ChatMessage,
     ChatPrompt,
     GenerateRequest,
+    GenerateResult,
     Prompt,
     SamplingOptions,
     SpeculationOptions,
@@ -90,6 +94,19 @@ class GenerateOptions(TypedDict, total=False):
     """Regular expression that the whole answer must match."""
     grammar: str
     """Context-free grammar that the answer must match, in Lark's syntax."""
+    tools: Sequence[Tool | Mapping[str, Any]]
+    """Tools that the model may call, as `Tool`s or in the form of OpenAI's API. This and the other
+    options of tools, of reasoning and of the chat template need a conversation."""
+    tool_choice: str
+    """Whether the model must call tools: auto (default), none, required, or the name of the tool
+    that must be called. required and a name are enforced by a grammar."""
+    parallel_tool_calls: bool
+    """Whether an answer may have several calls; default True."""
+    reasoning_effort: str
+    """How much the model should think, for chat templates that know it: none, minimal, low, medium,
+    high or xhigh. With none, templates that can switch thinking off do so."""
+    chat_template_kwargs: Mapping[str, Any]
+    """Further variables of the chat template, of JSON's types."""
     speculate: bool
     """Whether to use speculative decoding."""
     drafter: DraftMethod | str
@@ -136,6 +153,13 @@ _SAMPLING = (
     "presence_penalty",
     "frequency_penalty",
 )
+_CHAT = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "chat_template_kwargs",
+)
 
 
 def user(content: str) -> ChatMessage:
@@ -148,9 +172,35 @@ def system(content: str) -> ChatMessage:
     return ChatMessage(role="system", content=content)
 
 
-def assistant(content: str) -> ChatMessage:
-    """Return a message of the assistant, which is an earlier answer of the model."""
-    return ChatMessage(role="assistant", content=content)
+def assistant(answer: str | GenerateResult) -> ChatMessage:
+    """Return a message of the assistant: an earlier answer of the model, or a text.
+
+    An answer keeps its reasoning and its tool calls. Arguments that are no JSON object become "{}",
+    because the server refuses others in a conversation. An answer has such arguments if it was cut
+    off, or if the model wrote a malformed call.
+    """
+    if not isinstance(answer, GenerateResult):
+        return ChatMessage(role="assistant", content=answer)
+    return ChatMessage(
+        role="assistant",
+        content=answer.text,
+        tool_calls=tuple(
+            call if _is_json_object(call.arguments) else replace(call, arguments="{}")
+            for call in answer.tool_calls
+        ),
+        reasoning=answer.reasoning,
+    )
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text, parse_constant=_refuse_constant), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
 
 
 def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateRequest:
@@ -170,7 +220,7 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
     request_id = options.get("request_id", f"req-{secrets.token_hex(12)}" if resume else None)
     rule = options.get("rule")
     return GenerateRequest(
-        prompt=make_prompt(prompt),
+        prompt=_apply_chat_options(make_prompt(prompt), options),
         request_id=None if request_id is None else RequestId(request_id),
         model=options.get("model"),
         sampling=SamplingOptions(
@@ -213,10 +263,14 @@ def make_prompt(prompt: PromptLike) -> Prompt:
     Raises InvalidRequestError (INVALID_PROMPT) for any other value.
     """
     match prompt:
-        case TextPrompt(text=found) | TokenPrompt(token_ids=found) | ChatPrompt(messages=found):
+        case TextPrompt(text=found) | TokenPrompt(token_ids=found):
             made = _made_prompt(found)
             if made is not None and type(made) is type(prompt):
                 return made
+        case ChatPrompt(messages=found):
+            made = _made_prompt(found)
+            if isinstance(made, ChatPrompt):
+                return replace(prompt, messages=made.messages)
         case _:
             made = _made_prompt(prompt)
             if made is not None:
@@ -243,6 +297,42 @@ def _made_prompt(found: Any) -> Prompt | None:
         good = all(is_text(item.role) and is_text(item.content) for item in items)
         return ChatPrompt(items) if good else None
     return None
+
+
+def _apply_chat_options(prompt: Prompt, options: GenerateOptions) -> Prompt:
+    """Return the prompt with the options of tools, of reasoning and of the chat template. Options
+    that are left out keep what a `ChatPrompt` says."""
+    given = [name for name in _CHAT if name in options]
+    if not given:
+        return prompt
+    if not isinstance(prompt, ChatPrompt):
+        raise InvalidRequestError(
+            f"{given[0]} needs a conversation as the prompt", reason="INVALID_OPTION"
+        )
+    tools = prompt.tools
+    if "tools" in options:
+        tools = replace(tools, tools=make_tools(options["tools"]))
+    if "parallel_tool_calls" in options:
+        tools = replace(tools, parallel=_flag(options, "parallel_tool_calls", True))
+    if "tool_choice" in options:
+        tools = choose_tools(tools.tools, options["tool_choice"], parallel=tools.parallel)
+    prompt = replace(prompt, tools=tools)
+    if "reasoning_effort" in options:
+        prompt = replace(prompt, reasoning_effort=options["reasoning_effort"])
+    if "chat_template_kwargs" in options:
+        prompt = replace(prompt, template_variables=_template_variables(options))
+    return prompt
+
+
+def _template_variables(options: GenerateOptions) -> str:
+    """Return the variables of the chat template as a JSON object."""
+    variables: object = options.get("chat_template_kwargs")
+    if isinstance(variables, Mapping):
+        try:
+            return json.dumps(variables, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            pass
+    raise _not(options, "chat_template_kwargs", "a mapping of JSON's values")
 
 
 def _structured(options: GenerateOptions) -> StructuredOutput | None:

@@ -1,5 +1,7 @@
 """The `outrider` command and its subcommands.
 
+answer_text.py             Legible text of answers for `outrider generate`: reasoning, content and
+                           tool calls.
 drafters.py                `outrider drafters`: adds drafters to a running router and removes them.
 flags_file.py              Reads a command's flags from a YAML or TOML file, with lines such as
                            `max-model-len: 4096`.
@@ -20,4 +22,6 @@ request_flags.py           Command-line flags that set the SDK's options of a re
 serve.py                   `outrider serve`: runs router, verifiers and drafters on this machine and
                            restarts failed ones.
 status.py                  `outrider status`: prints the state of a router and its fleet.
+tool_files.py              Tool files of `outrider generate`: JSON with tools in the form of
+                           OpenAI's API.
 """

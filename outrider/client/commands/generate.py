@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from outrider.client.async_client import AsyncClient
+from outrider.client.commands.answer_text import AnswerText, render_answer
 from outrider.client.commands.placement_flags import (
     DTYPE_HELP,
     HEAD_HELP,
@@ -30,7 +32,7 @@ from outrider.client.options import GenerateOptions, assistant, user
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider.transport.tls import TlsConfig
-from outrider.wire.inference import ChatMessage, GenerateResult
+from outrider.wire.inference import ChatMessage, Delta, GenerateResult
 
 KV_TOKENS_PER_PROMPT = 2560
 MIN_KV_TOKENS = 8448
@@ -50,7 +52,7 @@ LOCAL_ONLY = (
     "simulated_acceptance",
 )
 
-OnText = Callable[[str], None]
+OnDelta = Callable[[Delta], None]
 Answers = list[GenerateResult]
 """Answers to the turns of one conversation, in order."""
 
@@ -73,6 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_connecting_arguments(parser)
     add(
         "--json", action="store_true", help="Print one JSON object for each prompt, in input order."
+    )
+    add(
+        "--hide-reasoning",
+        action="store_true",
+        help="Leave reasoning out of the printed text (default: it is printed before the answer, "
+        "between the lines [reasoning] and [end of reasoning], and dimmed in a terminal). --json "
+        "output always contains it.",
     )
     add(
         "--concurrency",
@@ -144,17 +153,17 @@ async def ask_turn(
     history: list[ChatMessage],
     turn: str,
     options: GenerateOptions,
-    on_text: OnText = lambda text: None,
+    on_delta: OnDelta = lambda delta: None,
 ) -> GenerateResult:
     """Send one turn of a conversation, and return the answer. `history` contains the earlier
-    messages; the turn and the answer are appended to it. `on_text` is called with each part of the
-    answer's text."""
+    messages; the turn and the answer are appended to it. `on_delta` is called with each part of the
+    answer."""
     history.append(user(turn))
     async with client.stream(history, **options) as stream:
         async for delta in stream:
-            on_text(delta.text)
+            on_delta(delta)
         answer = await stream.result()
-    history.append(assistant(answer.text))
+    history.append(assistant(answer))
     return answer
 
 
@@ -193,6 +202,17 @@ def _describe_one(answer: GenerateResult) -> dict[str, object]:
             "fresh_accepted": stats.fresh_accepted,
         },
     }
+    if answer.reasoning:
+        described["reasoning"] = answer.reasoning
+    if answer.tool_calls:
+        described["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in answer.tool_calls
+        ]
     if answer.logprobs:
         described["logprobs"] = [asdict(entry) for entry in answer.logprobs]
     return described
@@ -217,22 +237,33 @@ async def _answer_all(
         if note:
             print_progress(f"{note}: the answers are not the model's")
         if args.concurrency == 1 and not args.json:
-            done = [await _show_live(client, turns, options) for turns in prompts]
+            shows = not args.hide_reasoning
+            done = [await _show_live(client, turns, options, shows) for turns in prompts]
         else:
             done = await _answer_concurrently(client, prompts, options, args)
     _summarize(done, time.monotonic() - started)
     return 0
 
 
-async def _show_live(client: AsyncClient, turns: Turns, options: GenerateOptions) -> Answers:
-    """Answer one prompt, writing the text to stdout while it is received."""
+async def _show_live(
+    client: AsyncClient, turns: Turns, options: GenerateOptions, shows_reasoning: bool
+) -> Answers:
+    """Answer one prompt, writing the answers to stdout while they are received."""
     answers: Answers = []
     history: list[ChatMessage] = []
     for turn in turns:
         _write(f"> {turn}\n")
-        answer = await ask_turn(client, history, turn, options, _write)
-        answers.append(answer)
-        _write("\n\n")
+        text = AnswerText(
+            shows_reasoning=shows_reasoning,
+            # https://no-color.org
+            is_dimmed=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
+        )
+
+        def write_delta(delta: Delta, text: AnswerText = text) -> None:
+            _write(text.push_delta(delta))
+
+        answers.append(await ask_turn(client, history, turn, options, write_delta))
+        _write(f"{text.finish()}\n\n")
     return answers
 
 
@@ -259,8 +290,9 @@ async def _answer_concurrently(
             if args.json:
                 _write(json.dumps(describe_answers(answers)) + "\n")
             else:
-                pairs = zip(turns, answers, strict=True)
-                _write("".join(f"> {turn}\n{answer.text}\n\n" for turn, answer in pairs))
+                for turn, answer in zip(turns, answers, strict=True):
+                    shown = render_answer(answer, shows_reasoning=not args.hide_reasoning)
+                    _write(f"> {turn}\n{shown}\n\n")
     finally:
         for task in tasks:
             task.cancel()

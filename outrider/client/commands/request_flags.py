@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
+from outrider.client.commands.tool_files import read_tools
 from outrider.client.flags import (
     add_look_ahead_arguments,
     integer_at_least,
@@ -18,6 +20,7 @@ from outrider.client.options import GenerateOptions
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.wire.inference import REASONING_EFFORTS
 
 DEFAULT_MAX_TOKENS: Final = 256
 DRAFTERS: Final = tuple(method.value for method in DraftMethod)
@@ -38,6 +41,17 @@ class _Flag(NamedTuple):
 
 def _said(value: bool, help_text: str) -> dict[str, Any]:
     return {"action": "store_const", "const": value, "help": help_text}
+
+
+def _parse_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text[:40]!r}")
+    return found
 
 
 _NUMBER: Final[dict[str, Any]] = {"type": float}
@@ -242,6 +256,52 @@ FLAGS: Final = (
         },
     ),
 )
+CHAT_FLAGS: Final = (
+    _Flag(
+        "--tools",
+        "tools",
+        {
+            "metavar": "FILE",
+            "type": Path,
+            "help": "JSON file with the tools that the model may call, as OpenAI's API takes them: "
+            'a list of {"type": "function", "function": {"name": NAME, "parameters": SCHEMA}}, or '
+            "one of these.",
+        },
+    ),
+    _Flag(
+        "--tool-choice",
+        "tool_choice",
+        {
+            "metavar": "auto|none|required|NAME",
+            "help": "Whether the model must call tools; needs --tools. required: at least one "
+            "call; NAME: a call of this tool; auto: the model decides; none: no calls (default: "
+            "auto).",
+        },
+    ),
+    _Flag(
+        "--no-parallel-tool-calls",
+        "parallel_tool_calls",
+        _said(False, "Return at most one tool call."),
+    ),
+    _Flag(
+        "--reasoning-effort",
+        "reasoning_effort",
+        {
+            "choices": REASONING_EFFORTS,
+            "help": "How much the model should think, for chat templates that know it. none: "
+            "templates that can switch thinking off do so.",
+        },
+    ),
+    _Flag(
+        "--chat-template-kwargs",
+        "chat_template_kwargs",
+        {
+            "metavar": "JSON",
+            "type": _parse_object,
+            "help": "Further variables of the chat template, as a JSON object.",
+        },
+    ),
+)
 STRUCTURED_FLAGS: Final = (
     _Flag(
         "--json-schema",
@@ -267,6 +327,9 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     for flag in FLAGS:
         parser.add_argument(flag.flag, **flag.facts)
     add_look_ahead_arguments(parser.add_argument)
+    chat = parser.add_argument_group("tools and reasoning")
+    for flag in CHAT_FLAGS:
+        chat.add_argument(flag.flag, **flag.facts)
     group = parser.add_argument_group("structured output (at most one of these)")
     forms = group.add_mutually_exclusive_group()
     for flag in STRUCTURED_FLAGS:
@@ -274,10 +337,15 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def request_options(args: argparse.Namespace) -> GenerateOptions:
-    """Return the request options that the given flags set. Raises InvalidRequestError if a file
-    that a flag names cannot be read."""
-    options = {flag.option: getattr(args, flag.name) for flag in (*FLAGS, *STRUCTURED_FLAGS)}
+    """Return the request options that the given flags set. Raises InvalidRequestError or
+    NotFoundError if a file that a flag names cannot be read."""
+    if args.tool_choice is not None and args.tools is None:
+        raise InvalidRequestError("--tool-choice needs --tools", reason="INVALID_FLAG")
+    flags = (*FLAGS, *CHAT_FLAGS, *STRUCTURED_FLAGS)
+    options = {flag.option: getattr(args, flag.name) for flag in flags}
     options |= {"look_ahead": args.look_ahead, "fan_out": args.fan_out}
+    if args.tools is not None:
+        options["tools"] = read_tools(args.tools)
     said: dict[str, Any] = {
         option: _text_of(value) if isinstance(value, Path) else value
         for option, value in options.items()

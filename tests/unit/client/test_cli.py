@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -20,44 +18,8 @@ from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.spec.plan import DraftMethod
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.messages import SpecStats
-from tests.fakes.drafter import FakeDrafter
-from tests.fakes.router import grpc_router, running_router
-from tests.fakes.verifier import FakeVerifier
 from tests.unit.client.flags import flags_of, verifier_arguments
-
-
-class Served:
-    """A router on a fake verifier, in a thread with an event loop of its own."""
-
-    def __init__(self, directory: Path) -> None:
-        self.verifier: FakeVerifier | None = None
-        self.address = ""
-        self.directory = directory
-        self._ready = threading.Event()
-        self._stop: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-
-    def __enter__(self) -> Served:
-        self._thread.start()
-        assert self._ready.wait(20)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._loop is not None and self._stop is not None
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
-
-    async def _serve(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self.verifier = FakeVerifier(tokens_per_round=3)
-        drafter = FakeDrafter({"v": self.verifier})
-        async with (
-            running_router(self.directory, {"v": self.verifier}, {"d": drafter}) as router,
-            grpc_router(router) as self.address,
-        ):
-            self._ready.set()
-            await self._stop.wait()
+from tests.unit.client.served import Served
 
 
 @pytest.fixture(scope="module")

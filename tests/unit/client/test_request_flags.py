@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.client.commands.request_flags import (
+    CHAT_FLAGS,
     FLAGS,
     STRUCTURED_FLAGS,
     add_request_arguments,
@@ -28,7 +29,10 @@ def options(*arguments: str) -> GenerateOptions:
 
 
 def test_every_option_has_a_flag() -> None:
-    said = {flag.option for flag in (*FLAGS, *STRUCTURED_FLAGS)} | {"look_ahead", "fan_out"}
+    said = {flag.option for flag in (*FLAGS, *CHAT_FLAGS, *STRUCTURED_FLAGS)} | {
+        "look_ahead",
+        "fan_out",
+    }
     assert said == set(GenerateOptions.__annotations__) - ELSEWHERE
 
 

@@ -44,12 +44,17 @@ SURFACE = [
     "Stream",
     "TlsConfig",
     "TokenLogprobs",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
     "UnauthenticatedError",
     "UnavailableError",
     "Usage",
     "VerifierSummary",
     "assistant",
+    "function_tool",
     "system",
+    "tool_result",
     "user",
 ]
 
