@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tests.integration.stack import Stack
+from tests.integration.stack import Stack, StackOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "sdk.md"
 EXAMPLES = dict(
     re.findall(r"^### (.*?)\n(?:(?!^###).)*?```python\n(.*?)```", PAGE.read_text(), re.S | re.M)
 )
-SILENT = {"5.", "6.", "9.", "18.", "21."}
+SILENT = {"5.", "6.", "9.", "19.", "22."}
 """Examples that print nothing."""
 
 
@@ -73,6 +73,14 @@ async def _pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> 
             sink.write(data)
             await sink.drain()
     sink.close()
+
+
+@pytest.fixture(scope="module")
+def stack_options(tmp_path_factory: pytest.TempPathFactory) -> StackOptions:
+    """The template of the tiny model knows no tools."""
+    file = tmp_path_factory.mktemp("router") / "router.toml"
+    file.write_text('tool_call_parser = "hermes"\n')
+    return {"router": ["--config", str(file)]}
 
 
 @pytest.fixture(scope="module")

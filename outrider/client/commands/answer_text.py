@@ -18,7 +18,7 @@ _DIM: Final = "\x1b[2m{}\x1b[0m"
 """Terminal sequences that dim a text."""
 
 
-class _Part(Enum):
+class _AnswerPart(Enum):
     NONE = auto()
     REASONING = auto()
     CONTENT = auto()
@@ -35,7 +35,7 @@ class AnswerText:
     def __init__(self, *, shows_reasoning: bool = True, is_dimmed: bool = False) -> None:
         """Create the text of an answer. `is_dimmed`: whether a terminal dims the reasoning."""
         self._shows_reasoning, self._is_dimmed = shows_reasoning, is_dimmed
-        self._part = _Part.NONE
+        self._part = _AnswerPart.NONE
         self._call_index = -1
         """Index of the call that was begun last."""
 
@@ -43,41 +43,41 @@ class AnswerText:
         """Return the text of a delta: its reasoning, its content and its calls."""
         text = ""
         if delta.reasoning and self._shows_reasoning:
-            if self._part is not _Part.REASONING:
+            if self._part is not _AnswerPart.REASONING:
                 text += self._end_part() + self._dim(f"{REASONING_BEGIN}\n")
-                self._part = _Part.REASONING
+                self._part = _AnswerPart.REASONING
             text += self._dim(delta.reasoning)
         if delta.text:
-            if self._part is not _Part.CONTENT:
+            if self._part is not _AnswerPart.CONTENT:
                 text += self._end_part()
-                self._part = _Part.CONTENT
+                self._part = _AnswerPart.CONTENT
             text += delta.text
         return text + "".join(map(self._push_call, delta.tool_calls))
 
     def finish(self) -> str:
         """Return the text that ends a part which the end of the answer leaves open."""
-        if self._part is _Part.CONTENT:
+        if self._part is _AnswerPart.CONTENT:
             return ""
-        text, self._part = self._end_part(), _Part.NONE
+        text, self._part = self._end_part(), _AnswerPart.NONE
         return text.rstrip("\n")
 
     def _push_call(self, call: ToolCallDelta) -> str:
         text = ""
-        if self._part is not _Part.CALL or call.index != self._call_index:
+        if self._part is not _AnswerPart.CALL or call.index != self._call_index:
             text = f"{self._end_part()}{CALL_BEGIN} {call.name}("
-            self._part, self._call_index = _Part.CALL, call.index
+            self._part, self._call_index = _AnswerPart.CALL, call.index
         return text + call.arguments
 
     def _end_part(self) -> str:
         """Return the text between the present part and the next one."""
         match self._part:
-            case _Part.NONE:
+            case _AnswerPart.NONE:
                 return ""
-            case _Part.REASONING:
+            case _AnswerPart.REASONING:
                 return self._dim(f"\n{REASONING_END}") + "\n\n"
-            case _Part.CONTENT:
+            case _AnswerPart.CONTENT:
                 return "\n"
-            case _Part.CALL:
+            case _AnswerPart.CALL:
                 return ")\n"
 
     def _dim(self, text: str) -> str:
