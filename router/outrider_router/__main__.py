@@ -32,6 +32,7 @@ from outrider.process_tuning import (
 )
 from outrider.spans import add_tracing_flags, export_spans
 from outrider.spec.plan import DraftMethod
+from outrider.text.output_parsers.formats import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS
 from outrider_router.config import RouterConfig
 
 if TYPE_CHECKING:
@@ -160,6 +161,18 @@ def make_parser() -> argparse.ArgumentParser:
         "--metrics-compat",
         choices=("none", "vllm"),
         help="Server under whose metric names the metrics are exported too (default: none).",
+    )
+    parser.add_argument(
+        "--tool-call-parser",
+        choices=(AUTO, NONE, *TOOL_FORMATS),
+        help="Format in which the model writes tool calls; none: calls are not read (default: "
+        "auto, the chat template decides).",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        choices=(AUTO, NONE, *REASONING_FORMATS),
+        help="Format in which the model writes its reasoning; none: it is part of the answer's "
+        "text (default: auto, the chat template decides).",
     )
     parser.add_argument(
         "--health-listen",

@@ -31,18 +31,17 @@ def addresses(request: pytest.FixtureRequest, tiny_target: Path) -> Iterator[Add
     """A model with random weights, which calls nonsense, and a small one that was trained."""
     model = str(tiny_target) if request.param == "tiny" else "smollm2-135m"
     flags = ("--model", model, "--drafter-methods", "ngram", "--threads", "1")
+    # The templates of both models know no tools.
+    parser = ("--tool-call-parser", "hermes")
     said: list[str] = []
 
     def http_address() -> str | None:
         found = re.search(r"http://[\d.:]+/v1", "".join(said))
         return found and found.group()
 
-    with pytest.MonkeyPatch.context() as patch:
-        # The templates of both models know no tools.
-        patch.setenv("OUTRIDER_ROUTER_TOOL_CALL_PARSER", "hermes")
-        with serving(*flags, "--port", "0", "--http", "127.0.0.1:0", said=said) as service:
-            wait_until(lambda: http_address() is not None, timeout_s=20.0, what="the HTTP address")
-            yield Addresses(str(http_address()), service.address)
+    with serving(*flags, *parser, "--port", "0", "--http", "127.0.0.1:0", said=said) as service:
+        wait_until(lambda: http_address() is not None, timeout_s=20.0, what="the HTTP address")
+        yield Addresses(str(http_address()), service.address)
 
 
 @pytest.mark.timeout(300)

@@ -220,6 +220,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Export the router's metrics under the metric names of this server too.",
     )
     add(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="Format in which the model writes tool calls, such as hermes; none: calls are not "
+        "read (default: auto, the chat template decides).",
+    )
+    add(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="Format in which the model writes its reasoning, such as qwen3; none: it is part of "
+        "the answer's text (default: auto, the chat template decides).",
+    )
+    add(
         "--log-level",
         type=str.upper,
         choices=LOG_LEVELS,
@@ -346,6 +358,8 @@ def make_config(args: argparse.Namespace) -> LocalFleetConfig:
         tls_dir=args.tls_dir,
         api_keys=args.api_keys,
         metrics_compat=args.metrics_compat,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         inherit_logs=True,
     )
 
@@ -408,6 +422,13 @@ def ray_args(config: LocalFleetConfig) -> list[str]:
         raise InvalidRequestError(
             "--metrics-compat needs --runtime processes; with Ray, set metrics_compat in [router] "
             "of the configuration file of `outrider ray`",
+            reason="INVALID_FLAG",
+        )
+    if config.tool_call_parser or config.reasoning_parser:
+        raise InvalidRequestError(
+            "--tool-call-parser and --reasoning-parser need --runtime processes; with Ray, set "
+            "tool_call_parser and reasoning_parser in [router] of the configuration file of "
+            "`outrider ray`",
             reason="INVALID_FLAG",
         )
     if config.max_model_len or config.gpu_memory_utilization or config.log_level:

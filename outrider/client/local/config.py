@@ -146,6 +146,12 @@ class LocalFleetConfig:
     metrics_compat: str | None = None
     """Name of a server, such as vLLM, under whose metric names the router's metrics are exported in
     addition; None for none."""
+    tool_call_parser: str | None = None
+    """Format in which the model writes tool calls; None leaves the choice to the router's setting
+    of this name."""
+    reasoning_parser: str | None = None
+    """Format in which the model writes its reasoning; None leaves the choice to the router's
+    setting of this name."""
     tls_dir: Path | None = None
     """Directory of certificates that `outrider certs` created; None uses plain text."""
     api_keys: Path | None = None

@@ -210,6 +210,8 @@ def router_args(
         health_listen=HEALTH_LISTEN,
         metrics_port=port + index if port else port,
         metrics_compat=config.metrics_compat,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
         api_keys=config.api_keys,
         **_tls_flags(config, CertificateRole.ROUTER),
     )
