@@ -30,6 +30,7 @@ MAX_JSON_DEPTH: Final = 64
 """Largest nesting depth of arguments and template variables."""
 _SERVER_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})
 """Variables that only the server sets."""
+_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 _HARMONY_EFFORTS: Final = {"none": "low", "minimal": "low", "xhigh": "high"}
 """Efforts that models of the harmony format were not trained with, and the nearest that they
 were."""
@@ -182,6 +183,9 @@ def _json_object(text: str, where: str) -> dict[str, Any]:
         raise _invalid(where, f"{where} must be a JSON object, got {text[:40]!r}")
     if _depth(found) > MAX_JSON_DEPTH:
         raise _invalid(where, f"{where} may be nested at most {MAX_JSON_DEPTH} levels deep")
+    # Only an escape can stand for half of a pair, and no prompt can be made of it.
+    if "\\u" in text and _SURROGATE.search(json.dumps(found, ensure_ascii=False)):
+        raise _invalid(where, f"{where} has half of a surrogate pair, which is no text")
     return dict(found)
 
 

@@ -100,3 +100,23 @@ def test_a_description_is_written_for_templates_that_need_one() -> None:
     (usual,), (harmony,) = (template_variables(prompt, each)["tools"] for each in (USUAL, HARMONY))
     assert "description" not in usual["function"]
     assert harmony["function"]["description"] == ""
+
+
+@pytest.mark.parametrize("text", ['{"a": "\\ud800"}', '{"\\udfff": 1}'])
+def test_half_of_a_surrogate_pair_is_refused_by_the_field_that_has_it(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="half of a surrogate pair") as refused:
+        template_messages(_history(text), USUAL)
+    assert refused.value.param == "messages[1].tool_calls[0].function.arguments"
+    tools = ToolOptions(tools=(Tool(name="look", parameters=text),))
+    for prompt, param in (
+        (ChatPrompt((), tools=tools), "tools[0].function.parameters"),
+        (ChatPrompt((), template_variables=text), "chat_template_kwargs"),
+    ):
+        with pytest.raises(InvalidRequestError, match="half of a surrogate pair") as refused:
+            template_variables(prompt, USUAL)
+        assert refused.value.param == param
+
+
+def test_a_whole_surrogate_pair_is_a_character() -> None:
+    (_, message, _) = template_messages(_history('{"a": "\\ud83d\\ude80"}'), USUAL)
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": "\U0001f680"}
