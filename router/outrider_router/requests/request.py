@@ -240,6 +240,7 @@ def _or(value: int | None, default: int) -> int:
 
 
 ArgumentT = TypeVar("ArgumentT")
+ResultT = TypeVar("ResultT")
 
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 """Threads on which long prompts are tokenized."""
@@ -373,7 +374,7 @@ async def tokenize_prompt(
             encode = partial(
                 tokenizer.encode, add_special_tokens=add_special_tokens, max_tokens=max_tokens
             )
-            found = await _maybe_in_thread(len(text), encode, text)
+            found = await run_by_size(len(text), encode, text)
         case ChatPrompt():
             traits = tokenizer.template_traits(with_tools=has_rendered_tools(prompt))
             turns = template_messages(prompt, traits)
@@ -385,7 +386,7 @@ async def tokenize_prompt(
                 parse_special_tokens=parse_special_tokens,
                 max_tokens=max_tokens,
             )
-            found = await _maybe_in_thread(chat_size(prompt), encode_chat, turns)
+            found = await run_by_size(chat_size(prompt), encode_chat, turns)
     if not found:
         raise InvalidRequestError("the prompt has no tokens", reason="EMPTY_PROMPT", param="prompt")
     return found
@@ -402,9 +403,11 @@ def chat_size(prompt: ChatPrompt) -> int:
     )
 
 
-async def _maybe_in_thread(
-    size: int, function: Callable[[ArgumentT], tuple[int, ...]], argument: ArgumentT
-) -> tuple[int, ...]:
+async def run_by_size(
+    size: int, function: Callable[[ArgumentT], ResultT], argument: ArgumentT
+) -> ResultT:
+    """Return what a function returns for an argument. If the work has a large `size`, in
+    characters, the function runs in a thread, so that it does not block the event loop."""
     if size > LONG_INPUT:
         # With separate threads, long prompts delay only other long prompts.
         return await asyncio.get_running_loop().run_in_executor(_THREADS, function, argument)
