@@ -49,11 +49,14 @@ _UNIONS: Final = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "a string or a list of strings",
     "content": "a string or a list of parts of type 'text'",
+    "tool_choice": "'none', 'auto', 'required' or an object that names a function",
     "guided_json": "an object, or a string that holds one",
     "json": "an object, or a string that holds one",
 }
 """Descriptions of the values that fields of several types accept."""
-_TYPES: Final = frozenset({"string_type", "list_type", "dict_type"})
+_TYPES: Final = frozenset(
+    {"string_type", "list_type", "dict_type", "model_type", "model_attributes_type"}
+)
 _UNTOLD: Final = frozenset({"missing", "too_short", "too_long", "string_too_short", "value_error"})
 """Error types whose message does not quote the value."""
 _ONE: Final = re.compile(r"\b1 (entries|characters)\b")

@@ -62,6 +62,8 @@ BODIES: list[tuple[str, object, str, str]] = [
     (CHAT, tools(*(f"f{n}" for n in range(1025))), "tools", "must have at most 1024"),
     (CHAT, tools(tool_choice="required"), "tool_choice", "there are no tools"),
     (CHAT, tools("f", tool_choice="sometimes"), "tool_choice", "must be 'none', 'auto'"),
+    (CHAT, tools("f", tool_choice=5), "tool_choice",
+     "must be 'none', 'auto', 'required' or an object that names a function, got 5"),
     (CHAT, tools("f", tool_choice={"type": "function", "function": {"name": "g"}}), "tool_choice",
      "names 'g', which is no tool"),
     (CHAT, turns(ASKED) | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs",
