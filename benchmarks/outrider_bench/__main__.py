@@ -18,6 +18,10 @@ BENCHMARKS: Final = {
     "acceptance": ("quality.acceptance", "tokens emitted per round by task, rule and temperature"),
     "look-ahead": ("quality.look_ahead", "acceptance and hit rates of drafts made one round ahead"),
     "lossless": ("quality.lossless", "token ids with and without a drafter, differences explained"),
+    "tool-calls": (
+        "quality.tool_calls",
+        "required tool calls: valid arguments, and equal answers in streams and with drafts",
+    ),
     "load": ("faults.overload", "many concurrent streams, and a full queue"),
     "preemption": (
         "faults.preemption",
