@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
 
 import pytest
+from outrider_bench.quality.tool_model import make_tool_model
 
 from outrider.client import Client
+from tests.factories import make_target
 from tests.integration.contract_support import Peer
 from tests.integration.stack import Stack, connect
 from tests.integration.transport_harness import GrpcHarness, Harness, InprocHarness
@@ -15,6 +18,15 @@ from tests.integration.transport_harness import GrpcHarness, Harness, InprocHarn
 @pytest.fixture(scope="module")
 def stack(survivor: Stack) -> Stack:
     return survivor
+
+
+@pytest.fixture(scope="session")
+def tool_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The random target, with a chat template that renders tools and reasoning and a context that
+    is long enough for them. A module serves it by a fixture `tiny_target` of its own."""
+    target = make_target(tmp_path_factory.mktemp("target-of-tools"))
+    directory = tmp_path_factory.mktemp("tools") / "tool-target"
+    return make_tool_model(target, directory, max_model_len=16384)
 
 
 @pytest.fixture
