@@ -14,6 +14,8 @@ dependencies.py            FastAPI dependencies of the routes: router service, c
                            of a request.
 errors.py                  Maps typed errors to OpenAI error responses: one HTTP status per class of
                            `outrider.errors`.
+event_streams.py           Sends responses to HTTP clients: whole bodies and server-sent events,
+                           while the client listens.
 generation_routes.py       Routes POST /v1/completions and POST /v1/chat/completions.
 info_routes.py             Routes that do not generate: models, health, version, metrics, tokenize
                            and detokenize.

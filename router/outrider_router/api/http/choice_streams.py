@@ -1,9 +1,7 @@
 """Generation responses over HTTP: all choices of a request, as one body or as an event stream.
 
 A streamed response begins with its first text. Errors before that set the HTTP status; later errors
-are events of the stream. A client that disconnects cancels its request. Each write waits until the
-client has read the previous output, so a slow reader uses no more memory than over gRPC
-(`outrider_router.base.slow_readers`).
+are events of the stream. A client that disconnects cancels its request.
 """
 
 from __future__ import annotations
@@ -14,27 +12,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
-from outrider.errors import ResourceExhaustedError
 from outrider.ids import RequestId
 from outrider.wire.inference import Delta, FinishInfo, GenerateRequest, PromptInfo, StreamEvent
 from outrider_router.admission.access_control import AccessGrant
 from outrider_router.admission.request_group import RequestGroup
 from outrider_router.api.http.errors import describe_error
+from outrider_router.api.http.event_streams import (
+    ConnectedResponse,
+    EventSender,
+    send_events,
+    send_json,
+)
 from outrider_router.api.http.response_writers import ChoiceState, ResponseWriter
 from outrider_router.api.http.usage import usage_body
 from outrider_router.base import tenants
-from outrider_router.base.slow_readers import SLOW_READER, with_write_timeout
 from outrider_router.requests.service import RouterService
 
-STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    # Without this header, nginx and similar proxies would buffer events.
-    (b"x-accel-buffering", b"no"),
-]
 DONE_EVENT = "data: [DONE]\n\n"
 
 
@@ -62,36 +57,11 @@ class HttpGeneration:
     """Whether the response has the reasoning of chats."""
 
 
-class StreamingAnswer(Response):
-    """ASGI response that is generated while it is sent."""
-
-    def __init__(self, service: RouterService, asked: HttpGeneration, *, stream: bool) -> None:
-        super().__init__()
-        self._service, self._asked, self._stream = service, asked, stream
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request. Raises errors that occur before the response has begun."""
-        serve = _stream if self._stream else _whole
-        await _unless_gone(receive, serve(self._service, self._asked, send))
-
-
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`, and cancel it if the client disconnects."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_gone(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def make_response(
+    service: RouterService, asked: HttpGeneration, *, stream: bool
+) -> ConnectedResponse:
+    """Return the response to a generation request, as one body or as an event stream."""
+    return ConnectedResponse(partial(_stream if stream else _whole, service, asked))
 
 
 async def _serve_choices(
@@ -163,31 +133,7 @@ async def _whole(service: RouterService, asked: HttpGeneration, send: Send) -> N
                 choice.prompt_ids = event.prompt_token_ids
 
     choices = await _serve_choices(service, asked, collect)
-    body = asked.writer.write_whole(choices).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-class _Events:
-    """Sends server-sent events to one client. An empty string ends the response."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.begun = False
-
-    async def __call__(self, events: str) -> None:
-        if not self.begun:
-            self.begun = True
-            await self._send(
-                {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
-            )
-        await self._send(
-            {"type": "http.response.body", "body": events.encode(), "more_body": bool(events)}
-        )
+    await send_json(send, asked.writer.write_whole(choices))
 
 
 class _Chunks:
@@ -233,21 +179,11 @@ class _Chunks:
 
 
 async def _stream(service: RouterService, asked: HttpGeneration, send: Send) -> None:
-    events = _Events(send)
-    timeout_s = service.config.overload.slow_reader_timeout_s
-    try:
-        async with with_write_timeout(events, slow_reader_timeout_s=timeout_s) as write:
-            try:
-                choices = await _serve_choices(service, asked, _Chunks(asked, write))
-                last = asked.writer.write_usage(choices) if asked.include_usage else ""
-            except Exception as error:
-                if not events.begun:
-                    raise
-                last = f"data: {describe_error(error).body}\n\n"
-            await write(last + DONE_EVENT)
-            await write("")
-    except ResourceExhaustedError as error:
-        if error.reason != SLOW_READER:
-            raise
-        # Nothing more can be sent; the server closes the connection.
-        service.metrics.refusals.labels(SLOW_READER).inc()
+    async def serve(write: EventSender) -> str:
+        choices = await _serve_choices(service, asked, _Chunks(asked, write))
+        return (asked.writer.write_usage(choices) if asked.include_usage else "") + DONE_EVENT
+
+    def fail(error: Exception) -> str:
+        return f"data: {describe_error(error).body}\n\n{DONE_EVENT}"
+
+    await send_events(service, send, serve, fail)

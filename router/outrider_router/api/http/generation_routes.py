@@ -12,7 +12,7 @@ from starlette.responses import Response
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import GenerateRequest, TextPrompt, TokenPrompt
 from outrider_router.admission.policy import no_verifier_error
-from outrider_router.api.http.choice_streams import HttpGeneration, StreamingAnswer
+from outrider_router.api.http.choice_streams import HttpGeneration, make_response
 from outrider_router.api.http.dependencies import Caller, Service
 from outrider_router.api.http.errors import FIELD_NAMES
 from outrider_router.api.http.json_route import JsonRoute
@@ -147,4 +147,4 @@ def _answer(
         continuous_usage=bool(options.continuous_usage_stats),
         include_reasoning=include_reasoning,
     )
-    return StreamingAnswer(service, asked, stream=bool(body.stream))
+    return make_response(service, asked, stream=bool(body.stream))

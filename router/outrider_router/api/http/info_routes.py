@@ -160,7 +160,7 @@ def _conversation(body: TokenizeRequest) -> ChatPrompt:
             "special tokens; it may be null or False",
             param="add_special_tokens",
         )
-    options = ToolOptions(tools=tools_of(body.tools))
+    options = ToolOptions(tools=tools_of(tool.function for tool in body.tools or ()))
     prompt = chat_prompt(body.messages or (), options, body.chat_template_kwargs)
     size = chat_size(prompt)
     if size > MAX_TOKENIZED_CHARS:

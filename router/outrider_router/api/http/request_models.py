@@ -52,16 +52,16 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens in completions."""
 
 
-def _size(low: int, high: int) -> FieldInfo:
+def list_size(low: int, high: int) -> FieldInfo:
     """Return the size limits of a list that reports only its first invalid entry."""
     info: FieldInfo = Field(min_length=low, max_length=high, fail_fast=True)
     return info
 
 
-def _few_biases(value: object) -> object:
-    """Refuse a bias map with too many entries before pydantic validates each entry."""
-    if isinstance(value, dict) and len(value) > MAX_BIASED_IDS:
-        raise ValueError(f"must have at most {MAX_BIASED_IDS} entries, has {len(value)}")
+def few_entries(value: object, most: int = MAX_BIASED_IDS) -> object:
+    """Refuse an object with more than `most` entries before pydantic validates each entry."""
+    if isinstance(value, dict) and len(value) > most:
+        raise ValueError(f"must have at most {most} entries, has {len(value)}")
     return value
 
 
@@ -77,7 +77,7 @@ def _few_bytes(text: str, most: int = MAX_STOP_STRING_BYTES) -> str:
 
 TokenIdNumber = Annotated[int, Ge(0), Le(MAX_VOCAB_SIZE - 1)]
 Text = Annotated[str, Len(1, MAX_PROMPT_BYTES)]
-TokenIds = Annotated[list[TokenIdNumber], _size(1, MAX_PROMPT_TOKENS)]
+TokenIds = Annotated[list[TokenIdNumber], list_size(1, MAX_PROMPT_TOKENS)]
 StopString = Annotated[str, Len(1, MAX_STOP_STRING_BYTES), AfterValidator(_few_bytes)]
 BadWord = Annotated[
     str,
@@ -102,29 +102,30 @@ def _prompt_kind(value: object) -> str:
 Prompts = Annotated[
     Annotated[Text, Tag(f"{UNION_TAG}text")]
     | Annotated[
-        Annotated[list[Text], _size(1, MAX_CHOICES)],
+        Annotated[list[Text], list_size(1, MAX_CHOICES)],
         Tag(f"{UNION_TAG}texts"),
     ]
     | Annotated[TokenIds, Tag(f"{UNION_TAG}tokens")]
     | Annotated[
-        Annotated[list[TokenIds], _size(1, MAX_CHOICES)],
+        Annotated[list[TokenIds], list_size(1, MAX_CHOICES)],
         Tag(f"{UNION_TAG}lists"),
     ],
     Discriminator(_prompt_kind),
 ]
 
 
-def _text_kind(value: object) -> str:
+def text_or_list(value: object) -> str:
+    """Return the tag of the member of a union of a string and a list."""
     return f"{UNION_TAG}list" if isinstance(value, list) else f"{UNION_TAG}text"
 
 
 StopValue = Annotated[
     Annotated[StopString, Tag(f"{UNION_TAG}text")]
     | Annotated[
-        Annotated[list[StopString], _size(0, MAX_STOP_STRINGS)],
+        Annotated[list[StopString], list_size(0, MAX_STOP_STRINGS)],
         Tag(f"{UNION_TAG}list"),
     ],
-    Discriminator(_text_kind),
+    Discriminator(text_or_list),
 ]
 
 
@@ -139,18 +140,14 @@ class StreamOptions(StrictModel):
     )
 
 
-class GenerationRequest(StructuredOutputFields):
-    """Fields that completions and chat requests share."""
+class GenerationOptions(StrictModel):
+    """Fields that all generation requests share."""
 
     model: ModelOrUserName | None = Field(
         default=None,
         description="Name of a served model. May be omitted if only one model is served.",
     )
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Ge(1), Le(MAX_CHOICES)] | None = Field(
-        default=None, description="Number of choices per prompt. Choice i has the seed `seed + i`."
-    )
     temperature: Annotated[float, Ge(0), Le(MAX_TEMPERATURE)] | None = Field(
         default=None, description="Sampling temperature. 0 decodes greedily. The default is 1."
     )
@@ -170,7 +167,7 @@ class GenerationRequest(StructuredOutputFields):
                 Annotated[float, Ge(-MAX_BIAS), Le(MAX_BIAS)],
             ],
             Len(0, MAX_BIASED_IDS),
-            BeforeValidator(_few_biases),
+            BeforeValidator(few_entries),
         ]
         | None
     ) = Field(
@@ -181,17 +178,16 @@ class GenerationRequest(StructuredOutputFields):
         default=None, description="Sampling seed of 64 bits. 2^64 is added to a negative seed."
     )
     stop: StopValue | None = None
-    max_tokens: Annotated[int, Ge(1), Le(MAX_SEQUENCE_LEN)] | None = None
     min_tokens: Annotated[int, Ge(0), Le(MAX_SEQUENCE_LEN)] | None = None
-    stop_token_ids: Annotated[list[TokenIdNumber], _size(0, MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[list[TokenIdNumber], list_size(0, MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
-    banned_token_ids: Annotated[list[TokenIdNumber], _size(0, MAX_BANNED_IDS)] | None = None
-    allowed_token_ids: Annotated[list[TokenIdNumber], _size(1, MAX_ALLOWED_IDS)] | None = Field(
+    banned_token_ids: Annotated[list[TokenIdNumber], list_size(0, MAX_BANNED_IDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenIdNumber], list_size(1, MAX_ALLOWED_IDS)] | None = Field(
         default=None,
         description="The only token ids that may be generated. An end-of-turn id must be in "
         "the list to be generated.",
     )
-    bad_words: Annotated[list[BadWord], _size(0, MAX_BAD_WORD_TEXTS)] | None = Field(
+    bad_words: Annotated[list[BadWord], list_size(0, MAX_BAD_WORD_TEXTS)] | None = Field(
         default=None,
         description="Words that are not generated. A word stands for the token sequences that the "
         "tokenizer makes of it, both alone and after a space.",
@@ -202,12 +198,6 @@ class GenerationRequest(StructuredOutputFields):
     skip_special_tokens: bool | None = Field(
         default=None,
         description="Whether special tokens are left out of the text. The default is true.",
-    )
-    return_token_ids: bool | None = Field(
-        default=None, description="Whether the response has the token ids of prompt and answer."
-    )
-    return_tokens_as_token_ids: bool | None = Field(
-        default=None, description="Whether tokens of `logprobs` are written as `token_id:N`."
     )
     priority: Annotated[int, Ge(-MAX_PRIORITY), Le(MAX_PRIORITY)] | None = Field(
         default=None,
@@ -227,6 +217,22 @@ class GenerationRequest(StructuredOutputFields):
     draft_top_k: Annotated[int, Ge(1), Le(MAX_DRAFT_TOP_K)] | None = None
     look_ahead: Annotated[int, Ge(0), Le(MAX_LOOK_AHEAD)] | None = None
     fan_out: Annotated[int, Ge(0), Le(MAX_FAN_OUT)] | None = None
+
+
+class GenerationRequest(GenerationOptions, StructuredOutputFields):
+    """Fields that completions and chat requests share."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Ge(1), Le(MAX_CHOICES)] | None = Field(
+        default=None, description="Number of choices per prompt. Choice i has the seed `seed + i`."
+    )
+    max_tokens: Annotated[int, Ge(1), Le(MAX_SEQUENCE_LEN)] | None = None
+    return_token_ids: bool | None = Field(
+        default=None, description="Whether the response has the token ids of prompt and answer."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="Whether tokens of `logprobs` are written as `token_id:N`."
+    )
 
 
 class CompletionRequest(GenerationRequest):
@@ -276,16 +282,16 @@ class ChatRequestMessage(StrictModel):
         Annotated[
             Annotated[Annotated[str, Len(0, MAX_PROMPT_BYTES)], Tag(f"{UNION_TAG}text")]
             | Annotated[
-                Annotated[list[TextPart], _size(1, 1024)],
+                Annotated[list[TextPart], list_size(1, 1024)],
                 Tag(f"{UNION_TAG}list"),
             ],
-            Discriminator(_text_kind),
+            Discriminator(text_or_list),
         ]
         | None
     ) = Field(
         default=None, description="Text. May be null only in messages of the assistant with calls."
     )
-    tool_calls: Annotated[list[MessageToolCall], _size(0, MAX_TOOL_CALLS)] | None = Field(
+    tool_calls: Annotated[list[MessageToolCall], list_size(0, MAX_TOOL_CALLS)] | None = Field(
         default=None, description="Tool calls that the assistant made."
     )
     tool_call_id: Annotated[str, Len(0, MAX_NAME_BYTES)] | None = Field(
@@ -342,13 +348,13 @@ ToolChoiceValue = Annotated[
     | Annotated[NamedToolChoice, Tag(f"{UNION_TAG}object")],
     Discriminator(_choice_kind),
 ]
-ToolDefinitions = Annotated[list[ToolDefinition], _size(0, MAX_TOOLS)]
+ToolDefinitions = Annotated[list[ToolDefinition], list_size(0, MAX_TOOLS)]
 
 
 class ChatCompletionRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatRequestMessage], _size(1, MAX_CHAT_MESSAGES)]
+    messages: Annotated[list[ChatRequestMessage], list_size(1, MAX_CHAT_MESSAGES)]
     max_completion_tokens: Annotated[int, Ge(1), Le(MAX_SEQUENCE_LEN)] | None = Field(
         default=None, description="Largest number of generated tokens. Overrides `max_tokens`."
     )
@@ -386,7 +392,7 @@ class TokenizeRequest(StrictModel):
 
     model: ModelOrUserName | None = None
     prompt: Annotated[str, Len(0, MAX_TOKENIZED_CHARS)] | None = None
-    messages: Annotated[list[ChatRequestMessage], _size(1, MAX_CHAT_MESSAGES)] | None = None
+    messages: Annotated[list[ChatRequestMessage], list_size(1, MAX_CHAT_MESSAGES)] | None = None
     add_special_tokens: bool | None = Field(
         default=None,
         description="Whether a BOS token is put before `prompt`. The default is true. Must not be "
@@ -415,4 +421,4 @@ class DetokenizeRequest(StrictModel):
     """Body of POST /detokenize."""
 
     model: ModelOrUserName | None = None
-    tokens: Annotated[list[TokenIdNumber], _size(0, MAX_DETOKENIZED_IDS)]
+    tokens: Annotated[list[TokenIdNumber], list_size(0, MAX_DETOKENIZED_IDS)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +29,10 @@ from outrider_router.api.http.request_models import (
     ChatCompletionRequest,
     ChatRequestMessage,
     CompletionRequest,
+    FunctionDefinition,
+    GenerationOptions,
     GenerationRequest,
     NamedToolChoice,
-    ToolDefinition,
 )
 from outrider_router.api.http.structured_outputs import structured_output_of
 from outrider_router.api.http.unsupported_fields import (
@@ -91,8 +92,20 @@ def chat_requests(
 
 
 def _chat(body: ChatCompletionRequest) -> ChatPrompt:
-    prompt = chat_prompt(body.messages, tool_options(body), body.chat_template_kwargs)
+    choice = body.tool_choice
+    tools = tool_options(
+        [tool.function for tool in body.tools or ()],
+        mode=choice if isinstance(choice, str) else None,
+        named=choice.function.name if isinstance(choice, NamedToolChoice) else None,
+        parallel=body.parallel_tool_calls,
+    )
+    prompt = chat_prompt(body.messages, tools, body.chat_template_kwargs)
     return replace(prompt, reasoning_effort=body.reasoning_effort)
+
+
+def template_variables_text(variables: Mapping[str, Any] | None) -> str:
+    """Return the template variables of a router request for those of a body."""
+    return json.dumps(variables, ensure_ascii=False) if variables else ""
 
 
 def completion_prompts(body: CompletionRequest) -> tuple[Prompt, ...]:
@@ -128,7 +141,7 @@ def chat_prompt(
     return ChatPrompt(
         tuple(_message(message, number) for number, message in enumerate(messages)),
         tools=options,
-        template_variables=json.dumps(variables, ensure_ascii=False) if variables else "",
+        template_variables=template_variables_text(variables),
     )
 
 
@@ -157,35 +170,39 @@ def _message(message: ChatRequestMessage, number: int) -> ChatMessage:
     )
 
 
-def tool_options(body: ChatCompletionRequest) -> ToolOptions:
-    """Return the tools of a chat request, and whether they must be called."""
-    match body.tool_choice:
-        case NamedToolChoice(function=function):
-            choice, named = ToolChoiceMode.NAMED, function.name
-        case None:
-            choice, named = ToolChoiceMode.AUTO, ""
-        case mode:
-            choice, named = ToolChoiceMode(mode), ""
+def tool_options(
+    functions: Iterable[FunctionDefinition],
+    *,
+    mode: str | None,
+    named: str | None,
+    parallel: bool | None,
+) -> ToolOptions:
+    """Return the tools of a request, and whether they must be called.
+
+    `mode` is none, auto or required; None means auto. `named` is the function that must be called,
+    or None. `parallel` is False if an answer may have only one call.
+    """
+    choice = ToolChoiceMode.AUTO if mode is None else ToolChoiceMode(mode)
     return ToolOptions(
-        tools=tools_of(body.tools),
-        choice=choice,
-        named=named,
-        parallel=body.parallel_tool_calls is not False,
+        tools=tools_of(functions),
+        choice=choice if named is None else ToolChoiceMode.NAMED,
+        named=named or "",
+        parallel=parallel is not False,
     )
 
 
-def tools_of(definitions: Sequence[ToolDefinition] | None) -> tuple[Tool, ...]:
-    """Return the tools of a request."""
+def tools_of(functions: Iterable[FunctionDefinition]) -> tuple[Tool, ...]:
+    """Return the functions of a request as tools."""
     return tuple(
         Tool(
-            name=tool.function.name,
-            description=tool.function.description or "",
+            name=function.name,
+            description=function.description or "",
             parameters=""
-            if tool.function.parameters is None
-            else json.dumps(tool.function.parameters, ensure_ascii=False),
-            strict=tool.function.strict,
+            if function.parameters is None
+            else json.dumps(function.parameters, ensure_ascii=False),
+            strict=function.strict,
         )
-        for tool in definitions or ()
+        for function in functions
     )
 
 
@@ -212,15 +229,15 @@ def _choices(
             reason="TOO_MANY_CHOICES",
             param="n",
         )
-    stopping = _stopping(body, max_tokens, default_max_tokens)
+    stopping = stopping_options(body, max_tokens, default_max_tokens)
     structure = structured_output_of(body)
-    speculation = _speculation(body)
+    speculation = speculation_options(body)
     return tuple(
         GenerateRequest(
             prompt=prompts[number // n],
             request_id=choice_request_id(request_id, number, count),
             model=body.model,
-            sampling=_sampling(body, number % n),
+            sampling=sampling_options(body, number % n),
             stopping=stopping,
             speculation=speculation,
             priority=body.priority or 0,
@@ -240,7 +257,7 @@ def choice_request_id(request_id: RequestId | None, number: int, count: int) -> 
     return RequestId(f"{request_id}-{number}")
 
 
-def _sampling(body: GenerationRequest, number: int) -> SamplingOptions:
+def sampling_options(body: GenerationOptions, number: int = 0) -> SamplingOptions:
     """Return the sampling options of choice `number` of a prompt. Its seed is the client's seed
     plus `number`.
     """
@@ -262,13 +279,16 @@ def _sampling(body: GenerationRequest, number: int) -> SamplingOptions:
     )
 
 
-def _bias(body: GenerationRequest) -> tuple[tuple[int, float], ...]:
+def _bias(body: GenerationOptions) -> tuple[tuple[int, float], ...]:
     return tuple((int(id_), amount) for id_, amount in (body.logit_bias or {}).items())
 
 
-def _stopping(
-    body: GenerationRequest, max_tokens: int | None, default_max_tokens: int | None
+def stopping_options(
+    body: GenerationOptions, max_tokens: int | None, default_max_tokens: int | None = None
 ) -> StoppingOptions:
+    """Return the stopping options of a body. `default_max_tokens` applies if `max_tokens` is
+    None.
+    """
     stop = body.stop or ()
     return StoppingOptions(
         max_tokens=max_tokens,
@@ -281,7 +301,8 @@ def _stopping(
     )
 
 
-def _speculation(body: GenerationRequest) -> SpeculationOptions:
+def speculation_options(body: GenerationOptions) -> SpeculationOptions:
+    """Return the speculation settings of a body."""
     return SpeculationOptions(
         enabled=body.speculate,
         method=None if body.drafter is None else DraftMethod(body.drafter),
