@@ -167,6 +167,17 @@ class HttpConfig:
     max_small_chunks: int = 1024
     """Maximum number of chunks of less than a kilobyte in the body of one request with
     Transfer-Encoding: chunked."""
+    max_stored_responses: int = 4096
+    """Maximum number of responses of /v1/responses that the router stores in memory; the least
+    recently used ones are dropped. 0 stores none, so that conversations cannot be continued by
+    `previous_response_id` and responses cannot run in the background."""
+    max_stored_response_bytes: int = 256 << 20
+    """Maximum memory in bytes of all stored responses, with the items of their conversations."""
+    stored_response_ttl_s: float = 86400.0
+    """Time after which a stored response is dropped."""
+    max_background_responses: int = 64
+    """Maximum number of responses that run in the background at the same time; further ones are
+    refused with 429."""
     root_path: str = ""
     """Path prefix of all routes, such as /llm, for a proxy that does not strip it; "" means
     none."""
@@ -175,14 +186,26 @@ class HttpConfig:
     every origin. If empty, browsers let no other page call the API."""
 
     def __post_init__(self) -> None:
-        for name in ("handshake_s", "head_s", "body_s", "keep_alive_s"):
+        for name in (
+            "handshake_s",
+            "head_s",
+            "body_s",
+            "keep_alive_s",
+            "stored_response_ttl_s",
+        ):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        for name in ("max_connections", "max_body_bytes", "max_json_values"):
+        for name in (
+            "max_connections",
+            "max_body_bytes",
+            "max_json_values",
+            "max_stored_response_bytes",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_small_chunks < 0:
-            raise ValueError(f"max_small_chunks must be >= 0, got {self.max_small_chunks}")
+        for name in ("max_small_chunks", "max_stored_responses", "max_background_responses"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         path = self.root_path
         if path and (not ROOT_PATH.fullmatch(path)):
             raise ValueError(f"root_path must begin with / and not end with it, got {path!r}")

@@ -205,6 +205,11 @@ class RouterService:
             await asyncio.sleep(0.05)
         return all(map(self.resumables.survives_restart, self.running_requests))
 
+    def check_accepting(self) -> None:
+        """Raise UnavailableError if the router is shutting down and refuses new requests."""
+        if self._draining:
+            raise _stopping()
+
     async def generate(
         self,
         request: GenerateRequest,
@@ -310,8 +315,7 @@ class RouterService:
         AbortedError.
         """
         answer = self.resumables.get_answer(position.request_id)
-        if self._draining:
-            raise _stopping()
+        self.check_accepting()
         if answer is None or answer.entry.caller.tenant != caller.tenant:
             # The error does not reveal whether another tenant has a request with this id.
             raise NotFoundError(
@@ -383,8 +387,7 @@ class RouterService:
         """Open the entry of a new request. Return it with the function that validates the
         request.
         """
-        if self._draining:
-            raise _stopping()
+        self.check_accepting()
         name = request.request_id or own_id
         if request.resumable:
             self._check_owner(name, caller)

@@ -23,6 +23,8 @@ from outrider_router.api.http.errors import (
 )
 from outrider_router.api.http.json_route import JsonParser
 from outrider_router.api.http.middleware import REQUEST_ID, RequestMiddleware
+from outrider_router.api.http.responses import routes as response_routes
+from outrider_router.api.http.responses.service import ResponseService
 from outrider_router.api.status_page import status_router
 from outrider_router.requests.service import RouterService
 
@@ -39,7 +41,7 @@ def make_app(service: RouterService) -> ASGIApp:
     return CORSMiddleware(
         guard,
         allow_origins=options.cors_origins,
-        allow_methods=["GET", "HEAD", "POST"],
+        allow_methods=["DELETE", "GET", "HEAD", "POST"],
         allow_headers=["*"],
         expose_headers=[REQUEST_ID, "retry-after", "retry-after-ms"],
     )
@@ -61,7 +63,9 @@ def make_api(service: RouterService) -> FastAPI:
     app.state.service = service
     app.state.created = int(time.time())
     app.state.json_parser = JsonParser(service.config.http_options.max_json_values)
+    app.state.responses = ResponseService(service)
     app.include_router(generation_routes.router)
+    app.include_router(response_routes.router)
     app.include_router(info_routes.router)
     app.include_router(status_router(service, [Depends(operator)]))
     app.add_exception_handler(OutriderError, handle_typed_error)

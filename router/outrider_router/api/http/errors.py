@@ -146,7 +146,8 @@ async def handle_validation_error(request: Request, error: Exception) -> Respons
     """Return the response for a body that cannot be parsed into a request."""
     assert isinstance(error, RequestValidationError)
     said = request.headers.get("content-type", "")
-    if not _is_json(said):
+    is_body = any(mistake["loc"][0] == "body" for mistake in error.errors())
+    if is_body and not _is_json(said):
         # The framework did not parse the body, because its type is not JSON.
         return HttpError(
             status=415,

@@ -249,7 +249,7 @@ class DetokenizeResponse(BaseModel):
 _SAYS = {
     400: "The request is malformed or uses an unsupported feature.",
     401: "The request has no valid API key.",
-    404: "The model is not served.",
+    404: "The model is not served, or there is no such object.",
     405: "The method is not allowed.",
     409: "A request with this X-Request-Id is running.",
     413: "The body is too large.",

@@ -86,6 +86,54 @@ STRUCTURE: Final[UnsupportedFields] = {
 """Unsupported fields of `structured_outputs`."""
 
 
+_RESPONSE_FIELDS: Final = frozenset({"tools", "tool_choice"})
+"""Fields that responses support under the same name as chats."""
+RESPONSE: Final[UnsupportedFields] = {
+    **{name: values for name, values in _BOTH.items() if name not in _RESPONSE_FIELDS},
+    # OpenAI's fields of responses.
+    "context_management": ([],),
+    "conversation": (),
+    "max_tool_calls": (),
+    "moderation": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    # Fields of chats.
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "max_tokens": (),
+    "messages": (),
+    "n": (1,),
+    "response_format": (),
+    # vLLM's fields.
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "previous_input_messages": (),
+    "return_token_ids": (False,),
+    "structured_outputs": (),
+}
+"""Unsupported fields of a request for a response."""
+RESPONSE_TEXT: Final[UnsupportedFields] = {"verbosity": ("medium",)}
+"""Unsupported fields of `text` of a response."""
+RESPONSE_REASONING: Final[UnsupportedFields] = {
+    "context": ("auto",),
+    "generate_summary": ("auto",),
+    "mode": ("standard",),
+    "summary": ("auto",),
+}
+"""Unsupported fields of `reasoning` of a response."""
+REASONING_ITEM: Final[UnsupportedFields] = {"encrypted_content": ()}
+"""Unsupported fields of an input item of the type reasoning."""
+FUNCTION_TOOL: Final[UnsupportedFields] = {
+    "allowed_callers": (["direct"],),
+    "async": (False,),
+    "defer_loading": (False,),
+}
+"""Unsupported fields of a function among the tools of a response."""
+
+
 class UnsupportedFieldError(InvalidRequestError):
     """Error of a request with an unsupported field, which would change the answer. `param` is the
     field's name.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from outrider.wire.inference import FinishInfo
+from outrider.wire.inference import FinishInfo, Usage
 from outrider.wire.stats import SpecStats
 
 
@@ -34,6 +34,22 @@ def usage_body(
             "reasoning_tokens": reasoning_tokens,
         }
     return told
+
+
+def response_usage_body(usage: Usage) -> dict[str, object]:
+    """Return OpenAI's `usage` object of a response (POST /v1/responses). `cache_write_tokens` is 0,
+    because tokens that a prefix cache stores cost nothing extra.
+    """
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
 
 
 def total_usage_body(finishes: Sequence[FinishInfo], n: int) -> dict[str, object]:

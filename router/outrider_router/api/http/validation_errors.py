@@ -49,11 +49,20 @@ _UNIONS: Final = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "a string or a list of strings",
     "content": "a string or a list of parts of type 'text'",
+    "input": "a string or a list of items",
+    "input.content": "a string or a list of parts of type 'input_text' or 'output_text'",
+    "output": "a string or a list of parts of type 'input_text'",
     "tool_choice": "'none', 'auto', 'required' or an object that names a function",
     "guided_json": "an object, or a string that holds one",
     "json": "an object, or a string that holds one",
 }
-"""Descriptions of the values that fields of several types accept."""
+"""Descriptions of the values that fields of several types accept, by the name of the field, or by
+the first and the last name of its path."""
+_KEYS: Final = {
+    "logit_bias": "token ids",
+    "metadata": "strings of at most 64 characters",
+}
+"""Descriptions of the keys of fields that are objects."""
 _TYPES: Final = frozenset(
     {"string_type", "list_type", "dict_type", "model_type", "model_attributes_type"}
 )
@@ -146,10 +155,12 @@ def _message(mistake: Mistake) -> str:
     if not path:
         return "The body must be a JSON object"
     if last == "[key]":
-        return f"{path.rpartition('.')[0]} must have token ids as keys, got {_quoted(mistake)}"
-    field = re.split(r"[.\[]", path)[-1]
-    if kind in _TYPES and isinstance(last, str) and last.startswith(UNION_TAG) and field in _UNIONS:
-        rule = f"must be {_UNIONS[field]}"
+        parent = path.partition(".")[0]
+        return f"{parent} must have {_KEYS[parent]} as keys, got {_quoted(mistake)}"
+    names = re.split(r"[.\[]", path)
+    union = _UNIONS.get(f"{names[0]}.{names[-1]}", _UNIONS.get(names[-1]))
+    if kind in _TYPES and isinstance(last, str) and last.startswith(UNION_TAG) and union:
+        rule = f"must be {union}"
     elif kind in _RULES:
         rule = _ONE.sub(_singular, _RULES[kind].format_map(mistake.get("ctx") or {}))
     else:

@@ -170,7 +170,7 @@ async def test_a_body_that_is_no_object_blames_no_field(router: RouterService) -
         assert many.json()["error"]["message"].count(";") == 2
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/nothing"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/nothing"])
 async def test_unknown_routes_say_what_is_offered(router: RouterService, path: str) -> None:
     async with http_client(router) as client:
         answer = await client.post(path, json={})
