@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, Protocol
 
 from outrider.text.output_parsers.events import ArgumentsDelta, OutputEvent, ToolCallStart
 from outrider.text.output_parsers.json_call import MAX_NAME_CHARS, JsonCallReader
 from outrider.text.output_parsers.json_value import JsonValueScanner, MalformedCallError
-from outrider.text.output_parsers.markers import MarkedText
+from outrider.text.output_parsers.markers import find_marker, skip_space
+from outrider.text.stop_strings import partial_match_len
 
 
 class CallReader(Protocol):
@@ -17,7 +18,7 @@ class CallReader(Protocol):
 
     @property
     def num_calls(self) -> int:
-        """Number of calls whose names are known."""
+        """Number of calls that have begun."""
         ...
 
     @property
@@ -25,24 +26,44 @@ class CallReader(Protocol):
         """Whether the calls are complete."""
         ...
 
-    def read(self, text: str, events: list[OutputEvent]) -> str:
-        """Read text, append the events that it completes to `events`, and return the text behind
-        the calls. Raises MalformedCallError."""
+    def read(self, text: str, start: int, events: list[OutputEvent]) -> int:
+        """Read text from the index `start` on, append the events that it completes to `events`, and
+        return the index behind the part that was read. If the calls are not complete, the rest of
+        the text must be read again together with the text that follows it.
+
+        Raises MalformedCallError.
+        """
+        ...
+
+
+class MakeReader(Protocol):
+    """Function that makes a reader of calls."""
+
+    def __call__(self, index: int) -> CallReader:
+        """Return the reader of calls whose first one has this index."""
         ...
 
 
 _SPACE: Final = re.compile(r"\s")
-
-MakeReader = Callable[[int], CallReader]
-"""Function that makes the reader of calls whose first one has this index."""
+_CALL_ID: Final = "[CALL_ID]"
+_ARGS: Final = "[ARGS]"
 
 
 class JsonCallsReader:
     """Reads one call as a JSON object (see `JsonCallReader`), or an array of them."""
 
-    def __init__(self, index: int, *, first_keys: Collection[str] | None = None) -> None:
-        """Create a reader; `first_keys` is as for `JsonCallReader`."""
-        self._first_index, self._first_keys = index, first_keys
+    def __init__(
+        self,
+        index: int,
+        *,
+        first_keys: Collection[str] | None = None,
+        names: Collection[str] | None = None,
+        needs_arguments: bool = False,
+    ) -> None:
+        """Create a reader; the parameters are those of `JsonCallReader`."""
+        self._first_index = index
+        self._first_keys, self._names = first_keys, names
+        self._needs_arguments = needs_arguments
         self._is_array: bool | None = None
         """Whether the calls are in an array; None until the first character is known."""
         self._call: JsonCallReader | None = None
@@ -53,53 +74,53 @@ class JsonCallsReader:
     @property
     def num_calls(self) -> int:
         """See `CallReader`."""
-        return self._num_complete + bool(self._call is not None and self._call.name)
+        return self._num_complete + bool(self._call is not None and self._call.has_begun)
 
-    def read(self, text: str, events: list[OutputEvent]) -> str:
+    def read(self, text: str, start: int, events: list[OutputEvent]) -> int:
         """See `CallReader`."""
-        whole = text
-        while text and not self.is_done:
+        position = start
+        while position < len(text) and not self.is_done:
             if self._call is not None:
-                try:
-                    text = self._call.read(text, events)
-                except MalformedCallError as error:
-                    raise MalformedCallError(
-                        str(error), len(whole) - len(text) + error.position
-                    ) from None
+                position = self._call.read(text, position, events)
                 if self._call.is_done:
                     self._call, self._num_complete = None, self._num_complete + 1
                     self.is_done = not self._is_array
-            elif text[0].isspace():
-                text = text.lstrip()
-            elif self._is_array is None and text[0] == "[":
-                self._is_array, text = True, text[1:]
-            elif self._is_array and text[0] in ",]":
-                self.is_done, text = text[0] == "]", text[1:]
+            elif text[position].isspace():
+                position = skip_space(text, position)
+            elif self._is_array is None and text[position] == "[":
+                self._is_array, position = True, position + 1
+            elif self._is_array and text[position] in ",]":
+                self.is_done, position = text[position] == "]", position + 1
             else:
                 self._is_array = bool(self._is_array)
                 self._call = JsonCallReader(
-                    self._first_index + self._num_complete, first_keys=self._first_keys
+                    self._first_index + self._num_complete,
+                    first_keys=self._first_keys,
+                    names=self._names,
+                    needs_arguments=self._needs_arguments,
                 )
-        return text
+        return position
 
 
 class NamedCallReader:
-    """Reads a tool's name, a separator and the arguments as a JSON value."""
+    """Reads a tool's name, a separator and the arguments as a JSON value.
 
-    def __init__(
-        self, index: int, *, separators: Sequence[str], fences: Sequence[str] = ()
-    ) -> None:
+    The id of a call between `[CALL_ID]` and `[ARGS]`, as in Mistral's format, is left out.
+    """
+
+    def __init__(self, index: int, *, separators: Sequence[str], fence: str = "") -> None:
         """Create a reader of the call with this index.
 
         `separators`: texts that end the name. The separator "{" also begins the arguments.
-        `fences`: texts before the arguments that are left out.
+        `fence`: text that may stand before the arguments, in which case three backticks may stand
+        behind them; "" for none.
         """
         self._index = index
-        self._separators, self._fences = separators, fences
-        self._text = MarkedText()
-        self._name = ""
+        self._separators, self._fence = tuple(separators), fence
         self._scanner: JsonValueScanner | None = None
         """Scanner of the arguments; None before the end of the name."""
+        self._in_call_id = self._is_fenced = False
+        """Whether an id is being read, and whether the arguments stand between fences."""
         self._has_begun = False
         """Whether the arguments have begun."""
         self.is_done = False
@@ -109,63 +130,93 @@ class NamedCallReader:
         """See `CallReader`."""
         return int(self._scanner is not None)
 
-    def read(self, text: str, events: list[OutputEvent]) -> str:
+    def read(self, text: str, start: int, events: list[OutputEvent]) -> int:
         """See `CallReader`."""
+        position = start
         if self._scanner is None:
-            known = len(self._name) + len(self._text)
-            self._text.push_text(text)
-            part, separator = self._text.take_until(*self._separators)
-            self._name += part
-            self._check_name(known)
+            position = self._read_name(text, skip_space(text, position), events)
+            if self._scanner is None:
+                return position
+        if self._in_call_id:
+            position, separator = self._read_word(text, position, (_ARGS,))
             if not separator:
-                return ""
-            name = self._name.strip()
-            if not name:
-                raise MalformedCallError("a call has no name", len(text) - len(self._text))
-            events.append(ToolCallStart(self._index, name))
-            self._scanner = JsonValueScanner()
-            self._text.push_back("{" * (separator == "{"))
-            received, text = len(text), self._text.take_all()
-        else:
-            received = len(text)
-        return self._read_arguments(text, received, events)
-
-    def _check_name(self, known: int) -> None:
-        """Check the part of the name that was read. `known`: number of its characters before the
-        text that is being read."""
-        begin = len(self._name) - len(self._name.lstrip())
-        space = _SPACE.search(self._name, begin)
-        end = begin + MAX_NAME_CHARS if space is None else space.start()
-        if end < len(self._name):
-            raise MalformedCallError("a name has white space or is too long", max(0, end - known))
-
-    def _read_arguments(self, text: str, received: int, events: list[OutputEvent]) -> str:
-        """Read arguments, at the end of a text of `received` characters."""
-        assert self._scanner is not None, "the name is known"
+                return position
+            self._in_call_id = False
         if not self._has_begun:
-            self._text.push_text(text)
-            self._text.take_space()
-            if self._text.take_prefix(*self._fences) is None:
-                return ""
-            self._text.take_space()
-            text = self._text.take_all()
-            if not text:
-                return ""
-            self._has_begun = True
+            position = self._begin_arguments(text, position)
+        if self._has_begun:
+            position = self._read_arguments(text, position, events)
+        return position
+
+    def _read_name(self, text: str, start: int, events: list[OutputEvent]) -> int:
+        position, separator = self._read_word(text, start, self._separators)
+        if separator:
+            name = text[start : position - len(separator)]
+            if not name:
+                raise MalformedCallError("a call has no name", position)
+            events.append(ToolCallStart(self._index, name))
+            self._scanner, self._in_call_id = JsonValueScanner(), separator == _CALL_ID
+            position -= separator == "{"
+        return position
+
+    def _read_word(self, text: str, start: int, separators: tuple[str, ...]) -> tuple[int, str]:
+        """Find the separator behind a name or an id that begins at `start`. Return the index behind
+        it and the separator; `start` and "" if more text is needed."""
+        longest = max(map(len, separators))
+        found = find_marker(text, start, start + MAX_NAME_CHARS + longest, separators)
+        if found is not None:
+            end = found.start()
+        elif len(text) - start >= MAX_NAME_CHARS + longest:
+            end = start + MAX_NAME_CHARS + 1
+        else:
+            end = len(text) - partial_match_len(text[start:], separators)
+        space = _SPACE.search(text, start, end)
+        limit = start + MAX_NAME_CHARS if space is None else space.start()
+        if limit < end:
+            raise MalformedCallError("a name has white space or is too long", limit)
+        return (start, "") if found is None else (found.end(), found[0])
+
+    def _begin_arguments(self, text: str, start: int) -> int:
+        position = skip_space(text, start)
+        if self._fence and not self._is_fenced:
+            is_open, position = _skip_prefix(text, position, self._fence)
+            if is_open is None:
+                return position
+            self._is_fenced, position = is_open, skip_space(text, position)
+        self._has_begun = position < len(text)
+        return position
+
+    def _read_arguments(self, text: str, start: int, events: list[OutputEvent]) -> int:
+        assert self._scanner is not None, "the name is known"
         try:
-            end = self._scanner.scan(text)
+            position = self._scanner.scan(text, start, len(text))
         except MalformedCallError as error:
-            events.append(ArgumentsDelta(self._index, text[: error.position]))
-            position = max(0, received - len(text) + error.position)
-            raise MalformedCallError(str(error), position) from None
-        events.append(ArgumentsDelta(self._index, text[:end]))
+            events.append(ArgumentsDelta(self._index, text[start : error.position]))
+            raise
+        events.append(ArgumentsDelta(self._index, text[start:position]))
         self.is_done = self._scanner.is_done
-        return text[end:]
+        if self.is_done and self._is_fenced:
+            is_closed, position = _skip_prefix(text, skip_space(text, position), "```")
+            self.is_done = is_closed is not None
+        return position
+
+
+def _skip_prefix(text: str, position: int, prefix: str) -> tuple[bool | None, int]:
+    """Return whether a text has a prefix at an index, None if more text is needed to decide, and
+    the index behind it."""
+    if text.startswith(prefix, position):
+        return True, position + len(prefix)
+    is_partial = len(text) - position < len(prefix) and prefix.startswith(text[position:])
+    return (None if is_partial else False), position
 
 
 class MistralCallsReader:
-    """Reads what follows Mistral's `[TOOL_CALLS]`: an array of JSON objects, or (since tokenizer
-    version 11) a name, `[ARGS]` or nothing, and the arguments."""
+    """Reads what follows Mistral's `[TOOL_CALLS]`.
+
+    It is an array of JSON objects, or a name and the arguments. Tokenizers of version 11 write
+    `[CALL_ID]` and the id of the call, and `[ARGS]` between them, later ones only `[ARGS]`. Source:
+    Mistral's tokenizers (mistral-common, `InstructTokenizerV11` and `InstructTokenizerV13`).
+    """
 
     def __init__(self, index: int) -> None:
         """Create a reader of the calls from this index on."""
@@ -183,14 +234,15 @@ class MistralCallsReader:
         """See `CallReader`."""
         return self._reader is not None and self._reader.is_done
 
-    def read(self, text: str, events: list[OutputEvent]) -> str:
+    def read(self, text: str, start: int, events: list[OutputEvent]) -> int:
         """See `CallReader`."""
+        position = start
         if self._reader is None:
-            begin = text.lstrip()[:1]
-            if not begin:
-                return ""
-            if begin in "[{":
+            position = skip_space(text, position)
+            if position == len(text):
+                return position
+            if text[position] in "[{":
                 self._reader = JsonCallsReader(self._index)
             else:
-                self._reader = NamedCallReader(self._index, separators=("[ARGS]", "{"))
-        return self._reader.read(text, events)
+                self._reader = NamedCallReader(self._index, separators=(_CALL_ID, _ARGS, "{"))
+        return self._reader.read(text, position, events)

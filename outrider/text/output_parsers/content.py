@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from outrider.text.output_parsers.events import ContentDelta, OutputEvent
+from outrider.text.output_parsers.markers import HeldText
 
 
 class ContentText:
     """Passes content on. White space directly before and after tool calls is left out."""
 
     def __init__(self) -> None:
-        self._space = ""
+        self._space = HeldText()
         """White space at the end of the content so far, which a tool call may follow."""
         self._follows_call = False
 
@@ -20,16 +21,15 @@ class ContentText:
             self._follows_call = not text
         kept = text.rstrip()
         if kept:
-            events.append(ContentDelta(self._space + kept))
-            self._space = ""
-        self._space += text[len(kept) :]
+            events.append(ContentDelta(self._space.take_all() + kept))
+        self._space.push_text(text[len(kept) :])
 
     def record_call(self) -> None:
         """Record that a tool call begins here."""
-        self._space, self._follows_call = "", True
+        self._space.take_all()
+        self._follows_call = True
 
     def flush(self, events: list[OutputEvent]) -> None:
         """Append the white space at the end of an answer that does not end with a tool call."""
-        if self._space:
-            events.append(ContentDelta(self._space))
-            self._space = ""
+        if len(self._space):
+            events.append(ContentDelta(self._space.take_all()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -20,7 +20,7 @@ from outrider.text.output_parsers.marked_calls import MarkedCallParser
 from outrider.text.output_parsers.plain import PlainContentParser
 from outrider.text.output_parsers.pythonic_calls import PythonicCallsReader
 from outrider.text.output_parsers.reasoning import TaggedReasoningParser
-from outrider.text.output_parsers.reasoning_span import ReasoningSpan
+from outrider.text.output_parsers.reasoning_span import ReasoningSpan, TaggedSpan
 
 NONE: Final = "none"
 """Name with which an operator switches a parser off."""
@@ -34,8 +34,8 @@ class ToolFormat:
 
     name: str
     """Name of the parser in the configuration, as in vLLM."""
-    make: Callable[[], OutputParser]
-    """Makes the parser of one answer."""
+    make_parser: Callable[[Collection[str] | None], OutputParser]
+    """Makes the parser of one answer; see `make`."""
     markers: tuple[str, ...]
     """Texts that the parser must see even if the tokenizer declares them special tokens."""
     template_marks: tuple[tuple[str, ...], ...]
@@ -44,6 +44,14 @@ class ToolFormat:
     """Texts of other formats: a chat template that holds one does not use this format."""
     has_short_ids: bool = False
     """Whether call ids must have 9 letters and digits, as Mistral's templates demand."""
+    needs_names: bool = False
+    """Whether calls have no marker, so that they are distinguished from other text by the names of
+    the request's tools."""
+
+    def make(self, names: Collection[str] | None = None) -> OutputParser:
+        """Return the parser of one answer. `names`: names of the request's tools, if the format
+        needs them: what looks like a call of another tool is content. None allows all names."""
+        return self.make_parser(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +67,7 @@ class ReasoningFormat:
     template_marks: tuple[str, ...]
     """A chat template uses the format if it holds all of these texts."""
     is_harmony: bool = False
-    """Whether the parser of tool calls reads the reasoning, too."""
+    """Whether the reasoning is in a channel of the harmony format, not between tags."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -68,9 +76,26 @@ class ReasoningFormat:
 
 
 def _marked(
-    begin: str, end: str = "", ignored: tuple[str, ...] = (), *, reader: MakeReader
-) -> Callable[[], OutputParser]:
-    return partial(MarkedCallParser, begin=(begin,), end=end, ignored=ignored, reader=reader)
+    *begin: str, end: str = "", ignored: tuple[str, ...] = (), reader: MakeReader
+) -> Callable[[Collection[str] | None], OutputParser]:
+    return lambda _names: MarkedCallParser(begin=begin, end=end, ignored=ignored, reader=reader)
+
+
+def _llama_json_parser(names: Collection[str] | None) -> OutputParser:
+    return LeadingCallParser(
+        opening="{",
+        marker=_PYTHON_TAG,
+        separator=";",
+        reader=partial(
+            JsonCallsReader, first_keys=("name", "type"), names=names, needs_arguments=True
+        ),
+    )
+
+
+def _pythonic_parser(names: Collection[str] | None) -> OutputParser:
+    return LeadingCallParser(
+        opening="[", marker=_PYTHON_TAG, reader=partial(PythonicCallsReader, names=names)
+    )
 
 
 def _deepseek(name: str) -> str:
@@ -90,30 +115,34 @@ _DEEPSEEK_MARKERS: Final = (
     _DEEPSEEK_SEPARATOR,
 )
 
+_PYTHON_TAG: Final = "<|python_tag|>"
+_HARMONY: Final = "openai"
+"""Name of the harmony format, as in vLLM."""
+
 _TOOLS: Final = (
     ToolFormat(
-        name="openai",
-        make=harmony.HarmonyParser,
+        name=_HARMONY,
+        make_parser=lambda _names: harmony.HarmonyParser(),
         markers=harmony.MARKERS,
         template_marks=((harmony.CHANNEL, "functions.", "<|call|>"),),
     ),
     ToolFormat(
         name="deepseek_v3",
-        make=_marked(
+        make_parser=_marked(
             f"{_DEEPSEEK_BEGIN}function{_DEEPSEEK_SEPARATOR}",
-            _DEEPSEEK_END,
-            _DEEPSEEK_SECTION,
-            reader=partial(NamedCallReader, separators=("\n",), fences=("```json",)),
+            end=_DEEPSEEK_END,
+            ignored=_DEEPSEEK_SECTION,
+            reader=partial(NamedCallReader, separators=("\n",), fence="```json"),
         ),
         markers=_DEEPSEEK_MARKERS,
         template_marks=((_DEEPSEEK_BEGIN, "```json"),),
     ),
     ToolFormat(
         name="deepseek_v31",
-        make=_marked(
+        make_parser=_marked(
             _DEEPSEEK_BEGIN,
-            _DEEPSEEK_END,
-            _DEEPSEEK_SECTION,
+            end=_DEEPSEEK_END,
+            ignored=_DEEPSEEK_SECTION,
             reader=partial(NamedCallReader, separators=(_DEEPSEEK_SEPARATOR,)),
         ),
         markers=_DEEPSEEK_MARKERS,
@@ -121,37 +150,43 @@ _TOOLS: Final = (
     ),
     ToolFormat(
         name="mistral",
-        make=_marked("[TOOL_CALLS]", reader=MistralCallsReader),
-        markers=("[TOOL_CALLS]", "[ARGS]"),
+        make_parser=_marked("[TOOL_CALLS]", reader=MistralCallsReader),
+        markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         template_marks=(("[TOOL_CALLS]",),),
         has_short_ids=True,
     ),
     ToolFormat(
+        # Granite 3.0 writes the special token, Granite 3.1 the text `<tool_call>`; the templates of
+        # Granite 4 use the format hermes, with an end marker.
+        name="granite",
+        make_parser=_marked("<|tool_call|>", "<tool_call>", reader=JsonCallsReader),
+        markers=("<|tool_call|>", "<tool_call>"),
+        template_marks=tuple(
+            ("<|start_of_role|>", mark)
+            for mark in ("<|tool_call|>", "<tool_call>", "available_tools<|end_of_role|>")
+        ),
+        foreign_marks=("</tool_call>",),
+    ),
+    ToolFormat(
         name="hermes",
-        make=_marked("<tool_call>", "</tool_call>", reader=JsonCallsReader),
+        make_parser=_marked("<tool_call>", end="</tool_call>", reader=JsonCallsReader),
         markers=("<tool_call>", "</tool_call>"),
         template_marks=(("<tool_call>", "arguments"),),
         foreign_marks=("<function=", "<arg_key>"),
     ),
     ToolFormat(
         name="llama3_json",
-        make=partial(
-            LeadingCallParser,
-            opening="{",
-            marker="<|python_tag|>",
-            separator=";",
-            reader=partial(JsonCallsReader, first_keys=("name", "type")),
-        ),
-        markers=("<|python_tag|>",),
-        template_marks=(("<|python_tag|>",), ('"parameters"', "Respond in the format")),
+        make_parser=_llama_json_parser,
+        markers=(_PYTHON_TAG,),
+        template_marks=((_PYTHON_TAG,), ('"parameters"', "Respond in the format")),
+        needs_names=True,
     ),
     ToolFormat(
         name="pythonic",
-        make=partial(
-            LeadingCallParser, opening="[", marker="<|python_tag|>", reader=PythonicCallsReader
-        ),
-        markers=("<|python_tag|>",),
+        make_parser=_pythonic_parser,
+        markers=(_PYTHON_TAG,),
         template_marks=(("[func_name1(",),),
+        needs_names=True,
     ),
 )
 _REASONING: Final = (
@@ -196,12 +231,17 @@ class OutputFormat:
         reasoning = () if self.reasoning is None else self.reasoning.markers
         return tuple(dict.fromkeys((*tools, *reasoning)))
 
-    def make_parser(self, *, is_reasoning_open: bool) -> OutputParser:
+    def make_parser(
+        self, *, is_reasoning_open: bool, names: Collection[str] | None = None
+    ) -> OutputParser:
         """Return the parser of one answer. `is_reasoning_open`: whether the prompt ends inside the
-        reasoning."""
+        reasoning. `names`: as for `ToolFormat.make`."""
         if self.reasoning is not None and self.reasoning.is_harmony:
-            return harmony.HarmonyParser()
-        content = PlainContentParser() if self.tools is None else self.tools.make()
+            return harmony.HarmonyParser(reads_calls=self.tools is not None)
+        if self.tools is not None and self.tools.name == _HARMONY:
+            content: OutputParser = harmony.HarmonyParser(reads_reasoning=False)
+        else:
+            content = PlainContentParser() if self.tools is None else self.tools.make(names)
         if self.reasoning is None:
             return content
         return TaggedReasoningParser(
@@ -215,10 +255,10 @@ class OutputFormat:
         """Return the span of the reasoning of one answer; None if no reasoning is read."""
         if self.reasoning is None:
             return None
-        return ReasoningSpan(
-            self.reasoning.open_tag,
-            self.reasoning.close_tag,
-            is_open=is_reasoning_open or not self.reasoning.open_tag,
+        if self.reasoning.is_harmony:
+            return harmony.HarmonySpan()
+        return TaggedSpan(
+            self.reasoning.open_tag, self.reasoning.close_tag, is_open=is_reasoning_open
         )
 
 

@@ -13,9 +13,13 @@ from outrider.text.output_parsers.json_value import (
     MalformedCallError,
     join_surrogates,
 )
+from outrider.text.output_parsers.markers import MAX_HELD_CHARS
 
-MAX_NAME_CHARS: Final = 256
-"""Maximum length of a tool's name as JSON. A longer one counts as malformed."""
+MAX_NAME_CHARS: Final = 64
+"""Maximum length of a tool's name, which is that of a request's tools. A longer one counts as
+malformed."""
+_MAX_NAME_JSON_CHARS: Final = 6 * MAX_NAME_CHARS + 2
+"""Maximum length of a tool's name as JSON, in which each character may be an escape."""
 ARGUMENT_KEYS: Final = ("arguments", "parameters")
 """Names that the member with the arguments may have."""
 
@@ -36,14 +40,27 @@ class JsonCallReader:
     """Reads `{"name": NAME, "arguments": ARGUMENTS}`; other members are ignored.
 
     The arguments are passed on as they are written. A string is decoded first, because some models
-    write the arguments' JSON as a string.
+    write the arguments' JSON as a string. An object that is longer than `MAX_HELD_CHARS` before the
+    call begins counts as malformed.
     """
 
-    def __init__(self, index: int, *, first_keys: Collection[str] | None = None) -> None:
-        """Create a reader of the call with this index. `first_keys`: names that the first member
-        may have, by which a call is distinguished from other JSON; None for any."""
+    def __init__(
+        self,
+        index: int,
+        *,
+        first_keys: Collection[str] | None = None,
+        names: Collection[str] | None = None,
+        needs_arguments: bool = False,
+    ) -> None:
+        """Create a reader of the call with this index.
+
+        The other parameters distinguish a call from other JSON. `first_keys`: names that the first
+        member may have; None for any. `names`: names that the tool may have; None for any.
+        `needs_arguments`: whether an object without arguments is no call.
+        """
         self._index = index
-        self._first_keys = first_keys
+        self._first_keys, self._names = first_keys, names
+        self._needs_arguments = needs_arguments
         self._state = _CallState.BEFORE_OBJECT
         self._scanner: JsonValueScanner | None = None
         """Scanner of the key or value that is being read; None between them."""
@@ -52,40 +69,50 @@ class JsonCallReader:
         """Pieces of the key or value that is being read, unless it is passed on or ignored."""
         self._is_kept = self._is_streamed = False
         """Whether the value that is being read is kept in `_value`, or passed on immediately."""
+        self._name = ""
+        """Name of the tool; "" until it is known."""
         self._arguments: str | None = None
         """Arguments that were read before the name; None if there are none."""
         self._has_arguments = False
-        self.name = ""
-        """Name of the tool; "" until it is known."""
+        self._num_held = 0
+        """Number of characters that were read before the call began."""
+        self.has_begun = False
+        """Whether the text is known to be a call, so that its beginning was passed on."""
 
     @property
     def is_done(self) -> bool:
         """Whether the object is complete."""
         return self._state is _CallState.DONE
 
-    def read(self, text: str, events: list[OutputEvent]) -> str:
-        """Read text, append the events that it completes to `events`, and return the text behind
-        the object.
+    def read(self, text: str, start: int, events: list[OutputEvent]) -> int:
+        """Read text from the index `start` on, append the events that it completes to `events`, and
+        return the index behind the part that belongs to the object.
 
         Raises MalformedCallError if the text is no such object.
         """
-        position = 0
+        position = start
         while position < len(text) and not self.is_done:
+            end = len(text)
+            if not self.has_begun:
+                end = min(end, start + MAX_HELD_CHARS - self._num_held)
+                if position >= end:
+                    raise MalformedCallError("a call has too much text before its name", position)
             if self._scanner is not None:
                 try:
-                    end = self._scanner.scan(text, position)
+                    stop = self._scanner.scan(text, position, end)
                 except MalformedCallError as error:
                     self._take_part(text, position, error.position, events)
                     raise
-                self._take_part(text, position, end, events)
-                position = end
+                self._take_part(text, position, stop, events)
+                position = stop
                 if self._scanner.is_done:
                     self._end_value(position, events)
             elif text[position].isspace():
                 position += 1
             else:
                 position += self._read_mark(text[position], position, events)
-        return text[position:]
+        self._num_held += position - start
+        return position
 
     def _read_mark(self, char: str, position: int, events: list[OutputEvent]) -> int:
         """Read a character outside of keys and values. Return 1, or 0 if it begins a key or
@@ -102,7 +129,9 @@ class JsonCallReader:
                 self._state = _CallState.BEFORE_VALUE
             case _CallState.BEFORE_VALUE, _:
                 is_arguments = self._key in ARGUMENT_KEYS and not self._has_arguments
-                self._is_streamed = is_arguments and bool(self.name) and char != '"'
+                if is_arguments and self._name:
+                    self._begin_call(events)
+                self._is_streamed = is_arguments and self.has_begun and char != '"'
                 self._begin_value(
                     _CallState.VALUE,
                     is_kept=self._key == "name" or (is_arguments and not self._is_streamed),
@@ -119,17 +148,17 @@ class JsonCallReader:
         self._scanner, self._value = JsonValueScanner(), []
 
     def _take_part(self, text: str, start: int, end: int, events: list[OutputEvent]) -> None:
-        piece = text[start:end]
         if self._is_streamed and self._state is _CallState.VALUE:
-            events.append(ArgumentsDelta(self._index, piece))
+            events.append(ArgumentsDelta(self._index, text[start:end]))
         elif self._is_kept:
             is_name = self._key == "name" or self._state is _CallState.KEY
-            free = MAX_NAME_CHARS - sum(map(len, self._value)) if is_name else len(piece)
-            if len(piece) > free:
-                raise MalformedCallError(
-                    f"a name is longer than {MAX_NAME_CHARS} characters", start + free
-                )
-            self._value.append(piece)
+            if is_name:
+                free = _MAX_NAME_JSON_CHARS - sum(map(len, self._value))
+                if end - start > free:
+                    raise MalformedCallError(
+                        f"a name is longer than {MAX_NAME_CHARS} characters", start + free
+                    )
+            self._value.append(text[start:end])
 
     def _end_value(self, position: int, events: list[OutputEvent]) -> None:
         self._scanner = None
@@ -143,26 +172,37 @@ class JsonCallReader:
             self._state = _CallState.BEFORE_COLON
             return
         self._state = _CallState.AFTER_VALUE
-        if self._key == "name" and not self.name:
-            self.name = _decode_string(text, position)
-            if not self.name:
-                raise MalformedCallError("a call has an empty name", position)
-            events.append(ToolCallStart(self._index, self.name))
-            if self._arguments is not None:
-                events.append(ArgumentsDelta(self._index, self._arguments))
+        if self._key == "name" and not self._name:
+            self._name = self._checked_name(_decode_string(text, position), position)
+            if self._has_arguments or not self._needs_arguments:
+                self._begin_call(events)
         elif self._key in ARGUMENT_KEYS and not self._has_arguments:
             self._has_arguments = True
             if not self._is_streamed:
                 arguments = _decode_string(text, position) if text.startswith('"') else text
-                if self.name:
+                if self.has_begun:
                     events.append(ArgumentsDelta(self._index, arguments))
                 else:
                     self._arguments = arguments
         self._is_streamed = False
 
+    def _checked_name(self, name: str, position: int) -> str:
+        if not name or len(name) > MAX_NAME_CHARS:
+            raise MalformedCallError("a call has an empty or long name", position)
+        if self._names is not None and name not in self._names:
+            raise MalformedCallError(f"there is no tool {name!r}", position)
+        return name
+
+    def _begin_call(self, events: list[OutputEvent]) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            events.append(ToolCallStart(self._index, self._name))
+            if self._arguments is not None:
+                events.append(ArgumentsDelta(self._index, self._arguments))
+
     def _end_object(self, position: int, events: list[OutputEvent]) -> None:
-        if not self.name:
-            raise MalformedCallError("a call has no name", position)
+        if not self.has_begun:
+            raise MalformedCallError("a call has no name or no arguments", position)
         if not self._has_arguments:
             events.append(ArgumentsDelta(self._index, "{}"))
         self._state = _CallState.DONE

@@ -35,27 +35,27 @@ class JsonValueScanner:
         self.is_done = False
         """Whether the value is complete."""
 
-    def scan(self, text: str, start: int = 0) -> int:
-        """Continue with the text from the index `start` on. Return the index after the part that
-        belongs to the value. The first character of a value must not be white space.
+    def scan(self, text: str, start: int, end: int) -> int:
+        """Continue with the text between the indices `start` and `end`. Return the index after the
+        part that belongs to the value. The first character of a value must not be white space.
 
         Raises MalformedCallError.
         """
-        position, end = start, len(text)
+        position = start
         while position < end and not self.is_done:
             if self._escaped:
                 self._escaped = False
                 position += 1
             elif self._in_string:
-                position = self._scan_string(text, position)
+                position = self._scan_string(text, position, end)
             elif self._in_scalar:
-                found = _SCALAR_END.search(text, position)
+                found = _SCALAR_END.search(text, position, end)
                 if found is None:
                     return end
                 self._in_scalar, self.is_done = False, True
                 position = found.start()
             elif self._closing:
-                position = self._scan_nested(text, position)
+                position = self._scan_nested(text, position, end)
             else:
                 position = self._begin(text, position)
         return position
@@ -72,10 +72,10 @@ class JsonValueScanner:
             raise MalformedCallError(f"a JSON value cannot begin with {char!r}", position)
         return position + 1
 
-    def _scan_string(self, text: str, position: int) -> int:
-        found = _STRING_MARKS.search(text, position)
+    def _scan_string(self, text: str, position: int, end: int) -> int:
+        found = _STRING_MARKS.search(text, position, end)
         if found is None:
-            return len(text)
+            return end
         if found[0] == "\\":
             self._escaped = True
         else:
@@ -83,10 +83,10 @@ class JsonValueScanner:
             self.is_done = not self._closing
         return found.end()
 
-    def _scan_nested(self, text: str, position: int) -> int:
-        found = _MARKS.search(text, position)
+    def _scan_nested(self, text: str, position: int, end: int) -> int:
+        found = _MARKS.search(text, position, end)
         if found is None:
-            return len(text)
+            return end
         char = found[0]
         if char == '"':
             self._in_string = True

@@ -8,6 +8,7 @@ from outrider.text.output_parsers.call_readers import CallReader, MakeReader
 from outrider.text.output_parsers.content import ContentText
 from outrider.text.output_parsers.events import OutputEvent
 from outrider.text.output_parsers.json_value import MalformedCallError
+from outrider.text.output_parsers.markers import HeldText
 from outrider.text.output_parsers.stepping import SteppingParser
 
 
@@ -22,7 +23,7 @@ class LeadingCallParser(SteppingParser):
     """Output parser of answers that are either calls or content.
 
     An answer whose first character is `opening`, or that begins with `marker`, is read as calls. If
-    that fails before the first call has a name, it is content.
+    that fails before a call begins, the text of this call is content, and so is all further text.
     """
 
     def __init__(
@@ -38,15 +39,15 @@ class LeadingCallParser(SteppingParser):
         self._content = ContentText()
         self._num_calls = 0
         """Number of calls before those that are being read."""
-        self._raw = ""
+        self._raw = HeldText()
         """Text that is content if no call begins with it."""
 
     def flush(self) -> list[OutputEvent]:
         """See `OutputParser`."""
         events: list[OutputEvent] = []
-        is_call = self._num_calls + self._reader.num_calls > 0
-        if self._state in (_LeadingState.BEGIN, _LeadingState.CALLS) and not is_call:
-            self._content.push_text(self._raw + self._text.take_all(), events)
+        is_undecided = self._state is _LeadingState.CALLS and self._reader.num_calls == 0
+        if is_undecided or self._state is _LeadingState.BEGIN:
+            self._push_raw(self._text.take_all(), events)
         self._content.flush(events)
         return events
 
@@ -54,17 +55,16 @@ class LeadingCallParser(SteppingParser):
         """Process text in the present state. Return whether the state has changed."""
         match self._state:
             case _LeadingState.BEGIN:
-                return self._begin()
+                return self._begin(events)
             case _LeadingState.CALLS:
                 return self._read_calls(events)
             case _LeadingState.AFTER_CALLS:
                 self._text.take_space()
                 prefix = self._text.take_prefix(self._separator, self._opening)
-                if not len(self._text) and not prefix:
+                if prefix is None:
                     return False
                 if prefix:
-                    self._text.push_back(prefix * (prefix == self._opening))
-                    self._reader, self._state = self._make(self._num_calls), _LeadingState.CALLS
+                    self._begin_calls(prefix)
                 else:
                     self._state = _LeadingState.CONTENT
                 return True
@@ -72,38 +72,54 @@ class LeadingCallParser(SteppingParser):
                 self._content.push_text(self._text.take_all(), events)
                 return False
 
-    def _begin(self) -> bool:
-        self._raw += self._text.take_space()
+    def _begin(self, events: list[OutputEvent]) -> bool:
+        self._raw.push_text(self._text.take_space())
         prefix = self._text.take_prefix(self._opening, *filter(None, [self._marker]))
-        if prefix is None or (not prefix and not len(self._text)):
+        if prefix is None:
             return False
-        if prefix == self._opening:
-            self._text.push_back(prefix)
-        elif prefix:
-            self._raw += prefix
+        if prefix:
+            self._begin_calls(prefix)
         else:
-            self._text.push_back(self._raw)
-        self._state = _LeadingState.CALLS if prefix else _LeadingState.CONTENT
+            self._push_raw("", events)
+            self._state = _LeadingState.CONTENT
         return True
 
+    def _begin_calls(self, prefix: str) -> None:
+        """Begin to read calls behind a prefix, which is the first character of a call, or text
+        before it."""
+        if prefix == self._opening:
+            self._text.move_to(self._text.position - len(prefix))
+        else:
+            self._raw.push_text(prefix)
+        self._reader, self._state = self._make(self._num_calls), _LeadingState.CALLS
+
     def _read_calls(self, events: list[OutputEvent]) -> bool:
-        text = self._text.take_all()
+        text, start = self._text.text, self._text.position
         try:
-            rest = self._reader.read(text, events)
+            position = self._reader.read(text, start, events)
         except MalformedCallError as error:
+            self._text.move_to(error.position)
             self._state = _LeadingState.CONTENT
-            if self._reader.num_calls + self._num_calls:
+            if self._reader.num_calls:
                 self._content.record_call()
-                self._text.push_back(text[error.position :])
             else:
-                self._text.push_back(self._raw + text)
+                self._push_raw(text[start : error.position], events)
             return True
-        if self._reader.num_calls + self._num_calls == 0:
-            self._raw += text
+        self._text.move_to(position)
+        if self._reader.num_calls == 0:
+            self._raw.push_text(text[start:position])
+        else:
+            self._raw.take_all()
         if not self._reader.is_done:
             return False
         self._num_calls += self._reader.num_calls
         self._content.record_call()
-        self._text.push_back(rest)
         self._state = _LeadingState.AFTER_CALLS if self._separator else _LeadingState.CONTENT
         return True
+
+    def _push_raw(self, text: str, events: list[OutputEvent]) -> None:
+        """Pass on the text that is no call as content. A separator of calls that nothing follows is
+        left out."""
+        raw = self._raw.take_all() + text
+        if self._num_calls == 0 or raw.strip() != self._separator:
+            self._content.push_text(raw, events)

@@ -9,6 +9,7 @@ from outrider.text.output_parsers.call_readers import CallReader, MakeReader
 from outrider.text.output_parsers.content import ContentText
 from outrider.text.output_parsers.events import OutputEvent
 from outrider.text.output_parsers.json_value import MalformedCallError
+from outrider.text.output_parsers.markers import MAX_HELD_CHARS, HeldText
 from outrider.text.output_parsers.stepping import SteppingParser
 
 
@@ -23,8 +24,12 @@ class _MarkedCallState(Enum):
 class MarkedCallParser(SteppingParser):
     """Output parser of calls between a begin marker and an end marker.
 
-    A call whose name cannot be read is content, with its marker. If a call is malformed after its
-    name, the rest of it up to the end marker is left out.
+    A call whose name cannot be read is content, with its marker. Text between a call and its end
+    marker is left out: it is the rest of a malformed call. Without an end marker in the next
+    `MAX_HELD_CHARS` characters, this text is content.
+
+    Calls of tools that the request does not have are passed on, as vLLM does: the markers say that
+    the model means a call, and the client can tell the model that there is no such tool.
     """
 
     def __init__(
@@ -40,17 +45,15 @@ class MarkedCallParser(SteppingParser):
         self._num_calls = 0
         """Number of calls before the present marker."""
         self._reader: CallReader = reader(0)
-        self._raw = ""
-        """The marker and the text behind it, as long as no call behind it has a name."""
+        self._held = HeldText()
+        """The marker and the text behind it, as long as no call behind it has begun; then the text
+        behind the calls, as long as there is no end marker."""
 
     def flush(self) -> list[OutputEvent]:
         """See `OutputParser`."""
         events: list[OutputEvent] = []
-        match self._state:
-            case _MarkedCallState.CALLS if self._reader.num_calls == 0:
-                self._content.push_text(self._raw, events)
-            case _MarkedCallState.CONTENT:
-                self._content.push_text(self._text.take_all(), events)
+        if self._state is not _MarkedCallState.CALLS or self._reader.num_calls == 0:
+            self._content.push_text(self._held.take_all() + self._text.take_all(), events)
         self._content.flush(events)
         return events
 
@@ -62,48 +65,57 @@ class MarkedCallParser(SteppingParser):
                 self._content.push_text(before, events)
                 if marker in self._begin:
                     self._state = _MarkedCallState.CALLS
-                    self._reader, self._raw = self._make(self._num_calls), marker
+                    self._reader = self._make(self._num_calls)
+                    self._held.push_text(marker)
                 elif marker:
                     self._content.record_call()
                 return bool(marker)
             case _MarkedCallState.CALLS:
                 return self._read_calls(events)
             case _MarkedCallState.AFTER_CALLS:
-                return self._skip_rest()
+                return self._skip_rest(events)
 
     def _read_calls(self, events: list[OutputEvent]) -> bool:
-        text = self._text.take_all()
-        had_call = self._reader.num_calls > 0
+        text, start = self._text.text, self._text.position
+        is_malformed = False
         try:
-            rest = self._reader.read(text, events)
+            position = self._reader.read(text, start, events)
         except MalformedCallError as error:
-            if self._reader.num_calls:
-                return self._end_calls(text[error.position :])
-            self._content.push_text(self._raw + text[: error.position], events)
-            self._text.push_back(text[error.position :])
-            self._state = _MarkedCallState.CONTENT
-            return True
+            position, is_malformed = error.position, True
+        self._text.move_to(position)
         if self._reader.num_calls == 0:
-            self._raw += text
-        elif not had_call:
-            self._raw = ""
-        if self._reader.is_done:
-            return self._end_calls(rest)
-        return False
-
-    def _end_calls(self, rest: str) -> bool:
-        self._text.push_back(rest)
+            self._held.push_text(text[start:position])
+            if is_malformed:
+                self._content.push_text(self._held.take_all(), events)
+                self._state = _MarkedCallState.CONTENT
+                return True
+        else:
+            self._held.take_all()
+        if not is_malformed and not self._reader.is_done:
+            return False
+        self._held.take_all()
         self._num_calls += self._reader.num_calls
         self._content.record_call()
         self._state = _MarkedCallState.AFTER_CALLS if self._end else _MarkedCallState.CONTENT
         return True
 
-    def _skip_rest(self) -> bool:
-        """Leave out the text up to the end marker, or up to a begin marker if the end marker is
-        missing."""
-        _, marker = self._text.take_until(self._end, *self._begin)
-        if marker in self._begin:
-            self._text.push_back(marker)
-        if marker:
-            self._state = _MarkedCallState.CONTENT
-        return bool(marker)
+    def _skip_rest(self, events: list[OutputEvent]) -> bool:
+        """Leave out the text up to the end marker. If another marker comes first, or too much text,
+        the text is content."""
+        start = self._text.position
+        before, marker = self._text.take_until(self._end, *self._begin, *self._ignored)
+        free = MAX_HELD_CHARS - len(self._held)
+        is_too_long = len(before) > free
+        if is_too_long:
+            before, marker = before[:free], ""
+            self._text.move_to(start + free)
+        self._held.push_text(before)
+        if not marker and not is_too_long:
+            return False
+        if marker == self._end:
+            self._held.take_all()
+        else:
+            self._text.move_to(self._text.position - len(marker))
+            self._content.push_text(self._held.take_all(), events)
+        self._state = _MarkedCallState.CONTENT
+        return True

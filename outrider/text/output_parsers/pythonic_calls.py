@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Collection
 from enum import Enum, auto
 from typing import Any, Final
 
@@ -18,9 +19,11 @@ from outrider.text.output_parsers.json_value import (
     MalformedCallError,
     join_surrogates,
 )
+from outrider.text.output_parsers.markers import MAX_HELD_CHARS, HeldText, skip_space
 
 _NAME: Final = re.compile(r"[A-Za-z_][\w.-]*")
 _MARKS: Final = re.compile(r"[\"'()\[\]{}]")
+_STRING_MARKS: Final = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 _CLOSING: Final = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -35,15 +38,19 @@ class _PythonicState(Enum):
 
 class PythonicCallsReader:
     """Reads a list of calls with keyword arguments, whose values are literals. A call is passed on
-    when it is complete, with its arguments as JSON."""
+    when it is complete, with its arguments as JSON. Arguments of more than `MAX_HELD_CHARS`
+    characters count as malformed."""
 
-    def __init__(self, index: int) -> None:
-        """Create a reader of the calls from this index on."""
-        self._first_index = index
+    def __init__(self, index: int, *, names: Collection[str] | None = None) -> None:
+        """Create a reader of the calls from this index on. `names`: names that the tools may have;
+        None for any."""
+        self._first_index, self._names = index, names
         self.num_calls = 0
         """Number of complete calls."""
         self._state = _PythonicState.BEFORE_LIST
-        self._name = self._arguments = ""
+        self._name = ""
+        self._arguments = HeldText()
+        """Text of the arguments so far, without the opening bracket."""
         self._closing: list[str] = []
         """Closing brackets of those that are open in the arguments, the innermost last."""
         self._quote = ""
@@ -55,19 +62,19 @@ class PythonicCallsReader:
         """See `CallReader`."""
         return self._state is _PythonicState.DONE
 
-    def read(self, text: str, events: list[OutputEvent]) -> str:
+    def read(self, text: str, start: int, events: list[OutputEvent]) -> int:
         """See `CallReader`."""
-        position = 0
+        position = start
         while position < len(text) and not self.is_done:
             if self._state is _PythonicState.ARGUMENTS:
                 position = self._read_arguments(text, position, events)
             elif self._state is _PythonicState.NAME:
                 position = self._read_name(text, position)
             elif text[position].isspace():
-                position += 1
+                position = skip_space(text, position)
             else:
                 position = self._read_mark(text, position)
-        return text[position:]
+        return position
 
     def _read_mark(self, text: str, position: int) -> int:
         match self._state, text[position]:
@@ -87,27 +94,37 @@ class PythonicCallsReader:
     def _read_name(self, text: str, position: int) -> int:
         char = text[position]
         if char == "(" and self._name:
-            self._state, self._arguments, self._closing = _PythonicState.ARGUMENTS, "", [")"]
+            if self._names is not None and self._name not in self._names:
+                raise MalformedCallError(f"there is no tool {self._name!r}", position)
+            self._state, self._closing = _PythonicState.ARGUMENTS, [")"]
         elif len(self._name) < MAX_NAME_CHARS and _NAME.fullmatch(self._name + char):
             self._name += char
         else:
             raise MalformedCallError(f"a tool's name cannot have {char!r} here", position)
         return position + 1
 
-    def _read_arguments(self, text: str, position: int, events: list[OutputEvent]) -> int:
-        start = position
-        while position < len(text) and self._closing:
-            char = text[position]
+    def _read_arguments(self, text: str, start: int, events: list[OutputEvent]) -> int:
+        end = min(len(text), start + MAX_HELD_CHARS - len(self._arguments))
+        if start >= end:
+            raise MalformedCallError("the arguments of a call are too long", start)
+        position = start
+        while position < end and self._closing:
             if self._escaped:
-                self._escaped = False
-            elif self._quote:
-                self._escaped = char == "\\"
-                if char == self._quote:
-                    self._quote = ""
-            elif _MARKS.match(char):
-                self._read_bracket(char, position)
-            position += 1
-        self._arguments += text[start:position]
+                self._escaped, position = False, position + 1
+                continue
+            marks = _STRING_MARKS[self._quote] if self._quote else _MARKS
+            found = marks.search(text, position, end)
+            if found is None:
+                position = end
+                break
+            position = found.end()
+            if not self._quote:
+                self._read_bracket(found[0], found.start())
+            elif found[0] == self._quote:
+                self._quote = ""
+            else:
+                self._escaped = True
+        self._arguments.push_text(text[start:position])
         if not self._closing:
             self._end_call(position, events)
         return position
@@ -125,7 +142,7 @@ class PythonicCallsReader:
 
     def _end_call(self, position: int, events: list[OutputEvent]) -> None:
         try:
-            found = _keyword_arguments(self._arguments[:-1])
+            found = _keyword_arguments(self._arguments.take_all()[:-1])
             arguments = join_surrogates(json.dumps(found, ensure_ascii=False, allow_nan=False))
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
             raise MalformedCallError(f"no keyword arguments: {error}", position) from None

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum, auto
-
 from outrider.text.output_parsers.events import OutputEvent, OutputParser, ReasoningDelta
-from outrider.text.output_parsers.stepping import SteppingParser
+from outrider.text.output_parsers.markers import HeldText
+from outrider.text.output_parsers.reasoning_span import TaggedSpan
 
 
-class _ReasoningState(Enum):
-    BEGIN = auto()
-    """Before the first character that is no white space."""
-    REASONING_BEGIN = auto()
-    """Behind the open tag, in white space."""
-    REASONING = auto()
-    CONTENT_BEGIN = auto()
-    """Behind the close tag, in white space."""
-    CONTENT = auto()
-
-
-class TaggedReasoningParser(SteppingParser):
-    """Splits an answer into reasoning between tags at its beginning, and the rest.
+class TaggedReasoningParser:
+    """`OutputParser` that splits an answer into reasoning between tags at its beginning, and the
+    rest.
 
     The rest goes through another parser. White space around the reasoning is left out.
     """
@@ -30,67 +19,40 @@ class TaggedReasoningParser(SteppingParser):
     ) -> None:
         """Create a parser. `is_open`: whether the prompt ended with the open tag, so that the
         answer begins with reasoning. `content`: parser of the text behind the reasoning."""
-        super().__init__()
-        self._open, self._close = open_tag, close_tag
-        self._content = content
-        self._space = ""
+        self._span = TaggedSpan(open_tag, close_tag, is_open=is_open)
+        self._close, self._content = close_tag, content
+        self._awaits_open_tag = not is_open
+        self._awaits_text = is_open
+        """Whether white space is left out, because the reasoning or its end was just before it."""
+        self._space = HeldText()
         """White space at the end of the reasoning so far."""
-        self._state = _ReasoningState.REASONING_BEGIN if is_open else _ReasoningState.BEGIN
-
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether the reasoning has begun and its end was not seen."""
-        return self._state in (_ReasoningState.REASONING_BEGIN, _ReasoningState.REASONING)
 
     def push_text(self, text: str) -> list[OutputEvent]:
         """See `OutputParser`."""
-        if self._state is _ReasoningState.CONTENT:
-            return self._content.push_text(text)
-        return super().push_text(text)
+        events: list[OutputEvent] = []
+        for part, is_reasoning in self._span.push_text(text):
+            self._add(part, is_reasoning, events)
+        return events
 
     def flush(self) -> list[OutputEvent]:
         """See `OutputParser`."""
         events: list[OutputEvent] = []
-        rest = self._text.take_all()
-        if self.is_reasoning:
-            self._add_reasoning(rest, events)
-        elif self._state is _ReasoningState.BEGIN:
-            events += self._content.push_text(self._space + rest)
+        self._add(*self._span.flush(), events)
         return events + self._content.flush()
 
-    def _step(self, events: list[OutputEvent]) -> bool:
-        """Process text in the present state. Return whether the state has changed."""
-        match self._state:
-            case _ReasoningState.BEGIN:
-                self._space += self._text.take_space()
-                prefix = self._text.take_prefix(self._open)
-                if prefix is None:
-                    return False
-                self._state = _ReasoningState.REASONING_BEGIN if prefix else _ReasoningState.CONTENT
-                if not prefix:
-                    events += self._content.push_text(self._space + self._text.take_all())
-                self._space = ""
-                return bool(prefix)
-            case _ReasoningState.REASONING_BEGIN | _ReasoningState.CONTENT_BEGIN:
-                self._text.take_space()
-                if not len(self._text):
-                    return False
-                is_reasoning = self._state is _ReasoningState.REASONING_BEGIN
-                self._state = _ReasoningState.REASONING if is_reasoning else _ReasoningState.CONTENT
-                return True
-            case _ReasoningState.REASONING:
-                text, marker = self._text.take_until(self._close)
-                self._add_reasoning(text, events)
-                if marker:
-                    self._state, self._space = _ReasoningState.CONTENT_BEGIN, ""
-                return bool(marker)
-            case _ReasoningState.CONTENT:
-                events += self._content.push_text(self._text.take_all())
-                return False
-
-    def _add_reasoning(self, text: str, events: list[OutputEvent]) -> None:
-        kept = text.rstrip()
+    def _add(self, part: str, is_reasoning: bool, events: list[OutputEvent]) -> None:
+        is_tag = is_reasoning and (self._awaits_open_tag or part == self._close)
+        self._awaits_open_tag = False
+        if is_tag:
+            self._awaits_text = True
+            return
+        if self._awaits_text:
+            part = part.lstrip()
+            self._awaits_text = not part
+        if not is_reasoning:
+            events += self._content.push_text(part)
+            return
+        kept = part.rstrip()
         if kept:
-            events.append(ReasoningDelta(self._space + kept))
-            self._space = ""
-        self._space += text[len(kept) :]
+            events.append(ReasoningDelta(self._space.take_all() + kept))
+        self._space.push_text(part[len(kept) :])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import assume, given
@@ -24,6 +25,7 @@ from outrider.text.output_parsers.formats import (
     choose_output_format,
     is_reasoning_open,
 )
+from outrider.text.output_parsers.markers import MAX_HELD_CHARS
 
 BAR, LOW = "\uff5c", "\u2581"
 
@@ -41,8 +43,8 @@ TWO_CALLS = [
     ArgumentsDelta(1, TIME),
 ]
 # Each as the format's publisher shows it: Hermes function calling (NousResearch), Qwen's guide on
-# function calling, Llama's prompt formats, Mistral's tokenizer guide, DeepSeek's model cards, and
-# OpenAI's guide of the harmony format.
+# function calling, Llama's prompt formats, Mistral's tokenizer guide, DeepSeek's model cards,
+# OpenAI's guide of the harmony format, and Granite's prompt engineering guide (IBM).
 ANSWERS: dict[str, str] = {
     "hermes": (
         f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>\n'
@@ -75,9 +77,18 @@ ANSWERS: dict[str, str] = {
         f"<|call|><|start|>assistant to=functions.get_time<|channel|>commentary<|message|>{TIME}"
         f"<|call|>"
     ),
+    "granite": (
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS}}}, '
+        f'{{"name": "get_time", "arguments": {TIME}}}]'
+    ),
     "pythonic": '[get_weather(city="Paris", days=2), get_time(zone=\'UTC "x" </tool_call> é\')]',
 }
-MISTRAL_11 = f"[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]get_time{TIME}"
+MISTRAL_13 = f"[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]get_time{TIME}"
+# mistral-common's InstructTokenizerV11: only this version writes the id of a call.
+MISTRAL_11 = (
+    f"[TOOL_CALLS]get_weather[CALL_ID]bbc5b7ede[ARGS]{PARIS}"
+    f"[TOOL_CALLS]get_time[CALL_ID]VvvODy9mT[ARGS]{TIME}"
+)
 
 
 def parse(parser: OutputParser, *pieces: str) -> list[OutputEvent]:
@@ -94,12 +105,12 @@ def cut(text: str, seed: int) -> list[str]:
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
-def check_cuts(name: str, text: str) -> list[OutputEvent]:
+def check_cuts(name: str, text: str, tools: Sequence[str] | None = None) -> list[OutputEvent]:
     """Parse the text in many ways, and return the events, which are the same in all."""
-    whole = parse(TOOL_FORMATS[name].make(), text)
-    assert parse(TOOL_FORMATS[name].make(), *text) == whole
+    whole = parse(TOOL_FORMATS[name].make(tools), text)
+    assert parse(TOOL_FORMATS[name].make(tools), *text) == whole
     for seed in range(40):
-        assert parse(TOOL_FORMATS[name].make(), *cut(text, seed)) == whole, cut(text, seed)
+        assert parse(TOOL_FORMATS[name].make(tools), *cut(text, seed)) == whole, cut(text, seed)
     return whole
 
 
@@ -112,8 +123,16 @@ def test_two_calls_are_read_however_they_are_cut(name: str) -> None:
     assert check_cuts(name, ANSWERS[name]) == TWO_CALLS
 
 
-def test_newer_mistral_models_write_names_before_arguments() -> None:
-    assert check_cuts("mistral", MISTRAL_11) == TWO_CALLS
+@pytest.mark.parametrize("text", [MISTRAL_13, MISTRAL_11])
+def test_newer_mistral_models_write_names_before_arguments(text: str) -> None:
+    assert check_cuts("mistral", text) == TWO_CALLS
+
+
+def test_newer_granite_models_write_the_marker_as_text() -> None:
+    """Granite 3.1, as the documentation of vLLM's parser `granite` says."""
+    text = ANSWERS["granite"].replace("<|tool_call|>", "<tool_call> ")
+    assert check_cuts("granite", text) == TWO_CALLS
+    assert check_cuts("granite", f"{text} Done.") == [*TWO_CALLS, ContentDelta("Done.")]
 
 
 @pytest.mark.parametrize("name", sorted(set(ANSWERS) - {"llama3_json", "pythonic", "openai"}))
@@ -196,6 +215,130 @@ def test_arguments_are_passed_as_json(arguments: str, expected: list[str]) -> No
     assert events == [ToolCallStart(0, "f"), *(ArgumentsDelta(0, text) for text in expected)]
 
 
+WEATHER = ["get_weather"]
+NO_CALLS = [
+    # No tool of the request.
+    ("llama3_json", '{"name": "Bob", "parameters": {"age": 5}}'),
+    ("llama3_json", '<|python_tag|>{"name": "Bob", "parameters": {}}'),
+    ("pythonic", "[Bob(age=5)]"),
+    # No arguments, although Llama's template demands "parameters" for each call.
+    ("llama3_json", '{"name": "get_weather"}'),
+    ("llama3_json", '{"name": "get_weather", "age": 5}'),
+    ("llama3_json", '{"name": "get_weather", "age": '),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), NO_CALLS)
+def test_without_a_marker_only_calls_of_the_tools_are_read(name: str, text: str) -> None:
+    assert check_cuts(name, text, WEATHER) == [ContentDelta(text)]
+
+
+@pytest.mark.parametrize("key", ["parameters", "arguments"])
+def test_a_call_of_a_tool_is_read_whatever_else_it_has(key: str) -> None:
+    for text in (
+        f'{{"name": "get_weather", "{key}": {PARIS}}}',
+        f'{{"type": "function", "name": "get_weather", "x": [1], "{key}": {PARIS}}}',
+        f'{{"type": "function", "{key}": {PARIS}, "name": "get_weather"}}',
+    ):
+        assert check_cuts("llama3_json", text, WEATHER) == TWO_CALLS[:2]
+    text = '[get_weather(city="Paris", days=2)]'
+    assert check_cuts("pythonic", text, WEATHER) == TWO_CALLS[:2]
+
+
+@pytest.mark.parametrize("separator", ["; ", ";", " ;\n", "\n"])
+def test_calls_of_llama_are_separated_by_semicolons(separator: str) -> None:
+    """The separator of vLLM's parser `llama3_json` for several calls."""
+    calls = [
+        f'{{"name": "get_weather", "parameters": {PARIS}}}',
+        f'{{"name": "get_time", "parameters": {TIME}}}',
+    ]
+    text = separator.join(calls)
+    assert check_cuts("llama3_json", text, ["get_weather", "get_time"]) == TWO_CALLS
+    assert check_cuts("llama3_json", text + separator) == TWO_CALLS
+    second = separator.strip() + separator[-1:].strip(";") + calls[1]
+    content = ContentDelta(second.lstrip())
+    assert check_cuts("llama3_json", text, WEATHER)[:2] == TWO_CALLS[:2]
+    assert check_cuts("llama3_json", text, WEATHER)[2:] == [content]
+
+
+def test_a_marker_makes_a_call_of_an_unknown_tool_a_call() -> None:
+    """As in vLLM, so that the client can tell the model that there is no such tool."""
+    for name in sorted(set(ANSWERS) - {"llama3_json", "pythonic"}):
+        assert check_cuts(name, ANSWERS[name], ["other"]) == TWO_CALLS
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("hermes", "\n</tool_call>"),
+        ("deepseek_v3", deepseek("tool call end")),
+        ("deepseek_v31", deepseek("tool call end")),
+    ],
+)
+def test_text_behind_a_call_without_its_end_marker_is_content(name: str, end: str) -> None:
+    text = ANSWERS[name].replace(deepseek("tool calls end"), "").replace(end, "")
+    assert check_cuts(name, text) == TWO_CALLS
+    assert check_cuts(name, f"{text}\nIt rains.\n") == [*TWO_CALLS, ContentDelta("It rains.\n")]
+    first = text[: text.index("get_time")]
+    begin = max(first.rfind("<tool_call>"), first.rfind(deepseek("tool call begin")))
+    between = f"{text[:begin]} And: {text[begin:]}"
+    assert check_cuts(name, between) == [*TWO_CALLS[:2], ContentDelta("And:"), *TWO_CALLS[2:]]
+    # Much text is not held back until the end.
+    parser = TOOL_FORMATS[name].make()
+    for long in ("x" * MAX_HELD_CHARS, "x" * (MAX_HELD_CHARS + 1)):
+        parser = TOOL_FORMATS[name].make()
+        events = merge_events(parser.push_text(text + long + end.strip()))
+        is_end = len(long) <= MAX_HELD_CHARS
+        assert events == [*TWO_CALLS, *([] if is_end else [ContentDelta(long + end.strip())])]
+
+
+def test_a_name_has_at_most_as_many_characters_as_that_of_a_tool() -> None:
+    for length in (64, 65):
+        name = "x" * length
+        start = [ToolCallStart(0, name), ArgumentsDelta(0, "{}")]
+        for format_name, text in (
+            ("hermes", f'<tool_call>{{"name": "{name}"}}</tool_call>'),
+            ("llama3_json", f'{{"name": "{name}", "parameters": {{}}}}'),
+            ("mistral", f"[TOOL_CALLS]{name}[ARGS]{{}}"),
+            ("mistral", f"[TOOL_CALLS]{name}{{}}"),
+            ("deepseek_v31", f"{deepseek('tool call begin')}{name}{deepseek('tool sep')}{{}}"),
+            ("openai", f"<|channel|>commentary to=functions.{name}<|message|>{{}}"),
+            ("pythonic", f"[{name}()]"),
+        ):
+            events = check_cuts(format_name, text)
+            assert (events == start) == (length == 64), text
+            assert length == 64 or all(isinstance(event, ContentDelta) for event in events)
+    written = '<tool_call>{"name": "' + "\\u0041" * 64 + '"}</tool_call>'
+    assert check_cuts("hermes", written)[0] == ToolCallStart(0, "A" * 64)
+
+
+def test_a_marker_behind_a_name_that_is_too_long_begins_a_call() -> None:
+    text = f"[TOOL_CALLS]{'x' * 64}[TOOL_CALLS]f{{}}"
+    assert check_cuts("mistral", text) == [
+        ContentDelta(text[:-15]),
+        ToolCallStart(0, "f"),
+        ArgumentsDelta(0, "{}"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [
+        ("hermes", '<tool_call>{"arguments": "'),
+        ("granite", '<tool_call>[{"x": "'),
+        ("llama3_json", '{"name": "f", "x": "'),
+        ("pythonic", '[f(a="'),
+    ],
+)
+def test_text_that_may_be_a_call_is_held_up_to_a_bound(name: str, begin: str) -> None:
+    text = begin + "x" * (MAX_HELD_CHARS + 100)
+    parser = TOOL_FORMATS[name].make()
+    assert not parser.push_text(text[:MAX_HELD_CHARS])
+    assert merge_events(parser.push_text(text[MAX_HELD_CHARS:])) == [ContentDelta(text)]
+    pieces = [text[at : at + 999] for at in range(0, len(text), 999)]
+    assert parse(TOOL_FORMATS[name].make(), *pieces) == [ContentDelta(text)]
+
+
 def test_halves_of_surrogate_pairs_are_joined_or_replaced() -> None:
     text = '[f(a="\\ud83d\\ude00", b="\\ud800")]'
     assert check_cuts("pythonic", text)[1] == ArgumentsDelta(
@@ -217,6 +360,11 @@ def test_halves_of_surrogate_pairs_are_joined_or_replaced() -> None:
         (f"{deepseek('tool call begin')} ```json </think>", "deepseek_v3", "deepseek_r1"),
         (f"{deepseek('tool call begin')}", "deepseek_v31", None),
         ("Here is my thought process: Here is my response:", None, "granite"),
+        # Granite 3.0, 3.1 and 3.3, and Granite 4.
+        ("<|start_of_role|>available_tools<|end_of_role|>", "granite", None),
+        ("<|start_of_role|> respond only with <|tool_call|> arguments", "granite", None),
+        ("<|start_of_role|> <tool_call> arguments", "granite", None),
+        ("<|start_of_role|> <tool_call></tool_call> arguments", "hermes", None),
         ("plain", None, None),
     ],
 )
@@ -273,7 +421,9 @@ PIECES = st.sampled_from(
             "<tool_call>",
             "</tool_call>",
             "[TOOL_CALLS]",
+            "[CALL_ID]",
             "[ARGS]",
+            "<|tool_call|>",
             "<|python_tag|>",
             ";",
             " ",
@@ -281,6 +431,16 @@ PIECES = st.sampled_from(
         ),
         *(deepseek("tool call begin"), deepseek("tool sep"), deepseek("tool call end"), "function"),
         *("<|channel|>", "analysis", "to=functions.f", "<|message|>", "<|end|>", "```json"),
+        *(
+            " to=functions.g",
+            "<|start|>",
+            "assistant",
+            "commentary",
+            "final",
+            "<|constrain|>",
+            "```",
+        ),
+        *('"name": "f"', '"parameters": ', '"x": '),
         *(
             '{"name": "f", ',
             '"arguments": ',
