@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from outrider.errors import FailedPreconditionError
 from outrider.grammar.compiler import Cancellation, GrammarCompiler
 from outrider.grammar.constraint import mask_words
-from outrider.grammar.digit_bound import DigitBound
+from outrider.grammar.digit_bound import DigitBound, JsonPosition, has_json_numbers
 from outrider.grammar.grammar_constraint import GrammarConstraint
 from outrider.grammar.limits import CompileLimits, MaskLimits
 from outrider.grammar.mask_jobs import MaskMeter
@@ -36,8 +36,6 @@ MAX_KEPT_BYTES: Final = 512 << 20
 """Maximum memory, in bytes, of all cached grammars together. The newest grammar is kept even if it
 alone exceeds this limit."""
 
-_JSON_KINDS: Final = (StructuredKind.JSON_SCHEMA, StructuredKind.JSON_OBJECT)
-
 
 class CompiledGrammar:
     """A compiled grammar. Each session gets a copy of its matcher. Thread-safe."""
@@ -50,15 +48,15 @@ class CompiledGrammar:
         end_id: int,
         masks: MaskLimits,
         may_be_ambiguous: bool,
-        digits: DigitBound | None = None,
+        digits: tuple[DigitBound, JsonPosition] | None = None,
         memory_bytes: int = 0,
     ) -> None:
         """Create a compiled grammar.
 
         The matcher allows `end_id` where the output is complete. `masks` limits the time that the
         masks of a session may take. `may_be_ambiguous` is explained in `MaskMeter`. `digits` limits
-        the digits of numbers if the answer is JSON. `memory_bytes` is the memory of the grammar in
-        bytes, or 0 if it is unknown.
+        the digits of numbers, from a position on, if the answer has those of JSON. `memory_bytes`
+        is the memory of the grammar in bytes, or 0 if it is unknown.
         """
         self._digits = digits
         self._matcher, self._vocab_size, self._end_id = matcher, vocab_size, end_id
@@ -215,9 +213,15 @@ class GrammarCache:
             end_id=tokenizer.eos_token,
             masks=self._masks,
             may_be_ambiguous=structured.kind is StructuredKind.GRAMMAR,
-            digits=self._digit_bound() if structured.kind in _JSON_KINDS else None,
+            digits=self._digits_of(structured),
             memory_bytes=verdict.memory_bytes,
         )
+
+    def _digits_of(self, structured: StructuredOutput) -> tuple[DigitBound, JsonPosition] | None:
+        if not has_json_numbers(structured):
+            return None
+        digits = self._digit_bound()
+        return digits, digits.start_position(structured)
 
     def _digit_bound(self) -> DigitBound:
         tokenizer = self._llguidance_tokenizer()

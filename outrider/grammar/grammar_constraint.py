@@ -42,14 +42,14 @@ class GrammarConstraint:
         end_id: int,
         stop_ids: Sequence[int],
         meter: MaskMeter | None = None,
-        digits: DigitBound | None = None,
+        digits: tuple[DigitBound, JsonPosition] | None = None,
     ) -> None:
         """Create a constraint.
 
         `matcher` must be at the start of the grammar, and nothing else may use it. The matcher
         allows `end_id` where the output is complete; the session ends with one of `stop_ids`
-        instead. `meter` limits the time that masks may take. `digits` limits the digits of numbers
-        if the output is JSON.
+        instead. `meter` limits the time that masks may take. `digits` limits the digits of numbers,
+        from a position on, if the output has those of JSON.
         """
         self._matcher = matcher
         self._vocab_size, self._end_id = vocab_size, end_id
@@ -57,8 +57,8 @@ class GrammarConstraint:
         self._stops = mask_of(stop_ids, self._words)
         self._seen = self._entered = 0
         self._meter = meter or MaskMeter(MaskLimits(), may_be_ambiguous=False)
-        self._digits = digits
-        self._positions = [JsonPosition()]
+        self._digits = None if digits is None else digits[0]
+        self._positions = [JsonPosition() if digits is None else digits[1]]
         """JSON positions that `digits` needs: after the accepted tokens, and after each entered
         draft token."""
         self._job: MaskJob | None = None

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from outrider.errors import InvalidRequestError
 from outrider.grammar.complexity import check_complexity
+from outrider.grammar.digit_bound import has_json_numbers, json_numbers_line
 from outrider.grammar.matcher_compiler import WHITESPACE, invalid_grammar_error, parse_schema
 from outrider.spec.structured_output import (
     MAX_STRUCTURE_BYTES,
@@ -26,8 +27,8 @@ from outrider.spec.structured_output import (
 
 MAX_CALLS: Final = 32
 """Maximum number of calls in one answer."""
-MAX_NAME_CHARS: Final = 256
-"""Maximum length of a tool's name as it is written in a call. Output parsers read no longer one."""
+MAX_NAME_CHARS: Final = 64
+"""Maximum length of a tool's name. Output parsers read no longer one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +56,12 @@ class _CallFormat:
     """Texts around the names and the arguments of calls.
 
     An answer is `first`, calls with `between` between them, and `last`. A call is `begin`, the
-    name, `name_end`, the arguments and `end`. `first` and `between` are one of several texts.
+    name, `name_end`, the arguments and `end`. `first` and `between` are one of several texts, and
+    `around_name` has pairs of `begin` and `name_end`, of which a call has one.
     """
 
     first: tuple[str, ...] = ("",)
-    begin: str = ""
-    name_end: str
+    around_name: tuple[tuple[str, str], ...]
     end: str
     between: tuple[str, ...] = ("",)
     last: str = ""
@@ -71,6 +72,8 @@ class _CallFormat:
     """Whether arguments are keyword arguments of Python, not a JSON object."""
     is_harmony: bool = False
     """Whether reasoning is in a channel of its own, not between tags."""
+    has_call_ids: bool = False
+    """Whether `[CALL_ID]` and an id may follow the name, if the tokenizer has this token."""
 
 
 def _deepseek(name: str) -> str:
@@ -83,22 +86,20 @@ _PLAIN_NAMES: Final = r"[^\s<\[{]+"
 _ARGS: Final = "[ARGS]"
 CALL_FORMATS: Final[Mapping[str, _CallFormat]] = {
     "hermes": _CallFormat(
-        begin='<tool_call>\n{"name": ',
-        name_end=', "arguments": ',
+        around_name=(('<tool_call>\n{"name": ', ', "arguments": '),),
         end="}\n</tool_call>",
         between=("\n",),
     ),
     "llama3_json": _CallFormat(
         # Without the marker, as Llama 3.1 and 3.2 write calls of custom tools, or with it.
         first=("", "<|python_tag|>"),
-        begin='{"name": ',
-        name_end=', "parameters": ',
+        around_name=(('{"name": ', ', "parameters": '),),
         end="}",
         between=("; ",),
     ),
     "pythonic": _CallFormat(
         first=("[",),
-        name_end="(",
+        around_name=(("", "("),),
         end=")",
         between=(", ",),
         last="]",
@@ -108,16 +109,28 @@ CALL_FORMATS: Final[Mapping[str, _CallFormat]] = {
     "mistral": _CallFormat(
         # Tokenizers based on SentencePiece have a space here, newer ones do not.
         first=("[TOOL_CALLS][", "[TOOL_CALLS] ["),
-        begin='{"name": ',
-        name_end=', "arguments": ',
+        around_name=(('{"name": ', ', "arguments": '),),
+        end="}",
+        between=(", ",),
+        last="]",
+    ),
+    "granite": _CallFormat(
+        # The first marker is a token of Granite 3.0; Granite 3.1 writes the second one as text.
+        first=tuple(
+            f"{marker}{space}["
+            for marker in ("<|tool_call|>", "<tool_call>")
+            for space in ("", " ")
+        ),
+        around_name=(('{"name": ', ', "arguments": '),),
         end="}",
         between=(", ",),
         last="]",
     ),
     "deepseek_v3": _CallFormat(
         first=(_deepseek("tool calls begin"),),
-        begin=f"{_deepseek('tool call begin')}function{_deepseek('tool sep')}",
-        name_end="\n```json\n",
+        around_name=(
+            (f"{_deepseek('tool call begin')}function{_deepseek('tool sep')}", "\n```json\n"),
+        ),
         end=f"\n```{_deepseek('tool call end')}",
         # The model's card has no line break, its chat template has one.
         between=("", "\n"),
@@ -126,31 +139,38 @@ CALL_FORMATS: Final[Mapping[str, _CallFormat]] = {
     ),
     "deepseek_v31": _CallFormat(
         first=(_deepseek("tool calls begin"),),
-        begin=_deepseek("tool call begin"),
-        name_end=_deepseek("tool sep"),
+        around_name=((_deepseek("tool call begin"), _deepseek("tool sep")),),
         end=_deepseek("tool call end"),
         last=_deepseek("tool calls end"),
         names=_PLAIN_NAMES,
     ),
     "openai": _CallFormat(
-        begin="<|channel|>commentary to=functions.",
-        name_end=" <|constrain|>json<|message|>",
+        # The guide of the format has the recipient in the channel part and in the role part.
+        around_name=(
+            ("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
+            (" to=functions.", "<|channel|>commentary <|constrain|>json<|message|>"),
+        ),
         end="<|call|>",
         between=("<|start|>assistant",),
         names=_PLAIN_NAMES,
         is_harmony=True,
     ),
 }
-_MISTRAL_11: Final = _CallFormat(begin="[TOOL_CALLS]", name_end=_ARGS, end="", names=_PLAIN_NAMES)
+_CALL_ID: Final = "[CALL_ID]"
+_MISTRAL_11: Final = _CallFormat(
+    around_name=(("[TOOL_CALLS]", _ARGS),), end="", names=_PLAIN_NAMES, has_call_ids=True
+)
 """Format of Mistral models since tokenizer version 11, which have a special token `[ARGS]`."""
 MARKER: Final = re.compile(
-    rf"<\|\w+\|>|</?tool_call>|\[TOOL_CALLS\]|\[ARGS\]|{_deepseek('[^<>]+')}"
+    rf"<\|\w+\|>|</?tool_call>|\[(?:TOOL_CALLS|CALL_ID|ARGS)\]|{_deepseek('[^<>]+')}"
 )
 """A text in the formats that is a special token in some tokenizers."""
 _HARMONY_REASONING: Final = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 """Texts around a message of reasoning in the harmony format."""
 _HARMONY_FINAL: Final = "<|channel|>final<|message|>"
 """Text that begins the final answer in the harmony format."""
+_HARMONY_FINAL_JSON: Final = "<|channel|>final <|constrain|>json<|message|>"
+"""Text with which models begin a final answer that is JSON, too."""
 HARMONY_MARKERS: Final = (
     *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
     *("<|end|>", "<|call|>", "<|return|>"),
@@ -229,10 +249,18 @@ def wrap_structured_output(
         case StructuredKind.GRAMMAR:
             answer = f"answer: %lark {{\n{structured.text}\n}}"
     if think.close_tag == _HARMONY_FINAL:
-        final = _expression(_HARMONY_FINAL, special_ids)
-        rules = _harmony_rules(f"{final} {plain}", special_ids)
+        finals = [_HARMONY_FINAL]
+        if has_json_numbers(structured):
+            finals.append(_HARMONY_FINAL_JSON)
+        final = " | ".join(_expression(text, special_ids) for text in finals)
+        rules = _harmony_rules(f"final {plain}", special_ids)
+        rules.append(f"final: {final}")
+        line = _numbers_line(None, special_ids)
     else:
         rules = _tagged_rules(plain, spaced, special_ids, think)
+        line = _numbers_line(think, special_ids)
+    if has_json_numbers(structured):
+        rules.insert(0, line)
     return StructuredOutput(StructuredKind.GRAMMAR, "\n".join([*rules, answer]))
 
 
@@ -247,13 +275,22 @@ def _call_rules(
         return " | ".join(_expression(text, special_ids) for text in texts)
 
     repeated = f"(between call){{0,{MAX_CALLS - 1}}}" if parallel else ""
+    indices = range(len(tools))
+    shapes = range(len(form.around_name))
+    calls = (
+        f"{expression(begin)} tool{shape} {expression(form.end)}"
+        for shape, (begin, _) in enumerate(form.around_name)
+    )
     rules = [
         f"calls: first call {repeated} {expression(form.last)}",
         f"first: {expression(*form.first)}",
         f"between: {expression(*form.between)}",
-        f"call: {expression(form.begin)} tool {expression(form.end)}",
-        f"tool: {' | '.join(f'tool_{index}' for index in range(len(tools)))}",
+        f"call: {' | '.join(calls)}",
+        *(f"tool{shape}: {' | '.join(f'tool{shape}_{n}' for n in indices)}" for shape in shapes),
     ]
+    call_id = ""
+    if form.has_call_ids and _CALL_ID in special_ids:
+        call_id = f"({expression(_CALL_ID)} /[0-9A-Za-z]{{9}}/)?"
     pythonic = _PythonicRules()
     for index, (name, schema) in enumerate(_checked_tools(form, tools)):
         if not form.is_pythonic:
@@ -267,13 +304,33 @@ def _call_rules(
                     "this model's call format, keyword arguments of Python, cannot express the "
                     f"schema: {error}",
                 ) from None
-        rules.append(f"tool_{index}: {lark_literal(name)} {expression(form.name_end)} {arguments}")
+        if len(shapes) > 1:
+            rules.append(f"arguments_{index}: {arguments}")
+            arguments = f"arguments_{index}"
+        rules += (
+            f"tool{shape}_{index}: {lark_literal(name)} {call_id} {expression(name_end)} "
+            f"{arguments}"
+            for shape, (_, name_end) in enumerate(form.around_name)
+        )
     rules += pythonic.lines
     if form.is_harmony:
-        return [*_harmony_rules("calls", special_ids), *rules]
+        return [_numbers_line(None, special_ids), *_harmony_rules("calls", special_ids), *rules]
     if think is None:
-        return ["start: calls", *rules]
-    return [*_tagged_rules("calls", "SPACE? calls", special_ids, think), *rules]
+        return [json_numbers_line(), "start: calls", *rules]
+    line = _numbers_line(think, special_ids)
+    return [line, *_tagged_rules("calls", "SPACE? calls", special_ids, think), *rules]
+
+
+def _numbers_line(think: ThinkTags | None, special_ids: Mapping[str, int]) -> str:
+    """Return the first line of a grammar with JSON numbers behind reasoning. `think`: its tags;
+    None in the harmony format."""
+    open_tag, close_tag = _HARMONY_REASONING
+    if think is not None:
+        open_tag, close_tag = think.open_tag, think.close_tag
+    is_open = think is not None and think.is_open
+    return json_numbers_line(
+        (_parts(open_tag, special_ids), _parts(close_tag, special_ids), is_open)
+    )
 
 
 def _checked_tools(
@@ -287,7 +344,7 @@ def _checked_tools(
     known: set[str] = set()
     for index, tool in enumerate(tools):
         name = tool.name if form.names else json.dumps(tool.name, ensure_ascii=False)
-        is_readable = tool.name.isprintable() and len(name) <= MAX_NAME_CHARS
+        is_readable = tool.name.isprintable() and len(tool.name) <= MAX_NAME_CHARS
         if not tool.name or not is_readable or (form.names and not re.fullmatch(form.names, name)):
             raise _invalid_tools(
                 f"tools[{index}].function.name",
@@ -385,21 +442,25 @@ def _escape(text: str) -> str:
     return "".join(char if char.isalnum() else rf"\x{{{ord(char):x}}}" for char in text)
 
 
-def _expression(text: str, special_ids: Mapping[str, int]) -> str:
-    """Return the expression for a text, in which special tokens are references to their ids."""
+def _parts(text: str, special_ids: Mapping[str, int]) -> list[str | int]:
+    """Return the parts of a text: ids of the special tokens in it, and the texts around them."""
     if text in special_ids:
-        return f"<[{special_ids[text]}]>"
-    parts: list[str] = []
+        return [special_ids[text]]
+    parts: list[str | int] = []
     done = 0
     for marker in MARKER.finditer(text):
         if marker[0] in special_ids:
-            parts += [text[done : marker.start()], marker[0]]
+            parts += [text[done : marker.start()], special_ids[marker[0]]]
             done = marker.end()
     parts.append(text[done:])
+    return [part for part in parts if part != ""]
+
+
+def _expression(text: str, special_ids: Mapping[str, int]) -> str:
+    """Return the expression for a text, in which special tokens are references to their ids."""
     return " ".join(
-        f"<[{special_ids[part]}]>" if part in special_ids else lark_literal(part)
-        for part in parts
-        if part or len(parts) == 1
+        lark_literal(part) if isinstance(part, str) else f"<[{part}]>"
+        for part in _parts(text, special_ids) or [""]
     )
 
 

@@ -91,6 +91,12 @@ class OutputParsing:
     """Whether the prompt ends inside the reasoning."""
     parallel: bool = True
     """Whether calls after the first one are kept."""
+    tool_names: tuple[str, ...] = ()
+    """Names of the request's tools, at most `MAX_TOOLS`, if the format of tool calls needs them to
+    distinguish calls from other text; otherwise empty."""
+    call_id_seed: int = 0
+    """Random number of 63 bits, from which the ids of the answer's tool calls follow. Answers to
+    requests with equal ids thus have different call ids, and a resumed stream has the same."""
 
 
 def join_call_deltas(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:

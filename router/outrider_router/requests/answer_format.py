@@ -38,10 +38,11 @@ class AnswerFormat:
         self._special_ids = tokenizer.special_ids(self._format.markers)
 
     def describe_parsing(
-        self, request: GenerateRequest, prompt_ids: Sequence[int]
+        self, request: GenerateRequest, prompt_ids: Sequence[int], *, call_id_seed: int
     ) -> OutputParsing | None:
         """Return how the answer to a request with these prompt ids is parsed; None for prompts
-        other than conversations, and if there is nothing to parse.
+        other than conversations, and if there is nothing to parse. `call_id_seed`: a random number
+        of 63 bits.
 
         Raises InvalidRequestError if the request has tools and the model has no format for calls,
         or if it has a structured output beside calls that are enforced.
@@ -76,6 +77,10 @@ class AnswerFormat:
             is_reasoning_open=reasoning is not None
             and is_reasoning_open(reasoning, self._tail(prompt_ids)),
             parallel=request.prompt.tools.parallel,
+            tool_names=tuple(tool.name for tool in request.prompt.tools.tools)
+            if tools is not None and tools.needs_names
+            else (),
+            call_id_seed=call_id_seed,
         )
 
     def apply_grammar(

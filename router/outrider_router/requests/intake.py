@@ -126,7 +126,9 @@ class RequestIntake:
             parse_special_tokens=self._config.special_tokens_in_messages,
             max_tokens=max_session_len(self._config, info),
         )
-        parsing = self._answer_format.describe_parsing(request, prompt_ids)
+        parsing = self._answer_format.describe_parsing(
+            request, prompt_ids, call_id_seed=secrets.randbits(63)
+        )
         enforced = await self._apply_grammar(request, parsing, prompt_ids)
         is_for_tools = enforced.structured_output is not None and request.structured_output is None
         request = enforced

@@ -7,7 +7,8 @@ character. `ParsedAnswer` stands between this text and one client's call.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Iterator
+import re
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Final
 
@@ -36,56 +37,84 @@ END_OF_TEXT: Final = 1 << 30
 """Added to the characters of a position behind the text that was held back at the end, which no
 characters of the unparsed answer stand for."""
 _PART_CHARS: Final = 256
-"""Maximum number of characters that a parser gets at once."""
+"""Maximum number of characters that a parser gets at once from a delta that is sent. A stream can
+be resumed behind each of these parts."""
 _ID_DIGITS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_SHORT_ID: Final = re.compile(r"[0-9A-Za-z]{9}")
 
 
-def make_call_id(request_id: RequestId, index: int, *, is_short: bool) -> str:
-    """Return the id of a tool call. It depends on the request and the index of the call only, so
-    that a resumed stream has the same ids. A short id has 9 letters and digits."""
-    number = int.from_bytes(hashlib.sha256(f"{request_id} {index}".encode()).digest(), "big")
-    digits = ""
-    for _ in range(9 if is_short else 24):
-        number, digit = divmod(number, len(_ID_DIGITS))
-        digits += _ID_DIGITS[digit]
+def make_call_id(request_id: RequestId, seed: int, index: int, *, is_short: bool) -> str:
+    """Return the id of a tool call. It depends only on the request, its `call_id_seed` and the
+    index of the call, so that a resumed stream has the same ids. A short id has 9 letters and
+    digits."""
+    digits = _digest(f"{request_id} {seed} {index}", 9 if is_short else 24)
     return digits if is_short else f"call_{digits}"
 
 
+def to_short_call_id(call_id: str) -> str:
+    """Return the short id for a call id of a conversation: 9 letters and digits, as Mistral's
+    templates demand. A short id stays the same, and equal ids have equal short ids. Clients that
+    have changed the model send ids of other forms."""
+    return call_id if _SHORT_ID.fullmatch(call_id) else _digest(call_id, 9)
+
+
+def _digest(text: str, length: int) -> str:
+    """Return so many letters and digits that depend on a text."""
+    number = int.from_bytes(hashlib.sha256(text.encode(errors="surrogatepass")).digest(), "big")
+    digits = ""
+    for _ in range(length):
+        number, digit = divmod(number, len(_ID_DIGITS))
+        digits += _ID_DIGITS[digit]
+    return digits
+
+
 class _DeltaParts:
-    """Reasoning, content and calls of a delta that is being put together."""
+    """Reasoning, content and calls of a delta that is being put together, in pieces."""
 
     def __init__(self) -> None:
-        self.text = self.reasoning = ""
-        self.calls: list[ToolCallDelta] = []
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[ToolCallDelta, list[str]]] = []
+        """The first part of each call, and its arguments."""
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.reasoning or self.calls)
+        return bool(self._text or self._reasoning or self._calls)
 
     def follows(self, event: OutputEvent) -> bool:
         """Return whether the part has something that readers of a delta take for later than the
         event: they read reasoning, content and calls in this order."""
         match event:
             case ReasoningDelta():
-                return bool(self.text or self.calls)
+                return bool(self._text or self._calls)
             case ContentDelta():
-                return bool(self.calls)
+                return bool(self._calls)
             case _:
                 return False
 
-    def add(self, delta: ToolCallDelta) -> None:
-        """Add a part of a call. Clients take two entries with one index for two calls."""
-        if self.calls and self.calls[-1].index == delta.index:
-            arguments = self.calls[-1].arguments + delta.arguments
-            self.calls[-1] = replace(self.calls[-1], arguments=arguments)
-        else:
-            self.calls.append(delta)
+    def add(self, event: ReasoningDelta | ContentDelta) -> None:
+        """Add reasoning or content."""
+        (self._text if isinstance(event, ContentDelta) else self._reasoning).append(event.text)
+
+    def begin_call(self, delta: ToolCallDelta) -> None:
+        """Add the first part of a call."""
+        self._calls.append((delta, []))
+
+    def add_arguments(self, event: ArgumentsDelta) -> None:
+        """Add arguments of a call. Clients take two entries with one index for two calls."""
+        if not event.text:
+            return
+        if not self._calls or self._calls[-1][0].index != event.index:
+            self.begin_call(ToolCallDelta(index=event.index))
+        self._calls[-1][1].append(event.text)
 
     def to_delta(self, characters: int) -> Delta:
         """Return the delta, whose position in the unparsed answer is `characters`."""
         return Delta(
-            text=self.text,
-            reasoning=self.reasoning,
-            tool_calls=tuple(self.calls),
+            text="".join(self._text),
+            reasoning="".join(self._reasoning),
+            tool_calls=tuple(
+                replace(first, arguments="".join(arguments)) for first, arguments in self._calls
+            ),
             token_ids=(),
             characters=characters,
         )
@@ -97,7 +126,10 @@ class AnswerParser:
     def __init__(self, request_id: RequestId, parsing: OutputParsing) -> None:
         """Create the parser of the answer to a request."""
         output_format = output_format_of(parsing.tool_format, parsing.reasoning_format)
-        self._parser = output_format.make_parser(is_reasoning_open=parsing.is_reasoning_open)
+        self._parser = output_format.make_parser(
+            is_reasoning_open=parsing.is_reasoning_open,
+            names=frozenset(parsing.tool_names) if parsing.tool_names else None,
+        )
         self._request_id, self._parsing = request_id, parsing
         tools = TOOL_FORMATS.get(parsing.tool_format)
         self._has_short_ids = tools is not None and tools.has_short_ids
@@ -110,9 +142,14 @@ class AnswerParser:
         """Add text that the client has received already; `has_ended`: with the text that was held
         back at the end."""
         self._characters += len(text)
-        for part in _cut(text, _PART_CHARS):
-            self._parser.push_text(part)
+        self._parser.push_text(text)
         self._has_ended = has_ended
+
+    def parse_all(self, text: str) -> Delta:
+        """Return the delta of a complete answer, which is not sent as a stream."""
+        part = _DeltaParts()
+        self._add(part, self._parser.push_text(text) + self._parser.flush())
+        return part.to_delta(len(text))
 
     def parse_delta(self, delta: Delta) -> list[Delta]:
         """Return the deltas to send for a delta of the unparsed answer: usually one. Several keep
@@ -121,7 +158,8 @@ class AnswerParser:
         part, position = _DeltaParts(), self._characters
         # The position of a part must be known exactly, or text would be lost on resumption.
         size = 1 if len(delta.text) <= _PART_CHARS else _PART_CHARS
-        for text in _cut(delta.text, size):
+        for start in range(0, len(delta.text), size):
+            text = delta.text[start : start + size]
             events = self._parser.push_text(text)
             if events and part.follows(events[0]):
                 deltas.append(part.to_delta(position))
@@ -147,26 +185,22 @@ class AnswerParser:
     def _add(self, part: _DeltaParts, events: list[OutputEvent]) -> None:
         for event in events:
             match event:
-                case ReasoningDelta():
-                    part.reasoning += event.text
-                case ContentDelta():
-                    part.text += event.text
+                case ReasoningDelta() | ContentDelta():
+                    part.add(event)
                 case _ if event.index and not self._parsing.parallel:
                     pass
                 case ToolCallStart():
                     call_id = make_call_id(
-                        self._request_id, event.index, is_short=self._has_short_ids
+                        self._request_id,
+                        self._parsing.call_id_seed,
+                        event.index,
+                        is_short=self._has_short_ids,
                     )
-                    part.add(ToolCallDelta(index=event.index, call_id=call_id, name=event.name))
+                    part.begin_call(
+                        ToolCallDelta(index=event.index, call_id=call_id, name=event.name)
+                    )
                 case ArgumentsDelta():
-                    part.add(ToolCallDelta(index=event.index, arguments=event.text))
-
-
-def _cut(text: str, size: int) -> Iterator[str]:
-    """Yield the parts of a text of `size` characters each. Parsers may take a time that grows with
-    the square of the length of a part."""
-    for start in range(0, len(text), size):
-        yield text[start : start + size]
+                    part.add_arguments(event)
 
 
 class ParsedAnswer:
@@ -216,14 +250,13 @@ def parse_result(result: GenerateResult, parsing: OutputParsing | None) -> Gener
     """Return a complete answer that is split."""
     if parsing is None:
         return result
-    parser = AnswerParser(result.request_id, parsing)
-    deltas = parser.parse_delta(Delta(text=result.text, token_ids=())) + parser.flush()
+    delta = AnswerParser(result.request_id, parsing).parse_all(result.text)
     return GenerateResult(
         request_id=result.request_id,
         model=result.model,
-        text="".join(delta.text for delta in deltas),
-        reasoning="".join(delta.reasoning for delta in deltas),
-        tool_calls=join_call_deltas(call for delta in deltas for call in delta.tool_calls),
+        text=delta.text,
+        reasoning=delta.reasoning,
+        tool_calls=join_call_deltas(delta.tool_calls),
         token_ids=result.token_ids,
         finish=result.finish,
         logprobs=result.logprobs,

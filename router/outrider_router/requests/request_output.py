@@ -239,7 +239,9 @@ class OutputAssembler:
         self.num_tokens = 0
         """Number of ids that were pushed."""
         self.num_reasoning_tokens = 0
-        """Number of ids up to the end of the reasoning; 0 if there is none."""
+        """Number of ids of the reasoning; 0 if there is none."""
+        self._num_undecided = 0
+        """Number of ids since it was last known whether the text is reasoning."""
 
     @property
     def stop_string(self) -> str | None:
@@ -278,8 +280,11 @@ class OutputAssembler:
         assert self._reasoning is not None, "there may be reasoning"
         self.num_tokens += 1
         parts = self._reasoning.push_text(self._detokenizer.push_tokens((token_id,)))
+        self._num_undecided += 1
         if self._reasoning.is_reasoning or any(is_reasoning for _, is_reasoning in parts):
-            self.num_reasoning_tokens = self.num_tokens
+            self.num_reasoning_tokens += self._num_undecided
+        if self._reasoning.is_reasoning or parts:
+            self._num_undecided = 0
         may_end = self.num_tokens > self._min_tokens
         return "".join(
             self._stops.push_text(part, may_end=may_end and not is_reasoning)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,9 +15,15 @@ from hypothesis import strategies as st
 
 from outrider.grammar import digit_bound
 from outrider.grammar.constraint import allowed_mask, is_allowed, masks_along_drafts
-from outrider.grammar.digit_bound import MAX_NUMBER_DIGITS, JsonPosition
+from outrider.grammar.digit_bound import MAX_NUMBER_DIGITS, JsonPosition, ReasoningTags
 from outrider.grammar.grammar_cache import GrammarCache
 from outrider.grammar.grammar_constraint import GrammarConstraint
+from outrider.grammar.tool_calls import (
+    ThinkTags,
+    ToolSchema,
+    tool_call_grammar,
+    wrap_structured_output,
+)
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from tests.fakes.tokenizer import EOS_ID, make_tokenizer_dir
 from tests.mask_limits import LONG_MASKS
@@ -176,6 +183,96 @@ def test_digits_that_the_schema_asks_for_are_not_bounded(
     text = begun(grammars, {"type": "string"})
     text.advance_to(np.array(byte.of('"' + "7" * 2 * MAX_NUMBER_DIGITS), dtype=np.int32))
     assert not text.failure and digits_allowed(text, byte), "a string is no number"
+
+
+CALL = '{"name": "f9", "parameters": {"a":"x","n":'
+THINK = ThinkTags(open_tag="<think>", close_tag="</think>", is_open=False)
+
+
+@pytest.mark.parametrize("begin", ["", "<think>", f'<think>say "{"7" * 40} now</think>'])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_numbers_in_enforced_calls_end_and_those_in_reasoning_need_not(
+    grammars: GrammarCache, byte: Byte, begin: str, is_open: bool
+) -> None:
+    """A quote in the reasoning does not make the numbers of the call strings."""
+    think = replace(THINK, is_open=is_open)
+    numbers = {"a": {"type": "string"}, "n": {"type": "number"}}
+    tool = ToolSchema(
+        name="f9",
+        parameters=json.dumps({"type": "object", "properties": numbers, "required": ["a", "n"]}),
+    )
+    grammar = tool_call_grammar("llama3_json", [tool], parallel=False, special_ids={}, think=think)
+    constraint = grammars.compile_grammar(
+        StructuredOutput(StructuredKind.GRAMMAR, grammar)
+    ).start_constraint([EOS_ID])
+    begin = begin.removeprefix("<think>") if is_open else begin
+    if begin == "<think>" or (is_open and not begin):
+        text = begin + "7" * 2 * MAX_NUMBER_DIGITS
+        constraint.advance_to(np.array(byte.of(text), dtype=np.int32))
+        assert not constraint.failure and digits_allowed(constraint, byte)
+        begin = text + "</think>"
+    for end in ("", ".", "e"):
+        # Fewer digits in an exponent.
+        digits = "6" * (3 if end == "e" else MAX_NUMBER_DIGITS)
+        before = "6" + end if end else ""
+        text = begin + CALL
+        fresh = grammars.compile_grammar(
+            StructuredOutput(StructuredKind.GRAMMAR, grammar)
+        ).start_constraint([EOS_ID])
+        fresh.advance_to(np.array(byte.of(text + before + digits[:-1]), dtype=np.int32))
+        assert not fresh.failure and digits_allowed(fresh, byte), fresh.failure
+        assert fresh.push_tokens(byte.of("6")) == 1 and not digits_allowed(fresh, byte)
+
+
+def test_numbers_in_structured_output_behind_reasoning_end(
+    grammars: GrammarCache, byte: Byte
+) -> None:
+    number = StructuredOutput(StructuredKind.JSON_SCHEMA, '{"type": "integer"}')
+    wrapped = wrap_structured_output(number, special_ids={}, think=THINK)
+    for begin in ("", "<think>a </think>"):
+        constraint = grammars.compile_grammar(wrapped).start_constraint([EOS_ID])
+        digits = begin + "6" * MAX_NUMBER_DIGITS
+        constraint.advance_to(np.array(byte.of(digits), dtype=np.int32))
+        assert not constraint.failure and not digits_allowed(constraint, byte)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "null",
+        "{",
+        "[[], [], false]",
+        '[[1000000], ["a"], false]',
+        '[["a"], ["b"]]',
+        '[[""], ["b"], true]',
+        json.dumps([["a" * 1000], ["b"], True]),
+        "[" * 10_000,
+    ],
+)
+def test_a_clients_line_that_is_no_valid_one_is_one_without_reasoning(
+    grammars: GrammarCache, byte: Byte, line: str
+) -> None:
+    text = f"// json_numbers {line}\nstart: /[0-9]+x/"
+    grammar = StructuredOutput(StructuredKind.GRAMMAR, text)
+    constraint = grammars.compile_grammar(grammar).start_constraint([EOS_ID])
+    constraint.advance_to(np.array(byte.of("6" * MAX_NUMBER_DIGITS), dtype=np.int32))
+    assert not constraint.failure and not digits_allowed(constraint, byte)
+
+
+@given(
+    pieces=st.lists(st.sampled_from(["<t>", "</t>", "<", "t>", '"', "12", "e5", " "]), max_size=12),
+    is_open=st.booleans(),
+    cut=st.integers(0, 40),
+)
+def test_pieces_of_text_with_reasoning_lead_where_the_whole_does(
+    pieces: list[str], is_open: bool, cut: int
+) -> None:
+    text = "".join(pieces).encode()
+    start = JsonPosition(reasoning=ReasoningTags(b"<t>", b"</t>", is_open))
+    whole = start.advance(text)
+    assert start.advance(text[:cut]).advance(text[cut:]) == whole
+    if (is_open or text.startswith(b"<t>")) and b"</t>" in text:
+        assert whole == JsonPosition().advance(text.partition(b"</t>")[2])
 
 
 @given(

@@ -130,6 +130,18 @@ EXAMPLES = [
     Example("mistral", "[TOOL_CALLS] [", both('{"name": "', '", "arguments": ', "}"), ", ", "]"),
     Example("mistral", "", both("[TOOL_CALLS]", "[ARGS]", ""), "", "", is_mistral_11=True),
     Example(
+        "mistral",
+        "",
+        both("[TOOL_CALLS]", "[CALL_ID]a1B2c3D4e[ARGS]", ""),
+        "",
+        "",
+        is_mistral_11=True,
+    ),
+    *(
+        Example("granite", f"{marker}[", both('{"name": "', '", "arguments": ', "}"), ", ", "]")
+        for marker in ("<|tool_call|>", "<tool_call>", "<|tool_call|> ")
+    ),
+    Example(
         "deepseek_v3",
         SECTION[0],
         both(V3, "\n```json\n", f"\n```{deepseek('tool call end')}"),
@@ -152,6 +164,16 @@ EXAMPLES = [
     ),
     Example("openai", "", both(HARMONY, HARMONY_END, "<|call|>"), "<|start|>assistant", ""),
     Example("openai", ANALYSIS, both(HARMONY, HARMONY_END, "<|call|>"), "<|start|>assistant", ""),
+    *(
+        Example(
+            "openai",
+            before,
+            both(" to=functions.", f"<|channel|>commentary{HARMONY_END}", "<|call|>"),
+            "<|start|>assistant",
+            "",
+        )
+        for before in ("", ANALYSIS)
+    ),
     Example("pythonic", "[", ('get_weather(city="Paris", days=2)', "get()"), ", ", "]"),
 ]
 
@@ -424,6 +446,8 @@ def test_structured_output_is_the_final_message_in_harmony(
     vocabulary: Vocabulary, structured: StructuredOutput, right: list[str], wrong: list[str]
 ) -> None:
     final = "<|channel|>final<|message|>"
+    constrained = "<|channel|>final <|constrain|>json<|message|>"
+    is_json = structured.kind in (StructuredKind.JSON_SCHEMA, StructuredKind.JSON_OBJECT)
     think = ThinkTags(open_tag="", close_tag=final, is_open=True)
     matcher = vocabulary.compile(
         wrap_structured_output(structured, special_ids=vocabulary.special_ids, think=think)
@@ -435,6 +459,8 @@ def test_structured_output_is_the_final_message_in_harmony(
             if text in right and text:
                 content = parse(harmony.HarmonyParser(), answer)[-1]
                 assert content == ContentDelta(text)
+            accepted = vocabulary.accepts(matcher, f"{begin}{constrained}{text}")
+            assert accepted == (is_json and text in right)
         assert not vocabulary.accepts(matcher, text)
 
 
@@ -495,7 +521,7 @@ def test_an_invalid_schema_is_refused(format_name: str, parameters: str, message
     [
         ("hermes", ""),
         ("hermes", "a\nb"),
-        ("hermes", "x" * 255),
+        ("hermes", "x" * 65),
         ("hermes", '"' * 128),
         ("hermes", "\ud800"),
         ("deepseek_v3", "a b"),

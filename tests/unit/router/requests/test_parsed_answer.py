@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,13 +11,13 @@ from outrider_router.requests.parsed_answer import (
     ParsedAnswer,
     parse_result,
     split_position,
+    to_short_call_id,
 )
 from outrider_router.requests.request_output import OutputAssembler
 
 from outrider.ids import RequestId
 from outrider.spec.tools import OutputParsing, ToolCall, join_call_deltas
-from outrider.text.output_parsers.formats import REASONING_FORMATS, output_format_of
-from outrider.text.output_parsers.reasoning_span import ReasoningSpan
+from outrider.text.output_parsers.formats import output_format_of
 from outrider.wire.inference import (
     Delta,
     FinishInfo,
@@ -153,15 +154,54 @@ async def test_other_answers_pass_unchanged() -> None:
     assert parse_result(RESULT, None) is RESULT
 
 
-def test_ids_of_calls_depend_on_request_and_index_only() -> None:
+def test_ids_of_calls_depend_on_request_seed_and_index_only() -> None:
     first, again = (parse_result(RESULT, PARSING).tool_calls for _ in range(2))
     other = parse_result(replace(RESULT, request_id=RequestId("s")), PARSING).tool_calls
+    # A client may use one request id twice.
+    seeded = parse_result(RESULT, replace(PARSING, call_id_seed=1)).tool_calls
     assert first == again
-    ids = {call.call_id for call in (*first, *other)}
-    assert len(ids) == 4 and all(id_.startswith("call_") for id_ in ids)
+    ids = {call.call_id for call in (*first, *other, *seeded)}
+    assert len(ids) == 6 and all(id_.startswith("call_") for id_ in ids)
     mistral = '[TOOL_CALLS][{"name": "f", "arguments": {}}]'
     found = parse_result(replace(RESULT, text=mistral), OutputParsing(tool_format="mistral"))
     assert len(found.tool_calls[0].call_id) == 9
+
+
+def test_call_ids_of_other_models_become_short_ones() -> None:
+    """Mistral's templates raise an error for ids that have not 9 letters and digits."""
+    assert to_short_call_id("a1B2c3D4e") == "a1B2c3D4e"
+    others = [
+        "",
+        "call_abc",
+        "call_PTLP8xhu3uwZk4l3nlnrrJha",
+        "a1B2c3D4\u00e9",
+        "\ud800",
+        "a1B2c3D4e\n",
+    ]
+    short = [to_short_call_id(other) for other in others]
+    assert len(set(short)) == len(others) and short == [to_short_call_id(o) for o in others]
+    assert all(len(id_) == 9 and id_.isalnum() and id_.isascii() for id_ in short)
+
+
+def test_only_calls_of_the_tools_are_read_from_answers_without_markers() -> None:
+    parsing = OutputParsing(tool_format="llama3_json", tool_names=("f",))
+    for name, is_call in (("f", True), ("Bob", False)):
+        text = f'{{"name": "{name}", "parameters": {{}}}}'
+        found = parse_result(replace(RESULT, text=text), parsing)
+        assert (len(found.tool_calls), found.text) == ((1, "") if is_call else (0, text))
+
+
+@pytest.mark.parametrize("unit", ["<tool_call>", "{", '<tool_call>{"name": "f"}</tool_call>'])
+def test_long_answers_take_linear_time(unit: str) -> None:
+    def seconds(length: int) -> float:
+        text = unit * (length // len(unit))
+        start = time.process_time()
+        parse_result(replace(RESULT, text=text), OutputParsing(tool_format="hermes"))
+        AnswerParser(ID, PARSING).skip_text(text, has_ended=False)
+        AnswerParser(ID, PARSING).parse_delta(Delta(text=text, token_ids=()))
+        return time.process_time() - start
+
+    assert any(seconds(1 << 16) < 8 * seconds(1 << 14) + 0.03 for _ in range(3))
 
 
 class Letters:
@@ -201,9 +241,26 @@ def test_reasoning_tokens_are_counted(text: str, count: int) -> None:
     assert output.num_tokens == len(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("<|channel|>analysis<|message|>ab<|end|>", 39),
+        ("Hi", 0),
+        ("<|channel|>commentary<|message|>ab", 32),
+        # Content between reasoning is not counted.
+        ("<|channel|>commentary<|message|>ab<|end|><|channel|>analysis<|message|>c", 70),
+    ],
+)
+def test_reasoning_tokens_of_harmony_are_counted(text: str, count: int) -> None:
+    span = output_format_of("", "openai_gptoss").make_span(is_reasoning_open=False)
+    output = OutputAssembler(Letters(), ["c"], reasoning=span)  # type: ignore[arg-type]
+    shown = output.push_tokens([ord(char) for char in text]) + output.flush()
+    assert (shown, output.num_reasoning_tokens) == (text, count)
+
+
 def test_harmony_begins_with_reasoning() -> None:
-    tags = REASONING_FORMATS["openai_gptoss"]
-    span = ReasoningSpan(tags.open_tag, tags.close_tag, is_open=True)
+    span = output_format_of("", "openai_gptoss").make_span(is_reasoning_open=False)
+    assert span is not None
     assert span.push_text("<|channel|>final<|message|>Hi") == [
         ("<|channel|>final<|message|>", True),
         ("Hi", False),
