@@ -30,6 +30,7 @@ from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import TokenLimits
+from outrider.spec.tools import OutputParsing
 from outrider.wire.inference import FinishInfo, Usage
 from outrider.wire.messages import FinishReason, SpecStats
 
@@ -56,6 +57,10 @@ JOB = ValidatedRequest(
     special_tokens=True,
     is_client_named=True,
     model="m",
+    # As a request is resumed, its answer is parsed as before, and its calls have the same ids.
+    parsing=OutputParsing(
+        tool_format="llama3_json", tool_names=("f", "g"), call_id_seed=2**63 - 1, parallel=False
+    ),
 )
 OPENED = OpenedRequest(
     request_id=RequestId("r-1"), job=JOB, deadline=1234.5678, tokenizer_hash="hash"
