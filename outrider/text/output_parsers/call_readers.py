@@ -214,8 +214,8 @@ class MistralCallsReader:
     """Reads what follows Mistral's `[TOOL_CALLS]`.
 
     It is an array of JSON objects, or a name and the arguments. Tokenizers of version 11 write
-    `[CALL_ID]` and the id of the call, and `[ARGS]` between them, later ones only `[ARGS]`. Source:
-    Mistral's tokenizers (mistral-common, `InstructTokenizerV11` and `InstructTokenizerV13`).
+    `[CALL_ID]`, the id of the call and `[ARGS]` between them, later ones only `[ARGS]`. Source:
+    Mistral's tokenizers (mistral-common, instruct tokenizers of the versions 11 and 13).
     """
 
     def __init__(self, index: int) -> None:

@@ -84,7 +84,7 @@ ANSWERS: dict[str, str] = {
     "pythonic": '[get_weather(city="Paris", days=2), get_time(zone=\'UTC "x" </tool_call> é\')]',
 }
 MISTRAL_13 = f"[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]get_time{TIME}"
-# mistral-common's InstructTokenizerV11: only this version writes the id of a call.
+# mistral-common's instruct tokenizer of version 11: only this version writes the id of a call.
 MISTRAL_11 = (
     f"[TOOL_CALLS]get_weather[CALL_ID]bbc5b7ede[ARGS]{PARIS}"
     f"[TOOL_CALLS]get_time[CALL_ID]VvvODy9mT[ARGS]{TIME}"
