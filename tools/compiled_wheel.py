@@ -126,6 +126,7 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
         "plan",
         "sampling",
         "structured_output",
+        "thinking_budget",
         "token_limits",
     ),
     "outrider/transport": (

@@ -105,6 +105,9 @@ class GenerateOptions(TypedDict, total=False):
     reasoning_effort: str
     """How much the model should think, for chat templates that know it: none, minimal, low, medium,
     high or xhigh. With none, templates that can switch thinking off do so."""
+    thinking_token_budget: int
+    """Largest number of tokens of reasoning. When they are used up, the model must end its
+    reasoning and begin the answer."""
     chat_template_kwargs: Mapping[str, Any]
     """Further variables of the chat template, of JSON's types."""
     speculate: bool
@@ -158,6 +161,7 @@ _CHAT = (
     "tool_choice",
     "parallel_tool_calls",
     "reasoning_effort",
+    "thinking_token_budget",
     "chat_template_kwargs",
 )
 
@@ -319,6 +323,8 @@ def _apply_chat_options(prompt: Prompt, options: GenerateOptions) -> Prompt:
     prompt = replace(prompt, tools=tools)
     if "reasoning_effort" in options:
         prompt = replace(prompt, reasoning_effort=options["reasoning_effort"])
+    if "thinking_token_budget" in options:
+        prompt = replace(prompt, thinking_token_budget=options["thinking_token_budget"])
     if "chat_template_kwargs" in options:
         prompt = replace(prompt, template_variables=_template_variables(options))
     return prompt

@@ -32,8 +32,10 @@ matcher_compiler.py        Compiles grammars into matchers with the grammar libr
 socket_frames.py           Frames of bytes over a stream socket: four bytes of length, then the
                            content.
 special_tokens.py          Hides the texts of special tokens from the grammar library.
-token_constraint.py        Token constraint of allowed ids and bad words, combined with a grammar if
-                           there is one.
+thinking_limit.py          Thinking limit: counts the tokens of reasoning in an answer and forces
+                           its close tag.
+token_constraint.py        Token constraint of allowed ids, bad words and thinking, combined with a
+                           grammar if there is one.
 tool_calls.py              Grammars of tool calls in a model's own format, and of answers behind
                            reasoning.
 """

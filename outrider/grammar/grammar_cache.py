@@ -101,6 +101,7 @@ class GrammarCache:
         """Test-compiles new grammars. A grammar that hangs or crashes the compile process is not
         compiled in this process."""
         self._tokenizer: LLTokenizer | None = None
+        self._token_bytes: dict[int, bytes] = {}
         self._digits: DigitBound | None = None
         self._tokenizer_lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
@@ -172,6 +173,19 @@ class GrammarCache:
         if is_mine:
             self._compile_into(future, structured, cancellation)
         return future.result()
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token id contributes to the text. Special and unknown ids
+        contribute none.
+
+        Raises FailedPreconditionError if the library cannot read the tokenizer.
+        """
+        found = self._token_bytes.get(token)
+        if found is None:
+            tokenizer = self._llguidance_tokenizer()
+            is_text = 0 <= token < tokenizer.vocab_size and not tokenizer.is_special_token(token)
+            found = self._token_bytes[token] = tokenizer.decode_bytes([token]) if is_text else b""
+        return found
 
     def _compile_into(
         self,

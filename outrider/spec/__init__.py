@@ -19,6 +19,8 @@ plan.py                    Speculation plan of a session: draft method, tree sha
 sampling.py                Sampling parameters and acceptance rules of a session (torch-free).
 structured_output.py       Structured-output constraint of a request: kind and text of its grammar
                            (torch-free).
+thinking_budget.py         Thinking budget of a session: how many tokens of reasoning its answer may
+                           have (torch-free).
 token_limits.py            Token limits of a request: allowed ids and bad words (torch-free).
 tools.py                   Tools and tool calls of chat requests and answers.
 tree.py                    Draft trees as parallel arrays, and the validation that every received

@@ -76,6 +76,9 @@ class ChatPrompt:
     reasoning_effort: str | None = None
     """How much the model should think, for templates that know it: one of REASONING_EFFORTS. With
     "none", templates that can switch thinking off do so."""
+    thinking_token_budget: int | None = None
+    """Maximum number of tokens between the tags of the reasoning, in [0, MAX_THINKING_TOKENS]. When
+    they are used up, the model must end its reasoning. None does not limit it."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

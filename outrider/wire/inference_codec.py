@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.sampling import MAX_BANNED_IDS
+from outrider.spec.thinking_budget import MAX_THINKING_TOKENS
 from outrider.spec.token_limits import MAX_ALLOWED_IDS
 from outrider.spec.tools import (
     MAX_TEMPLATE_VARIABLES_BYTES,
@@ -214,6 +215,7 @@ def _chat_to_pb(prompt: ChatPrompt) -> pb.ChatPrompt:
         tool_name=tools.named,
         template_variables=prompt.template_variables,
         reasoning_effort=prompt.reasoning_effort,
+        thinking_token_budget=prompt.thinking_token_budget,
     )
     if not tools.parallel:
         message.parallel_tool_calls = False
@@ -266,6 +268,11 @@ def _chat_from_pb(message: pb.ChatPrompt) -> ChatPrompt:
         ),
         reasoning_effort=check_text(message.reasoning_effort, "chat.reasoning_effort")
         if message.HasField("reasoning_effort")
+        else None,
+        thinking_token_budget=check_number(
+            message.thinking_token_budget, "chat.thinking_token_budget", high=MAX_THINKING_TOKENS
+        )
+        if message.HasField("thinking_token_budget")
         else None,
     )
 

@@ -18,6 +18,7 @@ from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.structured_output import StructuredOutput
+from outrider.spec.thinking_budget import ThinkingBudget
 from outrider.spec.token_limits import TokenLimits
 from outrider.wire.arrays import FeatureRows as FeatureRows
 from outrider.wire.arrays import TensorDtype as TensorDtype
@@ -277,6 +278,9 @@ class SessionSpec:
     """Grammar of the answer; None if unrestricted."""
     token_limits: TokenLimits | None = None
     """Allowed token ids and bad words of the answer; None if there are none."""
+    thinking_budget: ThinkingBudget | None = None
+    """Limit of the reasoning in the answer; None if it is not limited. Drafters are not told:
+    drafts beyond the limit are rejected."""
     traceparent: str = ""
     """W3C Trace Context (`traceparent`) of the span below which the session's spans are; "" if the
     session is not traced.

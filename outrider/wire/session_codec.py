@@ -13,12 +13,19 @@ from numpy.typing import NDArray
 
 from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId
+from outrider.spec.thinking_budget import (
+    MAX_TAG_BYTES,
+    MAX_TAG_TOKENS,
+    MAX_THINKING_TOKENS,
+    ThinkingBudget,
+)
 from outrider.wire.checks import (
     check_finite,
     check_number,
     check_text,
     check_token_ids,
     check_traceparent,
+    convert_validation_errors,
     parse_message,
     raise_invalid,
 )
@@ -305,8 +312,39 @@ def _spec_to_pb(spec: SessionSpec) -> pb.SessionSpec:
         top_logprobs=spec.top_logprobs,
         structured_output=structured_to_pb(spec.structured_output),
         token_limits=token_limits_to_pb(spec.token_limits),
+        thinking_budget=_budget_to_pb(spec.thinking_budget),
         traceparent=spec.traceparent,
     )
+
+
+def _budget_to_pb(budget: ThinkingBudget | None) -> pb.ThinkingBudget | None:
+    if budget is None:
+        return None
+    return pb.ThinkingBudget(
+        max_tokens=budget.max_tokens,
+        open_tag=budget.open_tag,
+        open_ids=budget.open_ids,
+        close_tag=budget.close_tag,
+        close_ids=budget.close_ids,
+    )
+
+
+def _budget_from_pb(message: pb.SessionSpec) -> ThinkingBudget | None:
+    if not message.HasField("thinking_budget"):
+        return None
+    budget = message.thinking_budget
+    where = "thinking_budget"
+    max_tokens = check_number(budget.max_tokens, f"{where}.max_tokens", high=MAX_THINKING_TOKENS)
+    open_tag = check_text(budget.open_tag, f"{where}.open_tag", limit=MAX_TAG_BYTES, empty=True)
+    close_tag = check_text(budget.close_tag, f"{where}.close_tag", limit=MAX_TAG_BYTES)
+    with convert_validation_errors(where):
+        return ThinkingBudget(
+            max_tokens=max_tokens,
+            open_tag=open_tag,
+            open_ids=check_token_ids(budget.open_ids, f"{where}.open_ids", high=MAX_TAG_TOKENS),
+            close_tag=close_tag,
+            close_ids=check_token_ids(budget.close_ids, f"{where}.close_ids", high=MAX_TAG_TOKENS),
+        )
 
 
 def _drafter_id(message: pb.SessionSpec | pb.SessionMove | pb.SessionMoved) -> DrafterId | None:
@@ -343,5 +381,6 @@ def _spec_from_pb(message: pb.SessionSpec) -> SessionSpec:
         ),
         structured_output=structured_from_pb(message),
         token_limits=token_limits_from_pb(message),
+        thinking_budget=_budget_from_pb(message),
         traceparent=check_traceparent(message.traceparent),
     )

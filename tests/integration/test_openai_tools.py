@@ -14,6 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from pydantic import BaseModel, Field
 
+from outrider.text.tokenizer import Tokenizer
 from tests.integration.stack import Stack, StackOptions
 from tests.integration.tool_requests import QUESTION, TOOLS, called, check_calls
 
@@ -272,6 +273,55 @@ def test_reasoning_comes_apart_from_the_content(api: OpenAI) -> None:
     assert "reasoning_content" not in (hidden.choices[0].message.model_extra or {})
     off = created(api, **asked, reasoning_effort="none").choices[0].message
     assert off.content and "reasoning_content" not in (off.model_extra or {})
+
+
+@pytest.mark.parametrize("count", [0, 6])
+@pytest.mark.parametrize("plan", DRAFTS)
+def test_a_thinking_budget_ends_the_reasoning(
+    api: OpenAI, tool_target: Path, plan: str, count: int
+) -> None:
+    """The model would think up to the end, and its tokenizer writes the tags in several tokens."""
+    thinking: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
+    asked = {**PLAIN, "max_tokens": 48}
+    limited = {**thinking, **DRAFTS[plan], "thinking_token_budget": count}
+    whole = created(api, **asked, extra_body=limited)
+    message = whole.choices[0].message
+    reasoning = (message.model_extra or {}).get("reasoning_content") or ""
+    assert message.content and bool(reasoning) == bool(count)
+    assert whole.usage is not None and whole.usage.completion_tokens_details is not None
+    tag = Tokenizer.load(tool_target).encode("</think>", add_special_tokens=False)
+    assert whole.usage.completion_tokens_details.reasoning_tokens == count + len(tag) > count + 1
+    with api.chat.completions.create(**asked, stream=True, extra_body=limited) as chunks:
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+    told = [(delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas]
+    assert "".join(told) == reasoning
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+    undrafted = {**thinking, **DRAFTS["none"], "thinking_token_budget": count}
+    assert created(api, **asked, extra_body=undrafted).choices[0].message == message
+    # A budget that is not used up changes nothing.
+    free = created(api, **asked, extra_body=thinking).choices[0].message
+    unused = {**thinking, **DRAFTS[plan], "thinking_token_budget": 1000}
+    assert created(api, **asked, extra_body=unused).choices[0].message == free
+    assert not free.content
+
+
+def test_enforced_answers_follow_a_thinking_budget(api: OpenAI) -> None:
+    limited = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 9}
+    parsed = api.chat.completions.parse(**PLAIN, response_format=Report, extra_body=limited)
+    message = parsed.choices[0].message
+    assert message.parsed is not None
+    assert (message.model_extra or {}).get("reasoning_content")
+    required = {**PLAIN, "tools": TOOLS, "tool_choice": "required", "extra_body": limited}
+    called_with = created(api, **required).choices[0].message
+    check_calls(calls_of(called_with))
+    assert (called_with.model_extra or {}).get("reasoning_content")
+
+
+@pytest.mark.parametrize("count", [-1, 2**40, 1.5, "7", True, [3]])
+def test_thinking_budgets_that_are_no_counts_are_refused(api: OpenAI, count: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        created(api, **PLAIN, extra_body={"thinking_token_budget": count})
+    assert refused.value.param == "thinking_token_budget"
 
 
 def test_effort_and_variables_of_the_template_reach_the_prompt(api: OpenAI) -> None:

@@ -59,6 +59,7 @@ CHATS = st.builds(
     ),
     template_variables=MAYBE_NAMES,
     reasoning_effort=st.none() | NAMES,
+    thinking_token_budget=st.none() | st.integers(0, 1 << 24),
 )
 CALL_DELTAS = st.builds(
     ToolCallDelta,

@@ -13,6 +13,7 @@ from outrider.spec.draft_distribution import DraftDistribution
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
+from outrider.spec.thinking_budget import ThinkingBudget
 from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tools import Tool, ToolCall, ToolCallDelta, ToolChoiceMode, ToolOptions
 from outrider.spec.tree import DraftTree
@@ -278,6 +279,29 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             ),
         ),
     ),
+    "session_open_with_thinking_budget": (
+        "sessions_request",
+        m.SessionOpen(
+            9,
+            m.SessionSpec(
+                session_id=SESSION,
+                epoch=1,
+                token_ids=(1, 2),
+                prompt_len=2,
+                max_new_tokens=64,
+                stop_token_ids=(2,),
+                sampling=SAMPLING,
+                plan=PLAN,
+                thinking_budget=ThinkingBudget(
+                    max_tokens=300,
+                    open_tag="<think>",
+                    open_ids=(7,),
+                    close_tag="</think>",
+                    close_ids=(300, 49151),
+                ),
+            ),
+        ),
+    ),
     "session_leave": ("sessions_request", m.SessionLeave(7)),
     "session_move": ("sessions_request", m.SessionMove(7, DrafterId("drafter-b"))),
     "session_abandoned": ("sessions_request", m.SessionMove(7, None)),
@@ -443,6 +467,14 @@ SAMPLES: dict[str, tuple[str, Any]] = {
                 draft_top_k=1,
                 look_ahead=0,
                 fan_out=16,
+            ),
+        ),
+    ),
+    "thinking_request": (
+        "request",
+        api.GenerateRequest(
+            prompt=api.ChatPrompt(
+                (api.ChatMessage(role="user", content="Why?"),), thinking_token_budget=0
             ),
         ),
     ),

@@ -13,6 +13,7 @@ from outrider.spec.draft_distribution import DraftDistribution, make_distributio
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
+from outrider.spec.thinking_budget import MAX_THINKING_TOKENS, ThinkingBudget
 from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tree import DraftTree, children
 from outrider.wire import messages
@@ -62,6 +63,14 @@ TOKEN_LIMITS = st.none() | st.builds(
     TokenLimits,
     allowed_ids=st.lists(IDS, min_size=1, max_size=8).map(tuple),
     bad_words=st.lists(st.lists(IDS, min_size=1, max_size=4).map(tuple), max_size=4).map(tuple),
+)
+THINKING_BUDGETS = st.none() | st.builds(
+    ThinkingBudget,
+    max_tokens=st.integers(0, MAX_THINKING_TOKENS),
+    open_tag=st.just("<think>"),
+    open_ids=st.lists(IDS, min_size=1, max_size=4).map(tuple),
+    close_tag=NAMES,
+    close_ids=st.lists(IDS, min_size=1, max_size=4).map(tuple),
 )
 PLANS = st.builds(
     SpeculationPlan,
@@ -305,6 +314,7 @@ def session_specs(draw: st.DrawFn) -> messages.SessionSpec:
         top_logprobs=draw(st.none() | st.integers(0, 20)),
         structured_output=draw(STRUCTURED),
         token_limits=draw(TOKEN_LIMITS),
+        thinking_budget=draw(THINKING_BUDGETS),
         traceparent=draw(TRACEPARENTS),
     )
 

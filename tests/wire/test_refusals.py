@@ -487,6 +487,25 @@ def test_a_verifier_is_told_the_seed_itself() -> None:
     assert "must bring a seed" in refused.error.message
 
 
+def test_thinking_budgets_are_within_the_bounds() -> None:
+    good: dict[str, Any] = {"max_tokens": 1, "close_tag": "</a>", "close_ids": [1]}
+    for change, why in (
+        ({"max_tokens": (1 << 24) + 1}, "max_tokens must be"),
+        ({"close_tag": ""}, "close_tag must not be empty"),
+        ({"close_tag": "a" * 257}, "at most 256 bytes"),
+        ({"close_ids": []}, "1 to 64 ids"),
+        ({"close_ids": [1] * 65}, "at most 64 entries"),
+        ({"close_ids": [1 << 24]}, "must be below"),
+        ({"open_tag": "<a>"}, "1 to 64 ids"),
+        ({"open_ids": [1]}, "1 to 64 ids"),
+    ):
+        bad = open_pb()
+        bad.open.spec.thinking_budget.CopyFrom(control_pb2.ThinkingBudget(**(good | change)))
+        opened = codec.decode_sessions_request(bad.SerializeToString())
+        assert isinstance(opened, MalformedOpen)
+        assert why in opened.error.message, change
+
+
 def test_limits_of_ids_must_say_something_within_the_bounds() -> None:
     words = common_pb2.TokenSequence
     for limits, why in (

@@ -293,6 +293,16 @@ CHAT_FLAGS: Final = (
         },
     ),
     _Flag(
+        "--thinking-token-budget",
+        "thinking_token_budget",
+        {
+            "type": integer_at_least(0),
+            "metavar": "N",
+            "help": "Largest number of tokens of reasoning. When they are used up, the model must "
+            "end its reasoning.",
+        },
+    ),
+    _Flag(
         "--chat-template-kwargs",
         "chat_template_kwargs",
         {

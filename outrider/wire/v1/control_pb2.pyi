@@ -107,8 +107,22 @@ class AttachedDrafter(_message.Message):
     silent_ms: float
     def __init__(self, drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ..., same_host: bool = ..., answers: _Optional[int] = ..., proposal_timeouts: _Optional[int] = ..., invalid: _Optional[int] = ..., silent_ms: _Optional[float] = ...) -> None: ...
 
+class ThinkingBudget(_message.Message):
+    __slots__ = ("max_tokens", "open_tag", "open_ids", "close_tag", "close_ids")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_TAG_FIELD_NUMBER: _ClassVar[int]
+    OPEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_TAG_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_IDS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    open_tag: str
+    open_ids: _containers.RepeatedScalarFieldContainer[int]
+    close_tag: str
+    close_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, max_tokens: _Optional[int] = ..., open_tag: _Optional[str] = ..., open_ids: _Optional[_Iterable[int]] = ..., close_tag: _Optional[str] = ..., close_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class SessionSpec(_message.Message):
-    __slots__ = ("session_id", "epoch", "token_ids", "prompt_len", "max_new_tokens", "stop_token_ids", "min_new_tokens", "sampling", "plan", "drafter_id", "priority", "top_logprobs", "structured_output", "traceparent", "token_limits")
+    __slots__ = ("session_id", "epoch", "token_ids", "prompt_len", "max_new_tokens", "stop_token_ids", "min_new_tokens", "sampling", "plan", "drafter_id", "priority", "top_logprobs", "structured_output", "traceparent", "token_limits", "thinking_budget")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +138,7 @@ class SessionSpec(_message.Message):
     STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LIMITS_FIELD_NUMBER: _ClassVar[int]
+    THINKING_BUDGET_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -139,7 +154,8 @@ class SessionSpec(_message.Message):
     structured_output: _common_pb2.StructuredOutput
     traceparent: str
     token_limits: _common_pb2.TokenLimits
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., drafter_id: _Optional[str] = ..., priority: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutput, _Mapping]] = ..., traceparent: _Optional[str] = ..., token_limits: _Optional[_Union[_common_pb2.TokenLimits, _Mapping]] = ...) -> None: ...
+    thinking_budget: ThinkingBudget
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, _Mapping]] = ..., drafter_id: _Optional[str] = ..., priority: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., structured_output: _Optional[_Union[_common_pb2.StructuredOutput, _Mapping]] = ..., traceparent: _Optional[str] = ..., token_limits: _Optional[_Union[_common_pb2.TokenLimits, _Mapping]] = ..., thinking_budget: _Optional[_Union[ThinkingBudget, _Mapping]] = ...) -> None: ...
 
 class SessionsRequest(_message.Message):
     __slots__ = ("open", "leave", "heartbeat", "move")

@@ -1,4 +1,5 @@
-"""Format of the answers to chat requests: how they are parsed, and which grammar enforces it."""
+"""Format of the answers to chat requests: how they are parsed, which grammar enforces it, and how
+their reasoning is limited."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from outrider.grammar.tool_calls import (
     wrap_structured_output,
 )
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
+from outrider.spec.thinking_budget import ThinkingBudget
 from outrider.spec.tools import OutputParsing, ToolChoiceMode, ToolOptions
 from outrider.text.output_parsers.formats import choose_output_format, is_reasoning_open
 from outrider.text.tokenizer import Tokenizer
@@ -83,6 +85,42 @@ class AnswerFormat:
             call_id_seed=call_id_seed,
         )
 
+    def thinking_budget(
+        self, request: GenerateRequest, parsing: OutputParsing | None
+    ) -> ThinkingBudget | None:
+        """Return the limit of the reasoning that a request asks for; None if it asks for none.
+
+        Raises InvalidRequestError if the model's reasoning cannot be limited.
+        """
+        if not isinstance(request.prompt, ChatPrompt):
+            return None
+        max_tokens, reasoning = request.prompt.thinking_token_budget, self._format.reasoning
+        if max_tokens is None:
+            return None
+        if reasoning is None or parsing is None:
+            raise _unsupported_budget(
+                "its chat template has no known format of reasoning; an operator can set "
+                "reasoning_parser"
+            )
+        if reasoning.is_harmony:
+            raise _unsupported_budget(
+                f"the reasoning of the format {reasoning.name} is not between tags; "
+                "reasoning_effort is supported"
+            )
+        is_open = parsing.is_reasoning_open
+        return ThinkingBudget(
+            max_tokens=max_tokens,
+            open_tag="" if is_open else reasoning.open_tag,
+            open_ids=() if is_open else self._tag_ids(reasoning.open_tag),
+            close_tag=reasoning.close_tag,
+            close_ids=self._tag_ids(reasoning.close_tag),
+        )
+
+    def _tag_ids(self, tag: str) -> tuple[int, ...]:
+        if tag in self._special_ids:
+            return (self._special_ids[tag],)
+        return self._tokenizer.encode(tag, add_special_tokens=False)
+
     def apply_grammar(
         self, request: GenerateRequest, parsing: OutputParsing | None, prompt_ids: Sequence[int]
     ) -> GenerateRequest:
@@ -129,6 +167,14 @@ class AnswerFormat:
 
     def _tail(self, prompt_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], with_special=True)
+
+
+def _unsupported_budget(why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"thinking_token_budget cannot be used with this model: {why}",
+        reason="UNSUPPORTED",
+        param="thinking_token_budget",
+    )
 
 
 def _wants_calls(options: ToolOptions) -> bool:

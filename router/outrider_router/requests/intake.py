@@ -129,6 +129,7 @@ class RequestIntake:
         parsing = self._answer_format.describe_parsing(
             request, prompt_ids, call_id_seed=secrets.randbits(63)
         )
+        thinking_budget = self._answer_format.thinking_budget(request, parsing)
         enforced = await self._apply_grammar(request, parsing, prompt_ids)
         is_for_tools = enforced.structured_output is not None and request.structured_output is None
         request = enforced
@@ -152,6 +153,7 @@ class RequestIntake:
             seed=secrets.randbits(63),
             tenant=caller.tenant,
             parsing=parsing,
+            thinking_budget=thinking_budget,
         )
         known = self._registry.any_verifier_info() is not None
         if known and not self._admission.could_fit(job.kv_tokens):

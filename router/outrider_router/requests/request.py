@@ -20,6 +20,7 @@ from outrider.ids import DrafterId, RequestId, SessionId, TenantId
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.structured_output import StructuredOutput
+from outrider.spec.thinking_budget import ThinkingBudget
 from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tools import OutputParsing
 from outrider.text.chat import NEXT_ANSWER, ChatOptions
@@ -267,6 +268,8 @@ class ValidatedRequest:
     """Grammar of the output; None if unrestricted."""
     token_limits: TokenLimits | None = None
     """Restrictions of the token ids that the output may contain; None if there are none."""
+    thinking_budget: ThinkingBudget | None = None
+    """Limit of the reasoning in the output; None if it is not limited."""
     includes_stop_text: bool = False
     """Whether the text includes the stop string or stop token that ended it."""
     special_tokens: bool = False
@@ -314,6 +317,7 @@ class ValidatedRequest:
             top_logprobs=self.top_logprobs,
             structured_output=self.structured_output,
             token_limits=self.token_limits,
+            thinking_budget=self.thinking_budget,
         )
 
     def prompt_info(self, request_id: RequestId) -> PromptInfo:
@@ -424,12 +428,13 @@ def validate_request(
     seed: int,
     tenant: TenantId = SHARED_TENANT,
     parsing: OutputParsing | None = None,
+    thinking_budget: ThinkingBudget | None = None,
 ) -> ValidatedRequest:
     """Apply defaults and check all options against the served model.
 
-    `prompt_ids` are the tokens of the prompt, `seed` is used if the request sets none, and
-    `parsing` says how the answer is split. Raises InvalidRequestError, and NotFoundError for a
-    model that is not served.
+    `prompt_ids` are the tokens of the prompt, `seed` is used if the request sets none, `parsing`
+    says how the answer is split, and `thinking_budget` limits its reasoning. Raises
+    InvalidRequestError, and NotFoundError for a model that is not served.
     """
     name = served_model_name(config, info)
     if request.model not in (None, "", name):
@@ -461,6 +466,7 @@ def validate_request(
         tenant=tenant,
         structured_output=request.structured_output,
         token_limits=token_limits,
+        thinking_budget=thinking_budget,
         includes_stop_text=request.stopping.include_stop_str_in_output,
         special_tokens=request.skip_special_tokens is False,
         returns_prompt_ids=request.return_prompt_token_ids,

@@ -214,7 +214,9 @@ def test_an_option_of_chats_says_what_is_allowed(options: Any, says: str) -> Non
         make_request(CHAT, options)
 
 
-@pytest.mark.parametrize("name", ["tools", "tool_choice", "reasoning_effort"])
+@pytest.mark.parametrize(
+    "name", ["tools", "tool_choice", "reasoning_effort", "thinking_token_budget"]
+)
 @pytest.mark.parametrize("prompt", ["text", [1, 2]])
 def test_options_of_chats_need_a_conversation(prompt: Any, name: str) -> None:
     options: Any = {name: [] if name == "tools" else "none"}
@@ -234,6 +236,8 @@ def test_a_chat_prompt_keeps_its_tools_and_settings() -> None:
     assert tools_of({"parallel_tool_calls": False}, chat) == replace(chat.tools, parallel=False)
     changed = make_request(chat, {"reasoning_effort": "none", "chat_template_kwargs": {"b": [2]}})
     assert changed.prompt == replace(chat, reasoning_effort="none", template_variables='{"b": [2]}')
+    limited = make_request(chat, {"thinking_token_budget": 0})
+    assert limited.prompt == replace(chat, thinking_token_budget=0)
 
 
 def test_an_answer_and_the_results_of_its_calls_continue_a_conversation() -> None:

@@ -250,7 +250,9 @@ class EngineCore:
                 reason="SESSION_EXISTS",
             )
         self._check_capacity(old)
-        constraint = start_session_constraint(spec, command.form, vocab_size=self._vocab_size)
+        constraint = start_session_constraint(
+            spec, command.form, vocab_size=self._vocab_size, token_bytes=command.token_bytes
+        )
         if old is not None:
             self._cancel(old)
         in_process_draft = self._in_process_draft(spec, spec.plan)

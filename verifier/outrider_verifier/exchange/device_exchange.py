@@ -190,10 +190,12 @@ class DeviceExchange:
 
     def draft_length(self, spec: SessionSpec) -> int:
         """Return the length of the drafts that a new session gets by this exchange, in tokens; 0 if
-        it gets none. Sessions with a grammar or token limits exchange drafts by messages."""
+        it gets none. Sessions with a grammar, token limits or a thinking budget exchange drafts by
+        messages."""
         if spec.drafter_id is None or spec.drafter_id != self.drafter_id:
             return 0
-        if spec.structured_output is not None or spec.token_limits is not None:
+        parts = (spec.structured_output, spec.token_limits, spec.thinking_budget)
+        if any(part is not None for part in parts):
             return 0
         return self._remote.exchange_shape.draft_length
 

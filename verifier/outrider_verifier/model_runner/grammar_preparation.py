@@ -13,6 +13,7 @@ from outrider.grammar.compile_queue import CompileQueue
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.grammar_cache import CompiledGrammar, GrammarCache
 from outrider.grammar.grammar_constraint import GrammarConstraint
+from outrider.grammar.thinking_limit import ThinkingLimit, TokenBytes
 from outrider.grammar.token_constraint import make_constraint
 from outrider.wire.messages import SessionSpec
 
@@ -42,6 +43,12 @@ class GrammarPreparation:
         """End the compilation process and all its compilations; idempotent."""
         if self._grammars is not None:
             self._grammars.close()
+
+    @property
+    def token_bytes(self) -> TokenBytes | None:
+        """Function that returns the bytes of a token id; None if this process has no tokenizer or
+        the grammar library is not installed."""
+        return None if self._grammars is None else self._grammars.token_bytes
 
     def get_cached(self, spec: SessionSpec) -> tuple[GrammarConstraint | None] | None:
         """Return the session's grammar constraint as a 1-tuple if it is available without work,
@@ -86,19 +93,34 @@ class GrammarPreparation:
 
 
 def start_session_constraint(
-    spec: SessionSpec, form: GrammarConstraint | None, *, vocab_size: int
+    spec: SessionSpec,
+    form: GrammarConstraint | None,
+    *,
+    vocab_size: int,
+    token_bytes: TokenBytes | None = None,
 ) -> Constraint | None:
     """Return the constraint on a session's next tokens, or None if all tokens are allowed.
 
     `form` is the grammar constraint of the structured output, already advanced over the tokens that
-    the session has emitted on another verifier. Raises InvalidRequestError if these tokens do not
-    match the grammar, and FailedPreconditionError if the grammar was not compiled.
+    the session has emitted on another verifier. `token_bytes` returns the bytes of a token id; it
+    is None without a tokenizer. Raises InvalidRequestError if the emitted tokens do not match the
+    grammar, and FailedPreconditionError if the grammar was not compiled or a thinking budget lacks
+    the tokenizer.
     """
     if spec.structured_output is not None and form is None:
         raise FailedPreconditionError(
             "the grammar of a structured output was not compiled", reason="NO_STRUCTURED_OUTPUT"
         )
-    constraint = make_constraint(spec.token_limits, form, vocab_size=vocab_size)
+    thinking = None
+    if spec.thinking_budget is not None:
+        if token_bytes is None:
+            raise FailedPreconditionError(
+                "this verifier has no thinking budgets: they need the model's tokenizer.json and "
+                "llguidance",
+                reason="NO_THINKING_BUDGET",
+            )
+        thinking = ThinkingLimit(spec.thinking_budget, token_bytes)
+    constraint = make_constraint(spec.token_limits, form, vocab_size=vocab_size, thinking=thinking)
     if constraint is None:
         return None
     constraint.advance_to(np.asarray(spec.token_ids[spec.prompt_len :], dtype=np.int32))

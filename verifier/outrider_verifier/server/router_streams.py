@@ -394,7 +394,7 @@ class RouterStreams:
         answer.add_done_callback(partial(self._answered, router, ticket))
         known = self._grammars.get_cached(spec)
         if known is not None:
-            self._post(OpenSession(ticket, spec, answer, *known))
+            self._post(OpenSession(ticket, spec, answer, *known, self._grammars.token_bytes))
             return
         # Nobody else's rounds wait for it.
         task = asyncio.ensure_future(self._compile(ticket, spec, answer))
@@ -424,7 +424,7 @@ class RouterStreams:
             # Its router has left it.
             answer.set_result(None)
             return
-        self._post(OpenSession(ticket, spec, answer, prepared))
+        self._post(OpenSession(ticket, spec, answer, prepared, self._grammars.token_bytes))
         del self._compiling[ticket]
         wish = self._moving.pop(ticket, None)
         if wish is not None:

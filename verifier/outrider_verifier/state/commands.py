@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.grammar.grammar_constraint import GrammarConstraint
+from outrider.grammar.thinking_limit import TokenBytes
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.transport.shm import ShmChannel
@@ -44,6 +45,9 @@ class OpenSession:
     form: GrammarConstraint | None = None
     """State of the grammar after the tokens that the session has emitted so far; None without
     structured output."""
+    token_bytes: TokenBytes | None = None
+    """Bytes of token ids, which a session with a thinking budget needs; None if the verifier has no
+    tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)

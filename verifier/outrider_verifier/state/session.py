@@ -444,6 +444,8 @@ def check_spec(
     if (limits := spec.token_limits) is not None:
         every = [*itertools.chain(limits.allowed_ids, *limits.bad_words)]
         _check_ids(every, vocab_size, "allowed ids and those of bad words")
+    if (budget := spec.thinking_budget) is not None:
+        _check_ids((*budget.open_ids, *budget.close_ids), vocab_size, "ids of the thinking budget")
     if spec.structured_output is not None and not stops:
         _refuse(
             "structured output needs a stop token id: nothing else could end it",

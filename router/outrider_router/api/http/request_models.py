@@ -22,6 +22,7 @@ from outrider.spec.sampling import (
     MIN_SEED,
     UINT64_MAX,
 )
+from outrider.spec.thinking_budget import MAX_THINKING_TOKENS
 from outrider.spec.token_limits import MAX_ALLOWED_IDS
 from outrider.spec.tools import MAX_TOOL_CALLS, MAX_TOOLS
 from outrider.wire.inference import (
@@ -373,6 +374,11 @@ class ChatCompletionRequest(GenerationRequest):
         default=None,
         description="How much the model should think, for chat templates that know it. With none, "
         "templates that can switch thinking off do so.",
+    )
+    thinking_token_budget: Annotated[int, Ge(0), Le(MAX_THINKING_TOKENS)] | None = Field(
+        default=None,
+        description="Largest number of tokens of reasoning. When they are used up, the model must "
+        "end its reasoning.",
     )
     include_reasoning: bool | None = Field(
         default=None, description="Whether the reasoning is returned. The default is true."

@@ -99,8 +99,11 @@ def _chat(body: ChatCompletionRequest) -> ChatPrompt:
         named=choice.function.name if isinstance(choice, NamedToolChoice) else None,
         parallel=body.parallel_tool_calls,
     )
-    prompt = chat_prompt(body.messages, tools, body.chat_template_kwargs)
-    return replace(prompt, reasoning_effort=body.reasoning_effort)
+    return replace(
+        chat_prompt(body.messages, tools, body.chat_template_kwargs),
+        reasoning_effort=body.reasoning_effort,
+        thinking_token_budget=body.thinking_token_budget,
+    )
 
 
 def template_variables_text(variables: Mapping[str, Any] | None) -> str:

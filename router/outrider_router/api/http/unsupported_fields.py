@@ -53,7 +53,9 @@ COMPLETION: Final[UnsupportedFields] = {
     "best_of": (1,),
     "suffix": ("",),
 }
-_CHAT_FIELDS: Final = frozenset({"tools", "tool_choice", "reasoning_effort", "include_reasoning"})
+_CHAT_FIELDS: Final = frozenset(
+    {"tools", "tool_choice", "reasoning_effort", "include_reasoning", "thinking_token_budget"}
+)
 """Fields that chats support and completions do not."""
 CHAT: Final[UnsupportedFields] = {
     **{name: values for name, values in _BOTH.items() if name not in _CHAT_FIELDS},

@@ -29,6 +29,7 @@ from outrider.ids import RequestId, TenantId
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
+from outrider.spec.thinking_budget import ThinkingBudget
 from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tools import OutputParsing
 from outrider.wire.inference import FinishInfo, Usage
@@ -53,6 +54,7 @@ JOB = ValidatedRequest(
     tenant=TenantId("t"),
     structured_output=StructuredOutput(StructuredKind.JSON_OBJECT),
     token_limits=TokenLimits(allowed_ids=(5, 6), bad_words=((5, 6), (6,))),
+    thinking_budget=ThinkingBudget(max_tokens=4, close_tag="</think>", close_ids=(7, 8)),
     includes_stop_text=True,
     special_tokens=True,
     is_client_named=True,

@@ -225,7 +225,7 @@ def test_every_field_that_would_change_an_answer_is_refused_by_its_name() -> Non
         (completion, {"prompt_logprobs": 0}),
         (chat, {"add_special_tokens": True}),
         (completion, {"tools": [{}]}),
-        (chat, {"thinking_token_budget": 5}),
+        (completion, {"thinking_token_budget": 5}),
         (chat, {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}),
         (chat, {"structured_outputs": {"structural_tag": "{}"}}),
         (chat, {"messages": [{**HELLO[0], "refusal": "no"}]}),
@@ -254,6 +254,7 @@ def test_tools_and_their_calls_are_kept() -> None:
         parallel_tool_calls=False,
         chat_template_kwargs={"enable_thinking": False},
         reasoning_effort="low",
+        thinking_token_budget=7,
     )
     assert request.prompt == ChatPrompt(
         (
@@ -273,6 +274,7 @@ def test_tools_and_their_calls_are_kept() -> None:
         ),
         template_variables='{"enable_thinking": false}',
         reasoning_effort="low",
+        thinking_token_budget=7,
     )
 
 
