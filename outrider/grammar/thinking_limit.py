@@ -7,7 +7,7 @@ a draft and computed again on another verifier.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -52,6 +52,10 @@ class ThinkingLimit:
         it."""
         self._max_tokens = budget.max_tokens
         self._open_tag, self._close_tag = budget.open_tag.encode(), budget.close_tag.encode()
+        self._beginnings = tuple(
+            self._close_tag[:size] for size in range(len(self._close_tag) - 1, 0, -1)
+        )
+        """Beginnings of the close tag, the longest first."""
         self._token_bytes = token_bytes
         self._tag_bytes: dict[int, bytes] = {}
         """Bytes of ids that are a whole tag."""
@@ -82,23 +86,35 @@ class ThinkingLimit:
         phase = ThinkingPhase.UNDECIDED if self._open_tag else ThinkingPhase.REASONING
         return ThinkingPosition(phase)
 
-    def advance(self, position: ThinkingPosition, token: int) -> ThinkingPosition:
-        """Return the position after a token id."""
-        phase, num_tokens, part = position
-        if phase is ThinkingPhase.ANSWER:
+    def advance(self, position: ThinkingPosition, tokens: Iterable[int]) -> ThinkingPosition:
+        """Return the position after further token ids."""
+        left = iter(tokens)
+        while position.phase is ThinkingPhase.UNDECIDED:
+            token = next(left, None)
+            if token is None:
+                return position
+            position = self._decide(position.tag_part + self._bytes_of(token))
+        if position.phase is ThinkingPhase.ANSWER:
             return position
-        text = part + self._bytes_of(token)
-        if phase is ThinkingPhase.UNDECIDED:
-            text = text.lstrip()
-            if self._open_tag.startswith(text) and text != self._open_tag:
-                return ThinkingPosition(phase, 0, text)
-            if not text.startswith(self._open_tag):
-                return ANSWER
-            text, num_tokens = text[len(self._open_tag) :], -1
-        rest = self._find_close_tag(text)
-        if rest is None:
+        pieces = [self._bytes_of(token) for token in left]
+        return self._reason(position.num_tokens + len(pieces), position.tag_part + b"".join(pieces))
+
+    def _decide(self, text: bytes) -> ThinkingPosition:
+        """Return the position after a text with which the answer begins."""
+        text = text.lstrip()
+        if self._open_tag.startswith(text) and text != self._open_tag:
+            return ThinkingPosition(ThinkingPhase.UNDECIDED, tag_part=text)
+        if not text.startswith(self._open_tag):
             return ANSWER
-        return ThinkingPosition(ThinkingPhase.REASONING, num_tokens + 1, rest)
+        return self._reason(0, text[len(self._open_tag) :])
+
+    def _reason(self, num_tokens: int, text: bytes) -> ThinkingPosition:
+        """Return the position after `num_tokens` tokens of reasoning, whose text ends with
+        `text`."""
+        part = self._find_close_tag(text)
+        if part is None:
+            return ANSWER
+        return ThinkingPosition(ThinkingPhase.REASONING, num_tokens, part)
 
     def forced_id(self, position: ThinkingPosition) -> int | None:
         """Return the only id that may follow at a position; None if others may follow, too."""
@@ -115,10 +131,8 @@ class ThinkingLimit:
     def _find_close_tag(self, text: bytes) -> bytes | None:
         """Return the longest end of a text with which the close tag begins; None if the text has
         the whole tag."""
-        tag = self._close_tag
-        if tag in text:
+        if self._close_tag in text:
             return None
-        for size in range(min(len(tag) - 1, len(text)), 0, -1):
-            if text.endswith(tag[:size]):
-                return text[-size:]
-        return b""
+        if not text.endswith(self._beginnings):
+            return b""
+        return next(part for part in self._beginnings if text.endswith(part))

@@ -116,8 +116,8 @@ class TokenConstraint:
         if self._reach:
             tail = tuple(output_ids[-self._reach :].tolist())
         if self._thinking is not None and thinking is not ANSWER:
-            for token in output_ids[self._num_seen :].tolist():
-                thinking = self._thinking.advance(thinking, token)
+            new = output_ids[self._num_seen :].tolist()
+            thinking = self._thinking.advance(thinking, new)
         self._position, self._num_seen = _Position(tail, thinking), len(output_ids)
 
     def commit_tokens(self) -> None:
@@ -207,7 +207,7 @@ class TokenConstraint:
         if self._reach:
             tail = (*tail, token)[-self._reach :]
         if self._thinking is not None:
-            thinking = self._thinking.advance(thinking, token)
+            thinking = self._thinking.advance(thinking, (token,))
         return _Position(tail, thinking)
 
     def _completing(self, tail: TokenTail) -> list[int]:
@@ -227,6 +227,8 @@ class TokenConstraint:
                 mask[:] = 0
                 mask[forced >> 5] = np.uint32(1 << (forced & 31))
                 return
+        if not self._has_limits:
+            return
         allowed = mask & self._allowed
         if not allowed.any():
             return
