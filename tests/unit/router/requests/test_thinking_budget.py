@@ -24,7 +24,7 @@ ASKED = GenerateRequest(prompt=CHAT)
 
 
 def make_format(directory: Path, parser: str, *special: str) -> AnswerFormat:
-    config = RouterConfig(model=str(directory), verifiers=("v",), reasoning_parser=parser)
+    config = RouterConfig(model=directory, verifiers=("v",), reasoning_parser=parser)
     return AnswerFormat(make_tokenizer(directory, *special), config)
 
 
