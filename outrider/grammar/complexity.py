@@ -56,6 +56,7 @@ def check_complexity(structured: StructuredOutput) -> None:
     match structured.kind:
         case StructuredKind.JSON_SCHEMA:
             _check_schema(structured.text)
+            check_numbers(structured.text)
         case StructuredKind.REGEX:
             _require(regex_nesting(structured.text), MAX_NESTING, "open brackets in one another")
         case StructuredKind.GRAMMAR:
@@ -142,7 +143,6 @@ def _check_schema(text: str) -> None:
     _require(cost.nesting, MAX_NESTING, "arrays and objects in one another")
     _require(cost.references, MAX_REFERENCES, "references")
     _require(cost.total_nesting, MAX_TOTAL_NESTING, "levels of all references together")
-    check_numbers(text)
 
 
 def _schema_cost(schema: object) -> _SchemaCost:
