@@ -14,6 +14,8 @@ logs.py                    JSON logging of the three processes: one object a lin
                            prompts or token ids.
 metrics_port.py            Prometheus port of a process: plain text on loopback, or TLS with
                            operator certificates.
+process_metrics.py         Metrics that every process exports from its start: state, build, and use
+                           of CPU and memory.
 process_tuning.py          Runtime tuning of a process: event loop (uvloop), garbage collector,
                            allocator, OpenMP.
 signals.py                 Signals that make a process drain and exit: SIGTERM, SIGINT and SIGHUP.

@@ -57,6 +57,7 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
         "ids",
         "logs",
         "metrics_port",
+        "process_metrics",
         "process_tuning",
         "signals",
         "spans",

@@ -40,6 +40,8 @@ from outrider_drafter.config import DTYPES, DrafterConfig
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from outrider.process_metrics import ProcessMetrics
+
 logger = logging.getLogger(__name__)
 
 _EXIT_LOST = 1
@@ -125,12 +127,22 @@ def make_parser() -> argparse.ArgumentParser:
 async def serve(config: DrafterConfig) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP, then wait for routers to move the sessions to other
     drafters. Serving also ends when a device is lost or the drafting thread hangs. Return the exit
-    status."""
+    status.
+
+    The metrics port opens before the models are loaded, so that a drafter that loads can be told
+    from one that is lost."""
+    from outrider.process_metrics import ProcessMetrics
+
+    process = ProcessMetrics()
+    metrics_address = _serve_metrics(config, process.registry)
     with BusyCores.claim(config.busy_polling_cores) as busy_cores:
-        return await _serve(config, busy_cores)
+        return await _serve(config, busy_cores, process, metrics_address)
 
 
-async def _serve(config: DrafterConfig, busy_cores: BusyCores) -> int:
+async def _serve(
+    config: DrafterConfig, busy_cores: BusyCores, process: ProcessMetrics, metrics_address: str
+) -> int:
+    from outrider.process_metrics import ProcessState
     from outrider.transport.grpc import AccessRules, GrpcDialer, GrpcServer, drafter_services
     from outrider_drafter.hooks import DrafterHooks, VerifierAccess
     from outrider_drafter.server.build import build_service
@@ -140,8 +152,8 @@ async def _serve(config: DrafterConfig, busy_cores: BusyCores) -> int:
     service = await run_in_short_thread(build_service, config, access, busy_cores, hooks)
     tune_process()
     busy_cores.adopt_thread()
-    metrics_address = _serve_metrics(config, service.metrics.registry)
-    ports = PortMetrics(service.metrics.registry)
+    process.add_registry(service.metrics.registry)
+    ports = PortMetrics(process.registry)
     rules = AccessRules(
         tls=config.tls, on_refused=ports.count_refusal, on_handshake=ports.count_handshake
     )
@@ -157,6 +169,7 @@ async def _serve(config: DrafterConfig, busy_cores: BusyCores) -> int:
         loop.add_signal_handler(number, signals.put_nowait, number)
     try:
         address = await server.start()
+        process.set_state(ProcessState.SERVING)
         ready = {"event": "ready", "address": address}
         if metrics_address:
             ready["metrics"] = metrics_address
@@ -165,6 +178,7 @@ async def _serve(config: DrafterConfig, busy_cores: BusyCores) -> int:
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         await _first(signals.get(), service.lost.wait())
+        process.set_state(ProcessState.DRAINING)
         if service.is_stalled:
             server.set_serving(False)
             server.set_live(False)

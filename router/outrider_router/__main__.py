@@ -222,6 +222,7 @@ def check_files(config: RouterConfig) -> None:
 
 async def serve(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
+    from outrider.process_metrics import ProcessMetrics, ProcessState
     from outrider.transport.grpc import GrpcConfig, GrpcDialer
     from outrider_router.api.listeners import (
         make_client_server,
@@ -234,7 +235,8 @@ async def serve(config: RouterConfig) -> None:
 
     tokenizer = await asyncio.to_thread(_tokenizer_of, config.model)
     dialer = GrpcDialer(GrpcConfig(shm_channels=config.shared_memory), tls=config.tls)
-    metrics = RouterMetrics()
+    process = ProcessMetrics()
+    metrics = RouterMetrics(process.registry)
     service = RouterService(
         config=config, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
     )
@@ -261,10 +263,12 @@ async def serve(config: RouterConfig) -> None:
             await service.start()
         if http is not None:
             ready["http"] = await http.start()
+        process.set_state(ProcessState.SERVING)
         tune_garbage_collector()
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         await stop.wait()
+        process.set_state(ProcessState.DRAINING)
         logger.info("draining", extra={"running": len(service.running_requests)})
         done = await service.drain(config.drain_timeout_s, again)
         logger.info("stopping", extra={"drained": done})

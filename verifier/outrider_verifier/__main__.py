@@ -38,7 +38,9 @@ from outrider.watchdog import EXIT_GRACE_S, EXIT_NOTICE_S, EXIT_STALLED, exit_no
 from outrider_verifier.config import DTYPES, PLACEMENTS, PLANNERS, VerifierConfig
 
 if TYPE_CHECKING:
-    from outrider_verifier.server.service import VerifierService
+    from prometheus_client import CollectorRegistry
+
+    from outrider.process_metrics import ProcessMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -152,12 +154,22 @@ def make_parser() -> argparse.ArgumentParser:
 
 async def serve(config: VerifierConfig) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP, then drain the sessions. If the device is lost or the
-    engine thread hangs, stop without draining. Return the exit status."""
+    engine thread hangs, stop without draining. Return the exit status.
+
+    The metrics port opens before the models are loaded, so that a verifier that loads can be told
+    from one that is lost."""
+    from outrider.process_metrics import ProcessMetrics
+
+    process = ProcessMetrics()
+    metrics_address = _serve_metrics(config, process.registry)
     with BusyCores.claim(config.busy_polling_cores) as busy_cores:
-        return await _serve(config, busy_cores)
+        return await _serve(config, busy_cores, process, metrics_address)
 
 
-async def _serve(config: VerifierConfig, busy_cores: BusyCores) -> int:
+async def _serve(
+    config: VerifierConfig, busy_cores: BusyCores, process: ProcessMetrics, metrics_address: str
+) -> int:
+    from outrider.process_metrics import ProcessState
     from outrider.transport.grpc import AccessRules, GrpcConfig, GrpcServer, verifier_services
     from outrider.transport.heartbeat import HeartbeatConfig
     from outrider_verifier.hooks import VerifierHooks
@@ -178,7 +190,8 @@ async def _serve(config: VerifierConfig, busy_cores: BusyCores) -> int:
     )
     service = await run_in_short_thread(build_service, config, busy_cores, hooks)
     tune_process()
-    ports = PortMetrics(service.metrics.registry)
+    process.add_registry(service.metrics.registry)
+    ports = PortMetrics(process.registry)
     access = AccessRules(
         tls=config.tls, on_refused=ports.count_refusal, on_handshake=ports.count_handshake
     )
@@ -194,7 +207,7 @@ async def _serve(config: VerifierConfig, busy_cores: BusyCores) -> int:
         busy_cores.adopt_thread()
         service.start()
         ready = {"event": "ready", "address": await server.start()}
-        metrics_address = _serve_metrics(config, service)
+        process.set_state(ProcessState.SERVING)
         if metrics_address:
             ready["metrics"] = metrics_address
         if server.health_address:
@@ -204,6 +217,7 @@ async def _serve(config: VerifierConfig, busy_cores: BusyCores) -> int:
         waits = [asyncio.create_task(event.wait()) for event in (stop, service.lost)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         server.set_serving(False)
+        process.set_state(ProcessState.DRAINING)
         if service.is_stalled:
             server.set_live(False)
             exit_within(EXIT_GRACE_S, EXIT_STALLED)
@@ -221,13 +235,11 @@ async def _serve(config: VerifierConfig, busy_cores: BusyCores) -> int:
         await server.stop(1.0)
 
 
-def _serve_metrics(config: VerifierConfig, service: VerifierService) -> str:
+def _serve_metrics(config: VerifierConfig, registry: CollectorRegistry) -> str:
     """Start the Prometheus endpoint. Return its address, or "" if it is disabled."""
     if config.metrics_port < 0:
         return ""
-    return serve_metrics(
-        service.metrics.registry, config.metrics_host, config.metrics_port, tls=config.tls
-    )
+    return serve_metrics(registry, config.metrics_host, config.metrics_port, tls=config.tls)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

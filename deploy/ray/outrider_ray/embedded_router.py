@@ -18,6 +18,7 @@ from outrider_router.fleet.compatibility import PeerState
 from outrider_router.requests.service import RouterService
 
 from outrider.models import resolve_model
+from outrider.process_metrics import ProcessMetrics, ProcessState
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.ray import RayDialer
 from outrider_ray.config import RayFleetConfig, router_config
@@ -50,7 +51,8 @@ async def serve_front(config: RayFleetConfig) -> AsyncGenerator[EmbeddedRouter]:
     model = await asyncio.to_thread(resolve_model, config.model)
     router = router_config(config, model)
     tokenizer = await asyncio.to_thread(Tokenizer.load, model)
-    dialer, metrics = RayDialer(config.ray), RouterMetrics()
+    dialer, process = RayDialer(config.ray), ProcessMetrics()
+    metrics = RouterMetrics(process.registry)
     service = RouterService(
         config=router, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
     )
@@ -63,6 +65,7 @@ async def serve_front(config: RayFleetConfig) -> AsyncGenerator[EmbeddedRouter]:
         metrics_address = serve_router_metrics(service) if router.metrics_port >= 0 else ""
         await service.start()
         await _gathered(service)
+        process.set_state(ProcessState.SERVING)
         yield EmbeddedRouter(
             service=service,
             address=address,

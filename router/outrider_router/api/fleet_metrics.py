@@ -56,16 +56,19 @@ class FleetMetrics(Collector):
     which have one series for each verifier or for each connection between a verifier and a drafter.
     """
 
-    def __init__(self, info: Callable[[], ServerInfo]) -> None:
-        """Create the collector. `info` returns the state of the fleet and is called by the scraping
-        thread.
+    def __init__(
+        self, info: Callable[[], ServerInfo], desired: Callable[[], tuple[int, int]]
+    ) -> None:
+        """Create the collector. The scraping thread calls both functions. `info` returns the state
+        of the fleet, and `desired` the numbers of verifiers and of drafters that should be healthy.
         """
         self._info = info
+        self._desired = desired
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics of the healthy verifiers and drafters."""
         info = self._info()
-        yield from _sums(info)
+        yield from _sums(info, *self._desired())
         verifiers = [v for v in info.verifiers if v.healthy]
         for name, (text, value) in _VERIFIER_GAUGES.items():
             family = GaugeMetricFamily(f"outrider_fleet_{name}", text, labels=["verifier"])
@@ -80,7 +83,7 @@ class FleetMetrics(Collector):
         return iter(())
 
 
-def _sums(info: ServerInfo) -> Iterator[Metric]:
+def _sums(info: ServerInfo, verifiers: int, drafters: int) -> Iterator[Metric]:
     counts = {
         "requests_waiting": ("Requests in the router's queue.", info.queued),
         "queue_limit": (
@@ -88,11 +91,21 @@ def _sums(info: ServerInfo) -> Iterator[Metric]:
             info.queue_bound,
         ),
         "fleet_verifiers": ("Verifiers that this router knows.", len(info.verifiers)),
+        "fleet_desired_verifiers": (
+            "Verifiers that should be healthy: those with an address now, or the largest number "
+            "that were healthy at once, without those that stopped after a drain.",
+            verifiers,
+        ),
         "fleet_healthy_verifiers": (
             "Healthy verifiers",
             sum(v.healthy for v in info.verifiers),
         ),
         "fleet_drafters": ("Drafters that this router knows.", len(info.drafters)),
+        "fleet_desired_drafters": (
+            "Drafters that should be healthy: those with an address now, or the largest number "
+            "that were healthy at once, without those that stopped after a drain.",
+            drafters,
+        ),
         "fleet_healthy_drafters": (
             "Healthy drafters that are attached to a healthy verifier",
             sum(d.healthy for d in info.drafters),

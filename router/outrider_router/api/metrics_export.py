@@ -19,7 +19,8 @@ def register_fleet_metrics(service: RouterService) -> None:
     """
     registry = service.metrics.registry
     info = partial(server_status.make_server_info, service)
-    registry.register(FleetMetrics(info))
+    fleet = service.registry
+    registry.register(FleetMetrics(info, lambda: (fleet.desired_verifiers, fleet.desired_drafters)))
     if service.config.metrics_compat is MetricsCompat.VLLM:
         registry.register(VllmMetrics(service.metrics, info, _ModelName(service)))
 

@@ -118,6 +118,33 @@ class DrafterPeer(PeerStatus):
         return min(self.recent_other_sessions)
 
 
+@dataclass(slots=True)
+class DesiredPeers:
+    """Counts the peers of one kind that should be healthy, as far as the router can know.
+
+    The number is the largest number of peers that were healthy at the same time. A peer that stops
+    after a drain lowers it by one, because its end was intended. A peer that is lost does not, even
+    if DNS no longer has its address.
+    """
+
+    peak: int = 0
+    """Largest number of healthy peers, without those that stopped after a drain."""
+
+    def record_healthy(self, count: int) -> None:
+        """Raise the number if `count` peers are healthy now."""
+        self.peak = max(self.peak, count)
+
+    def record_intended_end(self) -> None:
+        """Lower the number, because a healthy peer stopped after a drain."""
+        self.peak = max(0, self.peak - 1)
+
+    def count(self, registered: int) -> int:
+        """Return the number of peers that should be healthy, of which `registered` have an address
+        now. A peer whose address is configured or in DNS should be healthy even if it never was.
+        """
+        return max(self.peak, registered)
+
+
 async def poll_peer(
     peer: PeerStatus, look: Callable[[], Awaitable[None]], silence_s: float
 ) -> None:

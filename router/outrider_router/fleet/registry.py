@@ -38,6 +38,7 @@ from outrider_router.fleet.drafter_assignment import (
     missing_attachments,
 )
 from outrider_router.fleet.peers import (
+    DesiredPeers,
     DrafterPeer,
     PeerStatus,
     VerifierPeer,
@@ -88,7 +89,18 @@ class PeerRegistry:
         )
         self.verifiers = {address: VerifierPeer(address=address) for address in verifiers}
         self.drafters = {address: DrafterPeer(address=address) for address in drafters}
+        self._desired_verifiers, self._desired_drafters = DesiredPeers(), DesiredPeers()
         self._polls: dict[PeerStatus, asyncio.Task[None]] = {}
+
+    @property
+    def desired_verifiers(self) -> int:
+        """Number of verifiers that should be healthy."""
+        return self._desired_verifiers.count(len(self.verifiers))
+
+    @property
+    def desired_drafters(self) -> int:
+        """Number of drafters that should serve."""
+        return self._desired_drafters.count(len(self.drafters))
 
     def start(self) -> None:
         """Start polling. Each peer has its own task, so that a slow peer does not delay the
@@ -168,6 +180,8 @@ class PeerRegistry:
                 peer.control, peer.address, self.verifiers, self._silence_s
             )
         self.drafters.pop(peer.address, None)
+        if peer.is_serving and peer.is_leaving:
+            self._desired_drafters.record_intended_end()
         if peer.info is not None:
             self.judge.forget_drafter(peer.info.drafter_id)
             self._metrics.drafter_up.labels(peer.info.drafter_id).set(0)
@@ -292,6 +306,7 @@ class PeerRegistry:
         if came_up:
             self._metrics.verifier_up.labels(info.verifier_id).set(1)
             self._metrics.verifier_losses.labels(info.verifier_id)
+            self._desired_verifiers.record_healthy(len(self._healthy()))
         self._on_verifier_up(info)
         self.judge.update(info, {d.info.drafter_id for d in self.drafters.values() if d.info})
 
@@ -402,6 +417,7 @@ class PeerRegistry:
         facts = {"verifier_id": info.verifier_id, "address": peer.address, "problem": why}
         if info.draining:
             logger.info("verifier stopped", extra=facts)
+            self._desired_verifiers.record_intended_end()
         else:
             logger.error("verifier lost", extra=facts)
             self._metrics.verifier_losses.labels(info.verifier_id).inc()
@@ -418,11 +434,16 @@ class PeerRegistry:
             serving = self._is_serving(peer, peer.info)
             if peer.is_serving and not serving and self._healthy() and not peer.is_leaving:
                 self._drafter_lost(peer, peer.problem or "its verifier lost the connection")
+            if peer.is_serving and not serving and peer.is_leaving:
+                self._desired_drafters.record_intended_end()
             if serving and not peer.is_serving:
                 logger.info("drafter connected", extra={"drafter_id": peer.info.drafter_id})
             peer.is_serving = serving
             self._metrics.drafter_losses.labels(peer.info.drafter_id)
             self._metrics.drafter_up.labels(peer.info.drafter_id).set(serving)
+        self._desired_drafters.record_healthy(
+            sum(peer.is_serving for peer in self.drafters.values())
+        )
 
     def _is_serving(self, peer: DrafterPeer, info: DrafterInfo) -> bool:
         return peer.state is PeerState.HEALTHY and any(

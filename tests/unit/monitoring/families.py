@@ -13,6 +13,7 @@ from outrider_router.base.metrics import RouterMetrics
 from outrider_verifier.server.metrics import VerifierMetrics as VerifierMetrics
 from prometheus_client import CollectorRegistry
 
+from outrider.process_metrics import ProcessMetrics
 from outrider.wire.inference import ServerInfo
 
 INFO = ServerInfo(
@@ -37,9 +38,13 @@ class Family:
         return {base + suffix for suffix in SUFFIXES[self.kind]}
 
 
+def process_families() -> list[Family]:
+    return _families(ProcessMetrics().registry)
+
+
 def router_families() -> list[Family]:
     metrics = RouterMetrics()
-    metrics.registry.register(FleetMetrics(lambda: INFO))
+    metrics.registry.register(FleetMetrics(lambda: INFO, lambda: (0, 0)))
     return _families(metrics.registry)
 
 
@@ -59,7 +64,7 @@ def drafter_families() -> list[Family]:
 
 def sample_names() -> set[str]:
     """Names of all samples of the three processes."""
-    families = (*router_families(), *verifier_families(), *drafter_families())
+    families = (*process_families(), *router_families(), *verifier_families(), *drafter_families())
     return {name for family in families for name in family.samples}
 
 

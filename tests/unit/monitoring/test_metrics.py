@@ -11,6 +11,7 @@ import pytest
 from tests.unit.monitoring.families import (
     Family,
     drafter_families,
+    process_families,
     router_families,
     table,
     verifier_families,
@@ -19,6 +20,7 @@ from tests.unit.monitoring.families import (
 
 DOCS = Path(__file__).parents[3] / "docs" / "observability.md"
 PROCESSES = {
+    "process": process_families,
     "router": router_families,
     "verifier": verifier_families,
     "drafter": drafter_families,

@@ -20,6 +20,8 @@ MONITORING = ROOT / "deploy" / "monitoring"
 RULES = sorted((MONITORING / "rules").glob("*.yml"))
 TESTS = sorted((MONITORING / "tests").glob("*.yml"))
 BOARD = json.loads((MONITORING / "grafana" / "outrider.json").read_text())
+DOCS = '{{ or $externalLabels.outrider_docs "https://docs.outrider.internal" }}'
+"""Address of the documentation, which an external label of Prometheus sets."""
 OF_PROMETHEUS = {"up", "ALERTS"}
 promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="there is no promtool here")
 
@@ -78,7 +80,7 @@ def test_an_alert_says_what_is_wrong_and_where_to_read_on(alert: dict[str, Any])
     assert re.fullmatch(r"Outrider[A-Z]\w+", name)
     assert alert["labels"]["severity"] in ("critical", "warning")
     assert notes["summary"] and notes["description"]
-    assert notes["runbook_url"] == f"docs/alerts.md#{name.lower()}"
+    assert notes["runbook_url"] == f"{DOCS}/alerts.html#{name.lower()}"
     assert f"\n## {name}\n" in (ROOT / "docs" / "alerts.md").read_text()
 
 

@@ -219,3 +219,65 @@ async def test_requests_run_on_what_a_name_stands_for(tmp_path: Path) -> None:
         results = await asyncio.gather(*map(names.router.generate, requests))
         assert {result.text for result in results} == {"abc" * 10}
         assert names.first.specs and names.second.specs
+
+
+async def test_a_verifier_that_vanished_is_missed_until_another_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    async with following(tmp_path) as names:
+        await until(lambda: names.healthy == {"s", "a:1", "b:1", "d0:2"})
+        assert names.registry.desired_verifiers == 3
+        names.first.lost.set()
+        names.answers["v"] = {"b:1"}
+        await until(lambda: names.forgotten == ["a:1"])
+        assert len(names.registry.verifiers) == 2
+        assert names.registry.desired_verifiers == 3
+        names.dialled["c:1"] = fake("v2")
+        names.answers["v"] = {"b:1", "c:1"}
+        await until(lambda: "c:1" in names.healthy)
+        assert names.registry.desired_verifiers == 3
+
+
+async def test_a_verifier_that_drained_before_it_stopped_is_not_missed(tmp_path: Path) -> None:
+    async with following(tmp_path) as names:
+        await until(lambda: names.healthy == {"s", "a:1", "b:1", "d0:2"})
+        names.first.change_info(draining=True)
+        names.answers["v"] = {"b:1"}
+        await names.look()
+        names.first.lost.set()
+        await until(lambda: names.forgotten == ["a:1"])
+        assert names.registry.desired_verifiers == 2
+
+
+async def test_an_address_where_no_verifier_ever_answered_is_missed_as_long_as_it_is_named(
+    tmp_path: Path,
+) -> None:
+    async with following(tmp_path, v={"a:1"}) as names:
+        await until(lambda: names.healthy == {"s", "a:1", "d0:2"})
+        names.second.lost.set()
+        names.answers["v"] = {"a:1", "b:1"}
+        await until(lambda: "b:1" in names.known)
+        assert names.registry.desired_verifiers == 3
+        names.answers["v"] = {"a:1"}
+        await until(lambda: "b:1" not in names.known)
+        assert names.registry.desired_verifiers == 2
+
+
+async def test_a_drafter_that_vanished_is_missed_and_one_that_drained_is_not(
+    tmp_path: Path,
+) -> None:
+    async with following(tmp_path) as names:
+        await until(lambda: names.registry.desired_drafters == 1)
+        await until(lambda: names.registry.drafters["d0:2"].is_serving)
+        names.answers["d"] = set()
+        names.drafter.lost = True
+        await until(lambda: names.forgotten == ["d0:2"])
+        assert names.registry.desired_drafters == 1
+        names.drafter.lost = False
+        names.answers["d"] = {"d0:2"}
+        await until(lambda: "d0:2" in names.known)
+        await until(lambda: names.registry.drafters["d0:2"].is_serving)
+        names.drafter.change_info(draining=True)
+        await until(lambda: names.registry.drafters["d0:2"].is_leaving)
+        await names.registry.forget_drafter(names.registry.drafters["d0:2"])
+        assert names.registry.desired_drafters == 0
