@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,21 @@ class SpecStats:
     """Number of draft nodes accepted in fresh rounds."""
     drafted_rounds: int = 0
     """Number of rounds that verified at least one draft node."""
+
+    @property
+    def acceptance_histogram(self) -> tuple[int, ...]:
+        """Number of rounds with a draft by the number of accepted draft tokens: element n is the
+        number of such rounds that accepted exactly n. The elements sum to `drafted_rounds`, and
+        weighted by their indices to `accepted`.
+
+        A round that accepted n draft tokens accepted one at each depth up to n, so the differences
+        of `accepted_per_depth` are exact. Empty if the accepted tokens were not counted by depth,
+        as in the totals of a verifier.
+        """
+        if sum(self.accepted_per_depth) != self.accepted:
+            return ()
+        reached = (self.drafted_rounds, *self.accepted_per_depth, 0)
+        return tuple(at - beyond for at, beyond in pairwise(reached))
 
     @property
     def hit_rate(self) -> float:

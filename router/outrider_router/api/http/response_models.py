@@ -65,6 +65,10 @@ class SpeculationBody(BaseModel):
     num_spec_steps: Count = Field(description="Number of rounds with a proposal.")
     num_draft_tokens: Count
     num_accepted_draft_tokens: Count
+    acceptance_histogram: list[Count] = Field(
+        description="Number of rounds with a proposal by the number of accepted draft tokens, from "
+        "0. The counts sum to num_spec_steps."
+    )
     accepted_per_position: list[Count]
     rounds: Count = Field(description="Number of all verify rounds that emitted tokens.")
     tokens_per_round: float

@@ -86,6 +86,7 @@ def metrics_body(stats: SpecStats) -> dict[str, object]:
 
     `num_spec_steps` is the number of rounds with a proposal. `mean_acceptance_length` is the mean
     number of tokens that such a round emits: its accepted tokens plus one, as in vLLM.
+    `acceptance_histogram[n]` is the number of such rounds that accepted exactly n draft tokens.
     `tokens_per_round` is the mean over all rounds.
     """
     drafted = stats.drafted_rounds
@@ -97,6 +98,7 @@ def metrics_body(stats: SpecStats) -> dict[str, object]:
             "num_spec_steps": drafted,
             "num_draft_tokens": stats.proposed,
             "num_accepted_draft_tokens": stats.accepted,
+            "acceptance_histogram": list(stats.acceptance_histogram),
             "accepted_per_position": list(stats.accepted_per_depth),
             "rounds": stats.rounds,
             "tokens_per_round": _share(stats.emitted, stats.rounds),

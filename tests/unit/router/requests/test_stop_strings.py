@@ -98,6 +98,7 @@ async def test_every_count_of_a_request_ends_at_its_stop_string(
         assert (stats.rounds, stats.emitted, stats.accepted) == (1, 4, 4)
         assert (stats.proposed, stats.drafted_rounds) == (DRAFTS, 1)
         assert stats.accepted_per_depth == (1,) * 4
+        assert stats.acceptance_histogram == (0, 0, 0, 0, 1)
         assert answers == [5]
         (ended,) = [r for r in caplog.records if r.getMessage() == "request ended"]
         assert ended.tokens == 5  # type: ignore[attr-defined]

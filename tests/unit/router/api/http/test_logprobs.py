@@ -169,6 +169,7 @@ def test_speculation_is_told_by_vllms_names_and_ours() -> None:
         "num_spec_steps": 6,
         "num_draft_tokens": 24,
         "num_accepted_draft_tokens": 10,
+        "acceptance_histogram": [0, 2, 4],
         "accepted_per_position": [6, 4],
         "rounds": 8,
         "tokens_per_round": round(18 / 8, 4),
