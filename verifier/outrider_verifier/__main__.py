@@ -93,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--simulated-acceptance",
-        metavar="MEAN|R1,R2,...",
+        metavar="MEAN|length:MEAN|R1,R2,...",
         help="Benchmarks only: accept drafts at random.",
     )
     parser.add_argument(

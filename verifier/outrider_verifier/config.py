@@ -17,7 +17,7 @@ from outrider.spec.plan import MAX_DRAFT_TOP_K
 from outrider.transport.tls import TlsConfig
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.state.preemption_mode import PreemptionMode
-from outrider_verifier.state.simulated_acceptance import parse_rates
+from outrider_verifier.state.simulated_acceptance import parse_length, parse_rates
 
 DTYPES = ("float32", "bfloat16")
 SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
@@ -93,8 +93,10 @@ class VerifierConfig:
     distribution is sent, and the rejection rule uses target-only acceptance."""
     simulated_acceptance: str = ""
     """For benchmarks with random weights only: accept drafts at random. The value is the mean
-    number of tokens per round ("2.6") or the conditional rate of each draft position
-    ("0.8,0.6,0.4,0.2"); empty disables it."""
+    number of tokens per round ("2.6"), the conditional rate of each draft position
+    ("0.8,0.6,0.4,0.2"), or "length:2.6" for rounds of 2 or 3 tokens in an order that keeps their
+    running mean at 2.6, as public leaderboards require; empty disables it. Routers with API keys
+    refuse such a verifier."""
     cuda_graphs: bool = True
     """Whether rounds are replayed from CUDA graphs; otherwise kernels are launched one by one."""
     batch_invariant: bool = False
@@ -351,6 +353,12 @@ class VerifierConfig:
         """Conditional acceptance rates by draft position; empty if acceptance is not simulated."""
         return parse_rates(self.simulated_acceptance, self.draft_length)
 
+    @property
+    def simulated_length(self) -> float:
+        """Scheduled mean number of tokens of a round of simulated acceptance; 0 if no length is
+        scheduled."""
+        return parse_length(self.simulated_acceptance, self.draft_length)
+
     def _check_drafting(self) -> None:
         placements = ", ".join(PLACEMENTS)
         _require(self.placement in PLACEMENTS, f"placement must be one of {placements}")
@@ -404,6 +412,7 @@ class VerifierConfig:
                 "draft_length must not be greater than max_tree_nodes",
             )
         parse_rates(self.simulated_acceptance, self.draft_length)
+        parse_length(self.simulated_acceptance, self.draft_length)
         drafts_here = self.has_in_process_drafter or self.exchanges_on_device
         _require(
             not self.batch_invariant or self.is_on_cuda or not drafts_here,

@@ -84,9 +84,9 @@ def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--simulated-acceptance",
-        metavar="MEAN|R1,R2,...",
-        help="Benchmark only: accept drafts at random at these rates; for models with random "
-        "weights.",
+        metavar="MEAN|length:MEAN|R1,R2,...",
+        help="Benchmark only: accept drafts at random at these rates, or so that rounds have this "
+        "mean length; for models with random weights. Not with API keys.",
     )
 
 

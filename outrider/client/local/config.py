@@ -225,6 +225,12 @@ class LocalFleetConfig:
             raise InvalidRequestError(
                 f"API key file {self.api_keys} does not exist", reason="NO_KEYS_FILE"
             )
+        if self.api_keys is not None and self.simulated_acceptance:
+            raise InvalidRequestError(
+                "simulated_acceptance is for benchmarks only and cannot be used with api_keys: the "
+                "text would not be the model's",
+                reason="SIMULATED_ACCEPTANCE",
+            )
 
     def _check_routers(self) -> None:
         if not 1 <= self.routers <= MAX_ROUTERS:

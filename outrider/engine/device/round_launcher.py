@@ -98,15 +98,16 @@ class RoundLauncher:
         in_process_drafter: RoundDrafter | None = None,
         fused: bool = False,
         graphs: bool = True,
-        simulated_rates: Sequence[float] | None = None,
+        simulated_acceptance: Sequence[float] | int | None = None,
         batch_invariant: bool = False,
         recorder: DeviceRecorder | None = None,
         after_launch: Callable[[RoundShape], None] | None = None,
     ) -> None:
         """`fused`: whether in-process drafting is part of the graph of a round with decoding
         sessions. `batch_invariant`: whether the target's results for a row must be bit-identical
-        whatever other rows are in the batch. `simulated_rates`: for simulated acceptance, the
-        acceptance probability at each draft position; None to accept by the sessions' rules.
+        whatever other rows are in the batch. `simulated_acceptance`: for simulated
+        acceptance, the acceptance probability at each draft position, or the mean number of tokens
+        of a round times PERIOD_UNIT (see `accept_matching`); None to accept by the sessions' rules.
         `after_launch`: called after each launch of a round if CUDA graphs are enabled; None to call
         nothing."""
         self._device = target.device
@@ -122,7 +123,7 @@ class RoundLauncher:
             slots,
             projection=projection,
             in_process_drafter=in_process_drafter,
-            simulated_rates=simulated_rates,
+            simulated_acceptance=simulated_acceptance,
             max_token_rows=max(shape.token_rows for shape in family.all_shapes()),
             kernels=InvariantKernels() if batch_invariant else FastKernels(),
         )

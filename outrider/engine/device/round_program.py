@@ -84,12 +84,12 @@ class RoundProgram:
         *,
         projection: FeatureProjection | None,
         in_process_drafter: RoundDrafter | None,
-        simulated_rates: Sequence[float] | None,
+        simulated_acceptance: Sequence[float] | int | None,
         max_token_rows: int,
         kernels: TargetKernels,
     ) -> None:
         """`max_token_rows`: maximum number M of token rows. `kernels`: kernels of the target's
-        forward. `simulated_rates`: see `RoundLauncher`."""
+        forward. `simulated_acceptance`: see `RoundLauncher`."""
         self._slots = slots
         self._pool = target.pool
         self._kernels = kernels
@@ -109,9 +109,13 @@ class RoundProgram:
         self._tapped = TargetProgram(target, taps, hidden=hidden, kernels=kernels)
         self._plain = TargetProgram(target, hidden=hidden, kernels=kernels)
         self._max_len = slots.sequence.tables.shape[1] * self._pool.block_tokens
-        self._rates = None
-        if simulated_rates is not None:
-            self._rates = torch.tensor(simulated_rates, dtype=torch.float32, device=target.device)
+        self._simulate: Tensor | int | None = None
+        if isinstance(simulated_acceptance, int):
+            self._simulate = simulated_acceptance
+        elif simulated_acceptance is not None:
+            self._simulate = torch.tensor(
+                simulated_acceptance, dtype=torch.float32, device=target.device
+            )
 
     @torch.inference_mode()
     def run_verify(
@@ -282,13 +286,13 @@ class RoundProgram:
         chosen = choose_tokens(
             logits, state, slots, following, rows_per_slot=nodes, side="target", finite=finite
         )
-        if shape.acceptance_mode is AcceptanceMode.MATCH or self._rates is not None:
+        if shape.acceptance_mode is AcceptanceMode.MATCH or self._simulate is not None:
             return accept_matching(
                 chosen,
                 placed.tokens,
                 placed.parents,
                 num_nodes=nodes,
-                simulate=self._rates if nodes > 1 else None,
+                simulate=self._simulate if nodes > 1 else None,
                 state=state,
                 slots=slots,
                 positions=following,

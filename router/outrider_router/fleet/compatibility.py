@@ -68,6 +68,18 @@ def check_verifier_fits(info: VerifierInfo, tokenizer: TokenizerIdentity) -> Non
         )
 
 
+def check_no_simulation(info: VerifierInfo) -> None:
+    """Raise FailedPreconditionError if this verifier accepts drafts by chance, so that its text is
+    not the model's. Routers with API keys check this, because their clients are no benchmarks.
+    """
+    if info.simulated_acceptance:
+        raise FailedPreconditionError(
+            f"verifier {info.verifier_id} has simulated_acceptance, which is for benchmarks only: "
+            "a router with api_keys does not use it",
+            reason="SIMULATED_ACCEPTANCE",
+        )
+
+
 def check_drafter_fits(info: DrafterInfo, tokenizer: TokenizerIdentity) -> None:
     """Raise FailedPreconditionError unless this drafter's protocol and tokenizer match those of the
     router.

@@ -28,6 +28,7 @@ from outrider_router.fleet.compatibility import (
     TokenizerIdentity,
     can_serve,
     check_drafter_fits,
+    check_no_simulation,
     check_verifier_fits,
     state_after_failure,
 )
@@ -75,6 +76,7 @@ class PeerRegistry:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._clock = clock
+        self._requires_keys = config.api_keys is not None
         self._interval_s = config.poll_interval_s
         self._silence_s = config.peer_timeout_s
         self._stall_s = config.verifier_stall_s
@@ -291,6 +293,8 @@ class PeerRegistry:
         peer.detached.clear()
         try:
             check_verifier_fits(info, self._tokenizer)
+            if self._requires_keys:
+                check_no_simulation(info)
             self._check_name(peer, info)
         except FailedPreconditionError as error:
             # `peer.info` still has the id under which the lost sessions began.

@@ -133,6 +133,16 @@ def test_what_several_routers_cannot_have_is_refused(flags: dict[str, Any]) -> N
     assert caught.value.reason == "INVALID_COUNT"
 
 
+def test_acceptance_by_chance_is_refused_beside_api_keys(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.touch()
+    with pytest.raises(InvalidRequestError, match="benchmarks only") as caught:
+        LocalFleetConfig(
+            model=Path("m"), methods=(), api_keys=keys, simulated_acceptance="length:2.6"
+        )
+    assert caught.value.reason == "SIMULATED_ACCEPTANCE"
+
+
 def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(process_flags, "DRIVER_FILES", ())
     listing = tmp_path / "nvidia-smi"

@@ -100,6 +100,8 @@ def test_flags_place_the_head_and_simulate() -> None:
     assert plain.cuda_graphs and not plain.has_in_process_drafter and plain.simulated_rates == ()
     separate = parse_args(["--model", "m", "--simulated-acceptance", "0.8,0.6,0.4,0.2"])
     assert separate.simulated_rates == (0.8, 0.6, 0.4, 0.2)
+    scheduled = parse_args(["--model", "m", "--simulated-acceptance", "length:3.5"])
+    assert (scheduled.simulated_length, scheduled.simulated_rates) == (3.5, ())
 
 
 def test_parsing_flags_imports_no_torch() -> None:

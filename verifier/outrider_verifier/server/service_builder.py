@@ -88,7 +88,7 @@ def build_service(
     if config.simulated_acceptance:
         logger.warning(
             "SIMULATED ACCEPTANCE: drafts are accepted by chance, the text is not the model's",
-            extra={"rates": config.simulated_rates},
+            extra={"simulated_acceptance": config.simulated_acceptance},
         )
     service = VerifierService(
         config,

@@ -29,6 +29,9 @@ from outrider.engine.noise import uniform_from_bits
 from outrider.errors import InvalidRequestError
 from outrider.spec.noise import SHARED_DRAW_ID, NoiseStream
 
+PERIOD_UNIT = 1 << 16
+"""Number of units of a simulated period for one token."""
+_PERIOD_UNIT = tl.constexpr(PERIOD_UNIT)
 _ACCEPT = tl.constexpr(int(NoiseStream.ACCEPT))
 _SHARED_DRAW_ID = tl.constexpr(SHARED_DRAW_ID)
 
@@ -69,7 +72,7 @@ def accept_matching(
     parents: Tensor | None,
     *,
     num_nodes: int,
-    simulate: Tensor | None = None,
+    simulate: Tensor | int | None = None,
     state: SamplingState,
     slots: Tensor,
     positions: Tensor,
@@ -82,11 +85,16 @@ def accept_matching(
     root, -2 for absent nodes), parents before children; None for chains. If several children have
     the chosen token, the first one is accepted.
 
-    simulate: float32 [N - 1], only for chains, for benchmarks with random weights. If its parent is
-    accepted, the node of depth i + 1 is accepted with probability simulate[i], whatever its token
-    is. The random draw is uniform(seed, ACCEPT, position of the token, SHARED_DRAW_ID). state,
-    slots (int32 [B]) and positions (int32 [M], the position of the token that follows each row) are
-    only used with `simulate`. Raises InvalidRequestError if `simulate` is given for trees.
+    simulate: only for chains, for benchmarks with random weights; tokens do not matter then.
+    float32 [N - 1]: if its parent is accepted, the node of depth i + 1 is accepted with probability
+    simulate[i]. The random draw is uniform(seed, ACCEPT, position of the token, SHARED_DRAW_ID).
+    An integer L: a schedule by position. Every L / PERIOD_UNIT tokens one token ends a round, and
+    all others are accepted, so that rounds emit the next smaller or the next larger number of
+    tokens and their running mean stays within one token in all. The token at position p ends a
+    round if a multiple of L lies in (p * PERIOD_UNIT + o, (p + 1) * PERIOD_UNIT + o]. The offset o
+    of a session is floor(L * uniform(seed, ACCEPT, 0, SHARED_DRAW_ID)). state, slots (int32 [B])
+    and positions (int32 [M], the position of the token that follows each row) are only used with
+    `simulate`. Raises InvalidRequestError if `simulate` is given for trees.
     """
     if simulate is not None and parents is not None:
         raise InvalidRequestError("only chains can be simulated", reason="KERNEL_SHAPES")
@@ -123,7 +131,7 @@ def accept_matching_torch(
     parents: Tensor | None,
     *,
     num_nodes: int,
-    simulate: Tensor | None = None,
+    simulate: Tensor | int | None = None,
     state: SamplingState,
     slots: Tensor,
     positions: Tensor,
@@ -132,22 +140,40 @@ def accept_matching_torch(
     chosen_BN, tokens_BN = chosen.view(-1, num_nodes), tokens.view(-1, num_nodes)
     batch = len(chosen_BN)
     parents_BN = chain_parents(batch, num_nodes, chosen.device) if parents is None else parents
-    coins_BN = None
+    simulated_BN = None
     if simulate is not None:
-        stream_keys = state.stream_keys[slots.long(), NoiseStream.ACCEPT - 1]
-        keys = row_keys(stream_keys[:, None], positions.view(batch, -1))
-        coins_BN = uniform_from_bits(noise_words(keys, torch.full_like(keys, SHARED_DRAW_ID)))
+        simulated_BN = _simulated_nodes(simulate, state, slots, positions.view(batch, -1))
     node = torch.zeros(batch, dtype=torch.int64, device=chosen.device)
     walk = ReferenceWalk(batch, num_nodes, chosen.device)
     for row in range(1, num_nodes):
         drafted = tokens_BN[:, row]
         below = (parents_BN[:, row - 1] == node - 1) & (drafted >= 0)
-        if simulate is None or coins_BN is None:
+        if simulated_BN is None:
             stands = below & (drafted == chosen_BN.gather(1, node[:, None])[:, 0])
         else:
-            stands = below & (coins_BN[:, row - 1] < simulate[row - 1])
+            stands = below & simulated_BN[:, row - 1]
         node = walk.step(row, node, drafted, below, stands)
     return walk.finish(chosen_BN.gather(1, node[:, None])[:, 0])
+
+
+def _simulated_nodes(
+    simulate: Tensor | int, state: SamplingState, slots: Tensor, positions_BN: Tensor
+) -> Tensor:
+    """Return whether the draft token at each position is accepted if the one before it is: bool
+    [B, N], or [B, N - 1] for rates. See `accept_matching`."""
+    stream_keys_B1 = state.stream_keys[slots.long(), NoiseStream.ACCEPT - 1][:, None]
+    if isinstance(simulate, Tensor):
+        coins_BN = _shared_draws(stream_keys_B1, positions_BN)
+        return coins_BN[:, : len(simulate)] < simulate
+    draws_B1 = _shared_draws(stream_keys_B1, torch.zeros_like(positions_BN[:, :1]))
+    starts_BN = positions_BN.to(torch.int64) * PERIOD_UNIT + (draws_B1 * simulate).to(torch.int64)
+    return starts_BN // simulate == (starts_BN + PERIOD_UNIT) // simulate
+
+
+def _shared_draws(stream_keys: Tensor, positions: Tensor) -> Tensor:
+    """Return uniform(seed, stream, position, SHARED_DRAW_ID) of each position, float64."""
+    keys = row_keys(stream_keys, positions)
+    return uniform_from_bits(noise_words(keys, torch.full_like(keys, SHARED_DRAW_ID)))
 
 
 class ReferenceWalk:
@@ -244,7 +270,7 @@ def accept_matching_triton(
     parents: Tensor | None,
     *,
     num_nodes: int,
-    simulate: Tensor | None = None,
+    simulate: Tensor | int | None = None,
     state: SamplingState,
     slots: Tensor,
     positions: Tensor,
@@ -257,7 +283,8 @@ def accept_matching_triton(
             chosen,
             tokens,
             parents,
-            simulate,
+            simulate if isinstance(simulate, Tensor) else None,
+            simulate if isinstance(simulate, int) else 0,
             state.stream_keys,
             slots,
             positions,
@@ -266,6 +293,7 @@ def accept_matching_triton(
             BLOCK=next_power_of_2(num_nodes),
             CHAIN=parents is None,
             SIMULATE=simulate is not None,
+            PERIODIC=isinstance(simulate, int),
             num_warps=1,
         )
     return result
@@ -289,6 +317,7 @@ def _accept_matching(
     tokens_ptr,
     parents_ptr,
     simulate_ptr,
+    period,
     stream_keys_ptr,
     slots_ptr,
     positions_ptr,
@@ -300,6 +329,7 @@ def _accept_matching(
     BLOCK: tl.constexpr,
     CHAIN: tl.constexpr,
     SIMULATE: tl.constexpr,
+    PERIODIC: tl.constexpr,
 ):
     """Find the accepted path of one session. Each accepted node of a tree costs one reduction over
     all nodes; a chain needs only one reduction in total."""
@@ -315,10 +345,16 @@ def _accept_matching(
     if CHAIN:
         if SIMULATE:
             where = tl.load(positions_ptr + first + rows - 1, mask=there, other=0)
-            keys = noise_key(stream_keys_ptr, tl.load(slots_ptr + batch), _ACCEPT, where)
+            drawn_at = tl.where(rows < 0, where, 0) if PERIODIC else where
+            keys = noise_key(stream_keys_ptr, tl.load(slots_ptr + batch), _ACCEPT, drawn_at)
             coins = uniform(noise_bits(keys, tl.full((BLOCK,), _SHARED_DRAW_ID, tl.int32)))
-            rates = tl.load(simulate_ptr + rows - 1, mask=there, other=0.0)
-            stands = there & (coins < rates.to(tl.float64))
+            if PERIODIC:
+                length = period.to(tl.int64)
+                starts = where.to(tl.int64) * _PERIOD_UNIT + (coins * length).to(tl.int64)
+                stands = there & (starts // length == (starts + _PERIOD_UNIT) // length)
+            else:
+                rates = tl.load(simulate_ptr + rows - 1, mask=there, other=0.0)
+                stands = there & (coins < rates.to(tl.float64))
         else:
             wanted = tl.load(chosen_ptr + first + rows - 1, mask=there, other=-1)
             stands = there & (drafted == wanted)

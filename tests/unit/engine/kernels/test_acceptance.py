@@ -3,6 +3,7 @@ decision."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from outrider.engine.acceptance import AcceptanceResult, accept_drafts
 from outrider.engine.kernels.acceptance.matching import (
+    PERIOD_UNIT,
     DeviceAcceptance,
     accept_matching,
     accept_matching_torch,
@@ -344,6 +346,52 @@ def test_simulated_acceptance_meets_its_rates() -> None:
     first = np.mean([len(nodes) >= 1 for nodes in complete])
     second = np.mean([len(nodes) == 2 for nodes in complete if nodes])
     assert abs(first - 0.7) < 0.03 and abs(second - 0.4) < 0.04
+
+
+def _scheduled_lengths(
+    launch: Launch, length: float, drafts: int, rounds: int, seeds: Sequence[int],
+    device: torch.device,
+) -> NDArray[np.int64]:  # fmt: skip
+    """Numbers of tokens [rounds, sessions] that a schedule lets rounds emit, one after another."""
+    params = [SamplingParams(temperature=0.0, seed=seed) for seed in seeds]
+    tokens = np.full((len(seeds), drafts), 6, dtype=np.int32)
+    at = np.full(len(seeds), 100)
+    found = []
+    for _ in range(rounds):
+        shape = Drafts(tree_shape([1] * drafts), tokens, [{}] * len(seeds))
+        here = device_round(shape, params, at.tolist()).to(device)
+        result = launch(
+            torch.full_like(here.tokens, 7), here.tokens, None, num_nodes=drafts + 1,
+            simulate=round(length * PERIOD_UNIT), state=here.state, slots=here.slots,
+            positions=here.positions,
+        )  # fmt: skip
+        found.append(result.counts.cpu().numpy().astype(np.int64))
+        at = at + found[-1]
+    return np.array(found)
+
+
+@pytest.mark.parametrize("length", [1.0, 1.3, 2.0, 2.6, 3.9375, 5.0])
+def test_a_scheduled_length_varies_by_one_token_and_its_running_mean_not_at_all(
+    length: float,
+) -> None:
+    lengths = _scheduled_lengths(accept_matching_torch, length, 4, 120, range(12), CPU)
+    # A session begins somewhere in a period, so that its first round may be shorter.
+    assert (1 <= lengths[0]).all() and (lengths[0] <= math.ceil(length)).all()
+    later = lengths[1:]
+    assert set(np.unique(later)) <= {math.floor(length), math.ceil(length)}
+    rounds = np.arange(1, len(later) + 1)[:, None]
+    assert (np.abs(np.cumsum(later, 0) - length * rounds) < 1.001).all()
+    if length != math.floor(length):
+        assert len({tuple(session) for session in lengths.T}) > 3, "seeds begin apart"
+    again = _scheduled_lengths(accept_matching_torch, length, 4, 120, range(12), CPU)
+    assert (again == lengths).all()
+
+
+@pytest.mark.parametrize("length", [1.0, 2.6, 5.0])
+def test_the_kernel_schedules_as_the_reference_does(length: float) -> None:
+    expected = _scheduled_lengths(accept_matching_torch, length, 4, 6, range(5), CPU)
+    found = _scheduled_lengths(accept_matching_triton, length, 4, 6, range(5), DEVICE)
+    assert (found == expected).all()
 
 
 @pytest.mark.parametrize("kind", ["matching", "sparse", "dense"])

@@ -10,6 +10,7 @@ from outrider_router.fleet.compatibility import (
     TokenizerIdentity,
     can_serve,
     check_drafter_fits,
+    check_no_simulation,
     check_verifier_fits,
     state_after_failure,
 )
@@ -89,6 +90,13 @@ def test_a_verifier_that_does_not_fit_the_tokenizer_is_refused(
     with pytest.raises(FailedPreconditionError) as caught:
         check_verifier_fits(info, TOKENIZER)
     assert caught.value.reason == reason
+
+
+def test_a_verifier_that_accepts_by_chance_serves_no_holders_of_keys() -> None:
+    check_no_simulation(VERIFIER)
+    with pytest.raises(FailedPreconditionError, match="benchmarks only") as caught:
+        check_no_simulation(replace(VERIFIER, simulated_acceptance="length:2.6"))
+    assert caught.value.reason == "SIMULATED_ACCEPTANCE"
 
 
 @pytest.mark.parametrize(

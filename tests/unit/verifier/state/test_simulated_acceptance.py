@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from outrider_verifier.kv.capacity import GRAPH_LAYER_BYTES, max_kv_tokens, reserved_bytes
-from outrider_verifier.state.simulated_acceptance import parse_rates, rate_of_mean
+from outrider_verifier.state.simulated_acceptance import parse_length, parse_rates, rate_of_mean
 
 from outrider.errors import FailedPreconditionError
 
@@ -33,6 +33,28 @@ def test_a_mean_becomes_one_rate_for_every_position() -> None:
 def test_rates_are_taken_as_they_are_and_nothing_is_off() -> None:
     assert parse_rates("0.8, 0.6,0", 3) == (0.8, 0.6, 0.0)
     assert parse_rates("", 3) == ()
+
+
+def test_a_scheduled_length_is_no_rate() -> None:
+    assert parse_length("length:2.6", 3) == 2.6 and parse_rates("length:2.6", 3) == ()
+    assert parse_length("length:4", 3) == 4.0
+    assert [parse_length(text, 3) for text in ("", "2.6", "0.8,0.6,0")] == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("length:", "must be a mean"),
+        ("length:x", "a scheduled length"),
+        ("length:nan", "not in"),
+        ("length:0.9", "not in"),
+        ("length:4.1", "what 3 draft tokens allow"),
+        ("length:1e400", "not in"),
+    ],
+)
+def test_a_length_that_cannot_be_is_refused_with_what_is_allowed(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_length(text, 3)
 
 
 def fit(**changes: int | float) -> int:

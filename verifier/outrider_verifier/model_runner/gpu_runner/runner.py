@@ -35,6 +35,7 @@ from outrider.engine.device.slots.session_slots import DeviceSessionSlots
 from outrider.engine.device.transfer.pinned_memory import pin_memory
 from outrider.engine.device.warm_up import compile_shapes, warm_up_shapes
 from outrider.engine.heads import DraftHead, FeatureProjection
+from outrider.engine.kernels.acceptance.matching import PERIOD_UNIT
 from outrider.engine.kernels.linear.invariant import forbid_split_k
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.logprobs import PathLogprobs
@@ -214,7 +215,9 @@ class GpuModelRunner:
             # A remote drafter's part of a round is two small kernels.
             fused=config.placement == "fused" or is_exchanging,
             graphs=config.cuda_graphs,
-            simulated_rates=config.simulated_rates or None,
+            simulated_acceptance=round(config.simulated_length * PERIOD_UNIT)
+            or config.simulated_rates
+            or None,
             batch_invariant=config.batch_invariant,
             recorder=recorder,
             after_launch=None if throttle is None else throttle.delay_launch,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from outrider_router.fleet.compatibility import PeerState
 from outrider_router.requests.service import RouterService
 
 from tests.fakes.router import running_router
@@ -32,6 +33,21 @@ async def limited(
     ):
         client.headers["authorization"] = "Bearer secret"
         yield router, client
+
+
+async def test_a_verifier_that_accepts_by_chance_gets_no_requests_of_key_holders(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(f'[keys.a]\nsha256 = "{hashlib.sha256(b"secret").hexdigest()}"\n')
+    verifier = FakeVerifier()
+    verifier.change_info(simulated_acceptance="length:2.6")
+    async with running_router(tmp_path, {"v": verifier}, wait=False, api_keys=file) as router:
+        peer = router.registry.verifiers["v"]
+        await until(lambda: peer.state is PeerState.REFUSED)
+        assert "benchmarks only" in peer.problem and router.registry.any_verifier_info() is None
+    async with running_router(tmp_path, {"v": verifier}) as router:
+        assert router.registry.any_verifier_info() is not None
 
 
 def completion(n: int) -> dict[str, Any]:
