@@ -63,6 +63,9 @@ ENV PATH=/opt/venv/bin:$PATH \
     HOME=/tmp \
     OUTRIDER_HOME=/models \
     TRITON_CACHE_DIR=/tmp/triton
+# For outrider_build_info.
+ARG COMMIT=
+ENV OUTRIDER_COMMIT=${COMMIT}
 # A number, so that runAsNonRoot can be checked.
 USER 10001:10001
 

@@ -24,6 +24,8 @@ from tests.unit.monitoring.test_rules import RECORDED, TARGETS, rules
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SECRET, PROMPT = "sk-never-in-a-log", "Marmalade and thunder: 0 1 2 3 4 5 6 7 8 9"
 TOKENS = 40
+TARGET_LABELS = {"cluster", "namespace", "fleet", "job", "instance"}
+"""Labels that Prometheus gives the series of a target, as far as the target has them."""
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,7 @@ def test_a_running_stack_exports_all_that_rules_alerts_and_board_ask_for(watched
     assert missing - samples.keys() - RECORDED == {"up"}, "not exported"
     for text in expressions:
         for name, labels in selectors(text):
-            known = samples.get(name, {"job"}) | {"job", "instance"}
+            known = samples.get(name, {"job"}) | TARGET_LABELS
             assert labels <= known, f"{name} has no such labels"
 
 

@@ -69,6 +69,7 @@ class FleetMetrics(Collector):
         """Yield all metrics of the healthy verifiers and drafters."""
         info = self._info()
         yield from _sums(info, *self._desired())
+        yield _models(info)
         verifiers = [v for v in info.verifiers if v.healthy]
         for name, (text, value) in _VERIFIER_GAUGES.items():
             family = GaugeMetricFamily(f"outrider_fleet_{name}", text, labels=["verifier"])
@@ -113,6 +114,18 @@ def _sums(info: ServerInfo, verifiers: int, drafters: int) -> Iterator[Metric]:
     }
     for name, (text, count) in counts.items():
         yield GaugeMetricFamily(f"outrider_{name}", text, count)
+
+
+def _models(info: ServerInfo) -> Metric:
+    family = GaugeMetricFamily(
+        "outrider_model_info",
+        "Always 1. The label is the name of the model that this router serves; absent until a "
+        "verifier has been reached.",
+        labels=["model"],
+    )
+    for model in sorted({verifier.model for verifier in info.verifiers if verifier.model}):
+        family.add_metric([model], 1.0)
+    return family
 
 
 def _preemptions(verifiers: list[VerifierSummary]) -> Metric:

@@ -25,7 +25,7 @@ _FINISHED = {
     FinishReason.STOP_TOKEN.value: "stop",
     FinishReason.STOP_STRING.value: "stop",
     FinishReason.LENGTH.value: "length",
-    CancelledRequestError.code: "abort",
+    CancelledRequestError.code.lower(): "abort",
 }
 
 

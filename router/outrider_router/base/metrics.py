@@ -27,6 +27,7 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.wire.messages import (
+    DRAFTER_ATTACHED,
     FALLBACK,
     LOOK_AHEAD_HIT,
     LOOKED_AHEAD,
@@ -101,7 +102,11 @@ _ERRORS: tuple[type[OutriderError], ...] = (
     ResourceExhaustedError,
     UnavailableError,
 )
-LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+LATENCY_BUCKETS = (
+    *(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0),
+    *(120.0, 300.0, 600.0, 1200.0, 1800.0),
+)
+"""Bounds in seconds for waits and durations of whole requests, up to 30 minutes."""
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -132,7 +137,9 @@ class RouterMetrics:
 
     def _requests(self) -> None:
         self.requests = self._counter(
-            "requests_total", "Requests that ended, by finish reason or error code.", "outcome"
+            "requests_total",
+            "Requests that ended, by outcome: the finish reason, or the error code in lower case.",
+            "outcome",
         )
         self.requests_running = self._gauge("requests_running", "Requests that are being served.")
         self.queue_depth = self._gauge(
@@ -262,6 +269,11 @@ class RouterMetrics:
             "fallback_rounds_total",
             "Rounds in which a session wanted a draft and had none, summed over sessions.",
         )
+        self.undrafted_rounds = self._counter(
+            "undrafted_rounds_total",
+            "Those of outrider_fallback_rounds_total in which the session had no drafter, because "
+            "none was usable or none has the session's draft method.",
+        )
         self.target_only_rounds = self._counter(
             "target_only_rounds_total",
             "Rounds of sessions under the rejection rule in which the target-only rule was used, "
@@ -336,7 +348,7 @@ class RouterMetrics:
 
     def _begin_at_zero(self) -> None:
         """Create the series of known label values at 0, so that rates include the first event."""
-        codes = (error.code for error in _ERRORS)
+        codes = (error.code.lower() for error in _ERRORS)
         known: dict[Counter | Gauge, Iterable[str]] = {
             self.requests: (*FinishReason, *codes),
             self.queue_depth: ("0",),
@@ -367,11 +379,11 @@ class RouterMetrics:
     ) -> None:
         """Count a request that ended.
 
-        `outcome` is its finish reason or error code. `first` and `last` are the clock times in
+        `outcome` is its finish reason or error code; the label is in lower case. `first` and `last` are the clock times in
         seconds of its first and last output token; `first` is None if there is none. `tokens` is
         the number of its output tokens, and `duration_s` the time since its arrival.
         """
-        self.requests.labels(outcome).inc()
+        self.requests.labels(outcome.lower()).inc()
         self.request_duration.observe_values(duration_s)
         self.request_generation_tokens.observe_values(tokens)
         if first is not None and tokens > 1:
@@ -384,6 +396,8 @@ class RouterMetrics:
         self.round_tokens.inc(int(events.counts[rounds].sum()))
         flags = events.flags[rounds]
         self.fallback_rounds.inc(int(np.count_nonzero(flags & FALLBACK)))
+        undrafted = flags & (FALLBACK | DRAFTER_ATTACHED) == FALLBACK
+        self.undrafted_rounds.inc(int(np.count_nonzero(undrafted)))
         self.target_only_rounds.inc(int(np.count_nonzero(flags & TARGET_ONLY)))
         self.drafts.inc(int(np.count_nonzero(events.proposed[rounds])))
         self.draft_tokens.inc(int(events.proposed[rounds].sum()))

@@ -209,7 +209,7 @@ async def test_whoever_stops_waiting_ends_the_request_at_once(
                 async with asyncio.timeout(0.3):
                     await client.generate("abc", max_tokens=1500)
     await until(lambda: not verifier.live and not len(router.resumables), timeout_s=2.0)
-    assert sample(router, "outrider_requests_total", outcome="CANCELLED") == 4
+    assert sample(router, "outrider_requests_total", outcome="cancelled") == 4
 
 
 async def test_the_synchronous_client_survives_its_connection_too(

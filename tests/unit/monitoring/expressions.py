@@ -29,4 +29,4 @@ def selectors(expression: str) -> Iterator[tuple[str, set[str]]]:
 def ready_for_prometheus(expression: str) -> str:
     """An expression of the board with Grafana's variables filled in: everything, five minutes."""
     filled = expression.replace("$__rate_interval", "5m")
-    return re.sub(r"\$(router|verifier|drafter)\b", ".*", filled)
+    return re.sub(r"\$(cluster|namespace|fleet|model|router|verifier|drafter)\b", ".*", filled)

@@ -82,7 +82,7 @@ def test_the_process_says_ready_serves_and_stops_on_sigterm(tmp_path: Path) -> N
             assert caught.value.reason == "NO_VERIFIER"
             with urllib.request.urlopen(f"http://{ready['metrics']}/metrics") as answer:
                 text = answer.read().decode()
-            assert 'outrider_requests_total{outcome="UNAVAILABLE"} 1.0' in text
+            assert 'outrider_requests_total{outcome="unavailable"} 1.0' in text
         finally:
             process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0

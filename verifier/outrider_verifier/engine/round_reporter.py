@@ -50,6 +50,8 @@ class _RoundSums:
     proposed: int = 0
     used: int = 0
     """Number of proposals that were verified."""
+    empty: int = 0
+    """Number of proposals without a draft token."""
 
     def add_to_counters(self, counters: Counter[str]) -> None:
         """Add the sums to the counters; sums of 0 create no counter."""
@@ -61,6 +63,7 @@ class _RoundSums:
             ("accepted_tokens", self.accepted),
             ("proposed_tokens", self.proposed),
             ("proposals_used", self.used),
+            ("empty_proposal_rounds", self.empty),
         ):
             if count:
                 counters[name] += count
@@ -226,6 +229,8 @@ class RoundReporter:
             booked.accepted += accepted
             booked.proposed += proposed
         booked.used += row.drafted
+        # A part of a proposal may have no token that the session's grammar allows.
+        booked.empty += row.held is not None and row.held.nodes == 0
         accepted = min(accepted, tokens)
         if (row.drafted or settled.missed_proposal) and session.looks_ahead:
             flags |= LOOKED_AHEAD

@@ -69,6 +69,10 @@ _COUNTERS = {
     "fallback_rounds": (
         "Rounds in which a session wanted a draft and had none, summed over sessions"
     ),
+    "empty_proposal_rounds": (
+        "Rounds whose proposal had no draft token, because the drafter had nothing to propose (an "
+        "n-gram lookup without a match); they are no fallback rounds; summed over sessions"
+    ),
     "sessions_lost_by_drafters": (
         "Sessions for which their drafter reported that it has stopped drafting"
     ),

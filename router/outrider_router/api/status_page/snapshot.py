@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from outrider.errors import CancelledRequestError
 from outrider.wire.inference import DrafterSummary, VerifierSummary
 from outrider.wire.messages import FinishReason, SpecStats, VerifierInfo
 from outrider_router.api import server_status
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.requests.service import RouterService
 
-_NO_ERRORS = {*(reason.value for reason in FinishReason), CancelledRequestError.code}
+_NO_ERRORS = {reason.value for reason in FinishReason}
 
 
 def make_snapshot(service: RouterService) -> dict[str, Any]:

@@ -34,7 +34,7 @@ async def test_closing_the_stream_frees_everything(
     assert verifier.live
     await events.aclose()
     await assert_all_freed(router, verifier)
-    assert sample(router, "outrider_requests_total", outcome="CANCELLED") == 1
+    assert sample(router, "outrider_requests_total", outcome="cancelled") == 1
 
 
 async def test_cancelling_the_task_frees_everything(

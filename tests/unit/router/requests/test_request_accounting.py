@@ -9,13 +9,16 @@ from outrider_router.base.metrics import BatchHistogram, RouterMetrics
 from outrider_router.requests.request_output import SpecCounters
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
+from outrider.errors import CancelledRequestError
 from outrider.spec.decoding_mode import DecodingModeReason
 from outrider.wire.messages import (
+    DRAFTER_ATTACHED,
     FALLBACK,
     LOOK_AHEAD_HIT,
     LOOKED_AHEAD,
     PAUSED,
     TARGET_ONLY,
+    FinishReason,
     SessionEvents,
     SpecStats,
 )
@@ -96,6 +99,7 @@ def test_a_message_of_events_counts_what_its_rounds_count(rounds: Rounds) -> Non
     assert value("spec_decode_num_draft_tokens") == stats.proposed
     assert value("spec_decode_num_accepted_tokens") == stats.accepted
     assert value("fallback_rounds") == stats.fallback_rounds
+    assert value("undrafted_rounds") == stats.fallback_rounds, "no row says that it has a drafter"
     assert value("target_only_rounds") == stats.target_only_rounds
     assert value("look_ahead_rounds") == stats.look_ahead_rounds
     for kind in ("hit", "fresh"):
@@ -107,6 +111,48 @@ def test_a_message_of_events_counts_what_its_rounds_count(rounds: Rounds) -> Non
         for depth in range(len(stats.accepted_per_depth))
     ]
     assert per_depth == list(stats.accepted_per_depth)
+
+
+def test_rounds_without_a_drafter_are_told_from_rounds_without_its_proposal() -> None:
+    metrics, flags = RouterMetrics(), [0, FALLBACK, FALLBACK | DRAFTER_ATTACHED, DRAFTER_ATTACHED]
+    one = np.ones(4)
+    metrics.record_events(
+        SessionEvents(
+            handles=one.astype(np.uint32),
+            round_ids=one.astype(np.uint32),
+            counts=one.astype(np.uint32),
+            tokens=one.astype(np.int32),
+            finish_reasons=np.zeros(4, np.uint8),
+            flags=np.array(flags, np.uint8),
+            proposed=np.zeros(4, np.uint16),
+            accepted=np.zeros(4, np.uint16),
+        )
+    )
+    for name, count in (("rounds", 4), ("fallback_rounds", 2), ("undrafted_rounds", 1)):
+        assert metrics.registry.get_sample_value(f"outrider_{name}_total") == count
+
+
+def test_waits_of_half_an_hour_have_a_bucket() -> None:
+    registry = RouterMetrics().registry
+    for name in (
+        "e2e_request_latency_seconds",
+        "time_to_first_token_seconds",
+        "request_queue_time_seconds",
+    ):
+        labels = {"le": "1800.0"}
+        assert registry.get_sample_value(f"outrider_{name}_bucket", labels) == 0.0
+
+
+def test_an_outcome_has_one_spelling() -> None:
+    metrics = RouterMetrics()
+    for outcome in (FinishReason.CANCELLED.value, CancelledRequestError.code):
+        metrics.record_request_end(outcome, None, 0.0, 0, 1.0)
+    (family,) = metrics.requests.collect()
+    outcomes = {s.labels["outcome"] for s in family.samples if s.name.endswith("_total")}
+    assert {"cancelled", "length", "unavailable"} <= outcomes
+    assert all(outcome == outcome.lower() for outcome in outcomes)
+    labels = {"outcome": "cancelled"}
+    assert metrics.registry.get_sample_value("outrider_requests_total", labels) == 2
 
 
 def test_a_batch_histogram_says_what_prometheus_own_says() -> None:

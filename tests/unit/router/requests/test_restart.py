@@ -221,7 +221,7 @@ async def test_restored_requests_wait_for_a_verifier_and_end_without_their_clien
         await until(lambda: verifier.live)
         await until(lambda: not len(router.running_requests))
         await assert_all_freed(router, verifier)
-        assert sample(router, "outrider_requests_total", outcome="CANCELLED") == 1
+        assert sample(router, "outrider_requests_total", outcome="cancelled") == 1
 
 
 async def test_a_request_of_another_tokenizer_is_not_taken_up(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from outrider.errors import (
 )
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, SpeculationPlan
+from outrider.spec.tree import DraftTree
 from outrider.wire.messages import FinishReason
 from tests.fakes.target import FakeProjection, FakeTarget
 from tests.unit.verifier.harness import (
@@ -258,6 +259,17 @@ async def test_rounds_last_as_long_as_a_larger_models() -> None:
         # Five rows a round: most of the rounds now.
         await rig.run(make_spec(max_new_tokens=60))
         assert (await rig.service.info()).forward_ms_p50 >= 24.0
+
+
+async def test_rounds_with_an_empty_proposal_are_no_fallback_rounds() -> None:
+    async with verifier() as rig:
+        await rig.attach(lambda followed: DraftTree.chain(np.empty(0, np.int32)))
+        await rig.run(make_spec(max_new_tokens=16))
+        await rig.idle()
+        read = rig.service.metrics.registry.get_sample_value
+        # The last token needs no proposal.
+        assert read("outrider_verifier_empty_proposal_rounds_total") == 14
+        assert read("outrider_verifier_fallback_rounds_total") == 0
 
 
 async def test_metrics_tell_what_happened() -> None:

@@ -212,7 +212,7 @@ async def test_a_client_that_leaves_frees_everything(
         await leave(client, verifier, stream=stream)
         await assert_all_freed(router, verifier)
     ended = router.metrics.registry.get_sample_value(
-        "outrider_requests_total", {"outcome": "CANCELLED"}
+        "outrider_requests_total", {"outcome": "cancelled"}
     )
     assert ended == 1
 
