@@ -379,9 +379,10 @@ class RouterMetrics:
     ) -> None:
         """Count a request that ended.
 
-        `outcome` is its finish reason or error code; the label is in lower case. `first` and `last` are the clock times in
-        seconds of its first and last output token; `first` is None if there is none. `tokens` is
-        the number of its output tokens, and `duration_s` the time since its arrival.
+        `outcome` is its finish reason or error code; the label is in lower case. `first` and `last`
+        are the clock times in seconds of its first and last output token; `first` is None if there
+        is none. `tokens` is the number of its output tokens, and `duration_s` the time since its
+        arrival.
         """
         self.requests.labels(outcome.lower()).inc()
         self.request_duration.observe_values(duration_s)
