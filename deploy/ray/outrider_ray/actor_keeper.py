@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.transport.ray import ActorLocation, RayEndpoint
+from outrider.transport.ray import SUPERVISOR_REPLACED, ActorLocation, RayEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,12 @@ class ActorKeeper:
         self._serve = serve
         self._endpoint: RayEndpoint | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_taken_over = False
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether another supervisor has taken the actor over; this keeper then leaves it alone."""
+        return self._is_taken_over
 
     @property
     def where(self) -> ActorLocation | None:
@@ -68,7 +74,7 @@ class ActorKeeper:
         if self._endpoint is not None:
             if drain_timeout_s:
                 await self._endpoint.drain(drain_timeout_s)
-            await self._endpoint.stop()
+            self._is_taken_over = not await self._endpoint.stop()
 
     async def detach(self) -> None:
         """Stop replacing the actor, which continues to run."""
@@ -81,8 +87,11 @@ class ActorKeeper:
         while True:
             began = time.monotonic()
             if self._endpoint is not None:
-                await _death(self._endpoint.actor, self.name)
+                self._is_taken_over = await _lost(self._endpoint)
                 self._endpoint = None
+                if self._is_taken_over:
+                    logger.warning("actor taken over", extra={"actor": self.name})
+                    return
                 logger.warning("actor lost", extra={"actor": self.name})
             pause_s = next_pause(pause_s, time.monotonic() - began)
             await asyncio.sleep(pause_s)
@@ -94,22 +103,27 @@ class ActorKeeper:
                 logger.error("actor start failed", extra=problem)
 
 
-async def _death(actor: Any, name: str) -> None:
-    """Return once the actor is dead."""
+async def _lost(endpoint: RayEndpoint) -> bool:
+    """Renew the supervision of an actor until the actor is dead; then return False. Return True as
+    soon as another supervisor has taken the actor over."""
     import ray
     from ray.exceptions import ActorDiedError, RayError
 
+    actor: Any = endpoint.actor
     while True:
         try:
             async with asyncio.timeout(MAX_HANG_S):
-                await actor.__ray_ready__.remote()
+                reply = await actor.renew.remote(endpoint.supervision.supervisor)
+            if reply.error is not None and reply.error.reason == SUPERVISOR_REPLACED:
+                return True
         except ActorDiedError:
-            return
+            return False
         except RayError as error:
             logger.warning(
-                "actor did not answer", extra={"actor": name, "problem": type(error).__name__}
+                "actor did not answer",
+                extra={"actor": endpoint.address, "problem": type(error).__name__},
             )
         except TimeoutError:
-            logger.error("actor hung; it is killed", extra={"actor": name})
+            logger.error("actor hung; it is killed", extra={"actor": endpoint.address})
             ray.kill(actor)
         await asyncio.sleep(POLL_INTERVAL_S)

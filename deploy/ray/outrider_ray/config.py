@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from outrider_drafter.config import DrafterConfig
 from outrider_router.config import RouterConfig
 from outrider_verifier.config import SEPARATE, VerifierConfig
 
+from outrider import __version__
 from outrider.client.commands.ray_flags import PACK, STRATEGIES
 from outrider.client.local.config import CPU, CUDA, DEVICES, SHARED_MEMORY_FRACTION
 from outrider.config import KeysOf, OneOf, load_config
@@ -127,6 +129,9 @@ class RayFleetConfig:
     """Maximum time for placing an actor and loading its model, in seconds."""
     drain_timeout_s: float = 5.0
     """Time in seconds that running requests get to finish after SIGTERM."""
+    orphan_timeout_s: float = 300.0
+    """Under Ray Serve: time in seconds for which the actors wait for the next replica after the
+    loss of a replica, and then end."""
     log_level: Annotated[str, OneOf(LOG_LEVELS)] = "INFO"
     """Lowest log level that is written to stderr."""
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
@@ -169,8 +174,9 @@ class RayFleetConfig:
         if self.gpus_per_actor == 0 and CUDA in self.devices:
             raise ValueError("gpus_per_actor must be positive for actors on cuda")
         check_level(self.log_level)
-        if self.start_timeout_s <= 0:
-            raise ValueError("start_timeout_s must be positive")
+        for name in ("start_timeout_s", "orphan_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.ray_address.startswith("ray://"):
             # A Ray client has no local raylet, so that actor calls would be relayed.
             raise ValueError(
@@ -287,6 +293,22 @@ class RayFleetConfig:
         if self.memory_fraction is None and shares:
             return SHARED_MEMORY_FRACTION
         return self.memory_fraction
+
+
+def actor_settings_hash(config: RayFleetConfig) -> str:
+    """Return a hash of all settings with which the actors of a fleet are created and placed. A
+    fleet can take over actors that were created with the same hash."""
+    settings = (
+        __version__,
+        config.ray,
+        config.counts,
+        config.strategy,
+        [(config.gpus_of(role), config.resource_of(role)) for role in config.roles],
+        config.cpus_per_actor,
+        verifier_config(config),
+        drafter_config(config),
+    )
+    return hashlib.sha256(repr(settings).encode()).hexdigest()
 
 
 def verifier_config(config: RayFleetConfig, index: int = 0) -> VerifierConfig:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from outrider.errors import FailedPreconditionError
+from outrider.errors import AlreadyExistsError, FailedPreconditionError
 from outrider.transport.ray import (
     ActorLocation,
     EndpointFactory,
     RayEndpoint,
-    find_endpoint,
+    Supervision,
+    claim_endpoint,
     serve_drafter,
     serve_verifier,
 )
@@ -29,13 +30,15 @@ ServeActor = Callable[..., Awaitable[RayEndpoint]]
 class ActorFleet:
     """Places, keeps alive, adds and removes the actors of one fleet."""
 
-    def __init__(self, config: RayFleetConfig) -> None:
-        """Create a fleet without starting it. Ray must have been initialised.
+    def __init__(self, config: RayFleetConfig, supervision: Supervision) -> None:
+        """Create a fleet without starting it. Ray must have been initialised. `supervision` says
+        who else may take the actors over, and when they end without a supervisor.
 
         Raises InvalidRequestError if the configuration of an actor is invalid, and UnavailableError
         if an actor needs a GPU and there is none.
         """
         self._config = config = with_gpu_share(config)
+        self._supervision = supervision
         self._places = ActorPlacement(config)
         self._keepers = {member: self._keeper(member) for member in config.members}
 
@@ -44,8 +47,16 @@ class ActorFleet:
         """Location of each actor; None while the actor is being created or replaced."""
         return {member: keeper.where for member, keeper in self._keepers.items()}
 
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether another supervisor has taken over any of the actors."""
+        return any(keeper.is_taken_over for keeper in self._keepers.values())
+
     async def start(self) -> None:
-        """Reserve placement groups, start all actors in parallel, and wait until all are ready."""
+        """Reserve placement groups, start all actors in parallel, and wait until all are ready.
+        Raises AlreadyExistsError (NAME_IN_USE) if the namespace has actors of another fleet."""
+        if not self._config.detached:
+            await asyncio.to_thread(check_namespace, self._config.namespace)
         await self._places.reserve(self._config.cells)
         await asyncio.gather(*(keeper.start() for keeper in self._keepers.values()))
         for keeper in self._keepers.values():
@@ -91,9 +102,11 @@ class ActorFleet:
         await self._places.give_back(member)
 
     async def stop(self) -> None:
-        """Stop all actors, then release their placement groups."""
+        """Stop all actors, then release their placement groups, unless another supervisor has taken
+        them over."""
         await asyncio.gather(*(keeper.stop() for keeper in self._keepers.values()))
-        await self._places.release()
+        if not self.is_taken_over:
+            await self._places.release()
 
     def _keeper(self, member: FleetMember) -> ActorKeeper:
         """Return the keeper of a member. Raises InvalidRequestError for an invalid
@@ -113,11 +126,17 @@ class ActorFleet:
         config = self._config
         options = self._places.options(member)
         if config.detached:
-            found = await find_endpoint(member.name, config.ray)
+            found = await claim_endpoint(member.name, config.ray, self._supervision)
             if found is not None:
                 return found
             options |= {"lifetime": "detached"}
-        return await serve(member.name, factory, config=config.ray, actor_options=options)
+        return await serve(
+            member.name,
+            factory,
+            config=config.ray,
+            actor_options=options,
+            supervision=self._supervision,
+        )
 
 
 def existing_members(namespace: str) -> list[FleetMember]:
@@ -127,3 +146,35 @@ def existing_members(namespace: str) -> list[FleetMember]:
     known: Any = list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in known if actor["namespace"] == namespace]
     return sorted(member for name in names if (member := member_of(name)) is not None)
+
+
+def check_namespace(namespace: str) -> None:
+    """Raise AlreadyExistsError (NAME_IN_USE) if there are actors of a fleet in this namespace."""
+    found = existing_members(namespace)
+    if found:
+        raise namespace_in_use(namespace, found)
+
+
+def namespace_in_use(namespace: str, members: Sequence[FleetMember] = ()) -> AlreadyExistsError:
+    """Return the error for a namespace that already has a fleet, of which `members` are known."""
+    names = ", ".join(member.name for member in members)
+    return AlreadyExistsError(
+        f"the Ray namespace {namespace} already has a fleet{f' ({names})' if names else ''}: give "
+        "another --namespace, or stop that fleet with its launcher or `outrider ray stop`",
+        reason="NAME_IN_USE",
+    )
+
+
+async def claim_members(config: RayFleetConfig, supervision: Supervision) -> bool:
+    """Take over the running actors of a fleet, and return whether there is a verifier among them.
+
+    Raises AlreadyExistsError (NAME_IN_USE) if the namespace has actors of another fleet.
+    """
+    members = await asyncio.to_thread(existing_members, config.namespace)
+    found = await asyncio.gather(
+        *(claim_endpoint(member.name, config.ray, supervision) for member in members)
+    )
+    return any(
+        endpoint is not None and member.role is MemberRole.VERIFIER
+        for member, endpoint in zip(members, found, strict=True)
+    )

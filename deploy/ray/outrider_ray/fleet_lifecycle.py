@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from outrider.transport.ray import Supervision
 from outrider_ray.config import RayFleetConfig
 from outrider_ray.embedded_router import EmbeddedRouter, serve_front
 from outrider_ray.fleet import ActorFleet
@@ -27,14 +28,16 @@ async def supervise(
     on_serving: ServingCallback,
     *,
     resume: bool = False,
+    supervision: Supervision | None = None,
 ) -> None:
     """Start a fleet and its router, serve clients until `stop` is set, then drain and stop the
     fleet. Ray must have been initialised.
 
     With `resume`, take over the running actors of a supervisor that died; missing actors are
-    created while clients are served. Raises OutriderError if the fleet does not start.
+    created while clients are served. `supervision` says who else may take the actors over, and
+    when they end without a supervisor. Raises OutriderError if the fleet does not start.
     """
-    fleet = ActorFleet(config)
+    fleet = ActorFleet(config, supervision or Supervision())
     try:
         if resume:
             await fleet.resume()

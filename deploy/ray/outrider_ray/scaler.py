@@ -46,12 +46,12 @@ class FleetScaler:
             self._introduce(member)
 
     async def run(self) -> None:
-        """Evaluate the load repeatedly and scale, until cancelled. Returns at once if no pool may
-        grow."""
+        """Evaluate the load repeatedly and scale, until cancelled or until another supervisor has
+        taken the fleet over. Returns at once if no pool may grow."""
         if self._config.max_of == self._config.counts:
             return
         try:
-            while True:
+            while not self._fleet.is_taken_over:
                 self.look(time.monotonic())
                 await asyncio.sleep(self._config.autoscale.look_s)
         finally:

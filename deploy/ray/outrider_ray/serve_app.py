@@ -1,9 +1,11 @@
 """Outrider as a Ray Serve application: `serve run outrider_ray.serve_app:app model=NAME`.
 
 One replica replaces the launcher: it creates verifiers and drafters as actors, keeps them alive,
-and its router serves OpenAI's HTTP API behind Serve's proxies. When the replica ends, its actors
-always end too, and Serve starts the next replica. Each replica is a separate fleet, so scale with
-`max_verifiers` and `max_drafters` instead of more replicas.
+and its router serves OpenAI's HTTP API behind Serve's proxies. The actors outlive a replica that is
+lost, and the next replica takes them over. They end with a replica that Serve stops in an orderly
+way, as it does when the application is deleted, or after `orphan_timeout_s` without a replica. Each
+application is a separate fleet, so scale with `max_verifiers` and `max_drafters` instead of more
+replicas.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_type_hints
@@ -23,10 +26,11 @@ from ray.serve import Application
 from outrider.config import from_plain
 from outrider.errors import AlreadyExistsError, InvalidRequestError, UnavailableError
 from outrider.process_tuning import tune_garbage_collector
+from outrider.transport.ray import Supervision
 from outrider_ray.actors import prepare
-from outrider_ray.config import RayFleetConfig
+from outrider_ray.config import RayFleetConfig, actor_settings_hash
 from outrider_ray.embedded_router import EmbeddedRouter
-from outrider_ray.fleet import ActorFleet
+from outrider_ray.fleet import ActorFleet, claim_members
 from outrider_ray.fleet_lifecycle import supervise
 
 logger = logging.getLogger(__name__)
@@ -35,6 +39,10 @@ MAX_ONGOING = 4096
 """Maximum number of requests that Serve lets the router have in progress. The router has its own
 queue and limits."""
 NAME_PAUSE_S = 0.5
+"""Seconds between two attempts to start a fleet while actors of another one have its names."""
+STOP_S = 30.0
+"""Seconds that Serve gives a replica to end, in addition to twice the time that running requests
+get: Serve waits for its own requests before the router does so for those of its gRPC API."""
 _DEFAULT_LISTEN = "127.0.0.1:0"
 
 
@@ -44,7 +52,11 @@ def app(args: dict[str, Any]) -> Application:
 
     Raises InvalidRequestError for unknown keys and invalid values.
     """
-    bound: Application = _DEPLOYMENT.bind(launch_config(args))
+    config = launch_config(args)
+    deployment = _DEPLOYMENT.options(
+        graceful_shutdown_timeout_s=2.0 * config.drain_timeout_s + STOP_S
+    )
+    bound: Application = deployment.bind(config)
     return bound
 
 
@@ -58,8 +70,8 @@ def launch_config(args: Mapping[str, Any]) -> RayFleetConfig:
             "detached must not be set: Ray Serve manages the fleet of a Serve application",
             reason="INVALID_CONFIG",
         )
-    # Serve has already joined the cluster.
-    return replace(config, ray_address="auto")
+    # Serve has already joined the cluster, and the actors outlive a replica.
+    return replace(config, ray_address="auto", detached=True)
 
 
 class Ingress:
@@ -69,6 +81,12 @@ class Ingress:
         """Start the fleet and wait until it serves. Raises the errors of its start."""
         prepare(0, config.log_level)
         self._config = config
+        # Two applications with the same settings must not take over each other's actors.
+        application = serve.get_replica_context().app_name
+        self._supervision = Supervision(
+            fleet=f"{application} {actor_settings_hash(config)}",
+            orphan_timeout_s=config.orphan_timeout_s,
+        )
         self._stop = asyncio.Event()
         self._front: asyncio.Future[EmbeddedRouter] = asyncio.get_running_loop().create_future()
         self._running = asyncio.create_task(self._run())
@@ -91,18 +109,25 @@ class Ingress:
             raise UnavailableError("the supervisor of the fleet has stopped", reason="STOPPING")
 
     async def __del__(self) -> None:
-        """Drain and stop the fleet."""
+        """Drain and stop the fleet, unless the next replica has taken it over."""
         self._stop.set()
         with contextlib.suppress(Exception):
             await self._running
 
     async def _run(self) -> None:
+        config, supervision = self._config, self._supervision
+        until = time.monotonic() + max(config.start_timeout_s, config.orphan_timeout_s)
         while True:
             try:
-                return await supervise(self._config, self._stop, self._serving)
+                resume = await claim_members(config, supervision)
+                return await supervise(
+                    config, self._stop, self._serving, resume=resume, supervision=supervision
+                )
             except AlreadyExistsError as error:
-                # Ray is about to end the actors of the previous replica.
-                logger.warning("actor name not registered yet", extra={"problem": error.message})
+                # A replica with other settings may be about to stop, or its orphans about to end.
+                if time.monotonic() > until or self._stop.is_set():
+                    raise
+                logger.warning("actor names in use", extra={"problem": error.message})
                 await asyncio.sleep(NAME_PAUSE_S)
 
     def _serving(self, _fleet: ActorFleet, front: EmbeddedRouter) -> None:

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from outrider.errors import (
-    AlreadyExistsError,
     NotFoundError,
     OutriderError,
     UnavailableError,
@@ -26,7 +25,7 @@ from outrider.transport.error_codec import ErrorStatus, from_status, to_status
 from outrider.transport.ray.calls import actor_named
 from outrider_ray.actor_keeper import MIN_BACKOFF_S, next_pause
 from outrider_ray.config import RayFleetConfig
-from outrider_ray.fleet import existing_members
+from outrider_ray.fleet import check_namespace, existing_members, namespace_in_use
 from outrider_ray.members import group_name
 
 logger = logging.getLogger(__name__)
@@ -164,8 +163,7 @@ def start_detached(config: RayFleetConfig) -> FleetStatus:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    if existing_members(config.namespace):
-        raise _in_use(config.namespace)
+    check_namespace(config.namespace)
     here = ray.get_runtime_context().get_node_id()
     options = {
         "name": SUPERVISOR,
@@ -182,7 +180,7 @@ def start_detached(config: RayFleetConfig) -> FleetStatus:
     try:
         actor: Any = ray.remote(SupervisorHost).options(**options).remote(config)
     except ValueError as error:
-        raise _in_use(config.namespace) from error
+        raise namespace_in_use(config.namespace) from error
     while True:
         # The start of a fleet is bounded by its own timeouts.
         status: FleetStatus = _ask(actor, "status", _ASK_S)
@@ -258,13 +256,6 @@ def _find(namespace: str) -> Any:
         raise NotFoundError(
             f"the namespace {namespace} has no detached fleet", reason="NO_FLEET"
         ) from None
-
-
-def _in_use(namespace: str) -> AlreadyExistsError:
-    return AlreadyExistsError(
-        f"the namespace {namespace} already has a fleet; `outrider ray stop` stops it",
-        reason="NAME_IN_USE",
-    )
 
 
 def _ask(actor: Any, method: str, timeout_s: float) -> Any:

@@ -8,7 +8,9 @@ frames.py                  Frames as arguments and results of Ray actor calls: p
 grpc_streams.py            gRPC streams between Ray actors, which are addressed by name.
 host.py                    Actor that hosts an endpoint; every method returns after a bounded wait.
 options.py                 Ray transport settings.
-serving.py                 Start, lookup and stop of actor hosts.
+serving.py                 Start, take-over and stop of actor hosts.
+supervision.py             Supervision of an actor host: who supervises it, and when it counts as
+                           orphaned.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from __future__ import annotations
 from outrider.transport.ray.dialer import RayDialer
 from outrider.transport.ray.host import ActorLocation, EndpointFactory
 from outrider.transport.ray.options import EXCHANGES, GRPC, REFS, RayConfig
-from outrider.transport.ray.serving import RayEndpoint, find_endpoint, serve_drafter, serve_verifier
+from outrider.transport.ray.serving import (
+    RayEndpoint,
+    claim_endpoint,
+    serve_drafter,
+    serve_verifier,
+)
+from outrider.transport.ray.supervision import SUPERVISOR_REPLACED, Supervision
 
 __all__ = [
     "EXCHANGES",
@@ -27,7 +35,9 @@ __all__ = [
     "RayDialer",
     "RayEndpoint",
     "ActorLocation",
-    "find_endpoint",
+    "SUPERVISOR_REPLACED",
+    "Supervision",
+    "claim_endpoint",
     "serve_drafter",
     "serve_verifier",
 ]

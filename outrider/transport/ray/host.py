@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
+import signal
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
@@ -32,6 +35,7 @@ from outrider.transport.ray.frames import (
 )
 from outrider.transport.ray.grpc_streams import grpc_config
 from outrider.transport.ray.options import GRPC, RayConfig
+from outrider.transport.ray.supervision import Supervision, SupervisionState
 from outrider.wire.codec import (
     decode_attach,
     decode_close_session,
@@ -41,6 +45,8 @@ from outrider.wire.codec import (
     encode_drafter_info,
     encode_verifier_info,
 )
+
+logger = logging.getLogger(__name__)
 
 EndpointFactory = Callable[[], AbstractAsyncContextManager[Any]]
 """Function that creates an endpoint within its actor. Leaving the returned context stops the
@@ -52,6 +58,7 @@ heartbeat configuration."""
 
 _MAX_WAIT_S = 10.0
 _STOP_GRACE_S = 1.0
+_ORPHAN_CHECK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +77,8 @@ class ActorLocation:
     """Process id of the actor."""
     node: str
     """Address of the actor's node."""
+    node_id: str
+    """Ray's id of the actor's node, as in `ray list nodes`."""
     gpus: tuple[str, ...]
     """GPUs that Ray assigned to the actor, by their numbers on the node. Within the actor they are
     numbered from 0."""
@@ -148,7 +157,9 @@ class EndpointHost:
     """Runs an endpoint in an actor's event loop and answers calls to it. Every method returns a
     `CallResult`."""
 
-    def __init__(self, factory: EndpointFactory, config: RayConfig) -> None:
+    def __init__(
+        self, factory: EndpointFactory, config: RayConfig, supervision: Supervision
+    ) -> None:
         self._factory = factory
         self._config = config
         self._stack = AsyncExitStack()
@@ -158,14 +169,38 @@ class EndpointHost:
         self._endpoint: Any = None
         self._server: GrpcServer | None = None
         self._where: ActorLocation | None = None
+        self._supervision = SupervisionState(supervision, config.start_timeout_s, time.monotonic())
+        self._orphan_check: asyncio.Task[None] | None = None
 
-    async def start(self) -> CallResult:
+    async def start(self, supervisor: str) -> CallResult:
         """Create the endpoint, wait until it is ready, and return its `ActorLocation`."""
-        return await self._answer(self._start)
+        self._orphan_check = asyncio.create_task(self._end_when_orphaned())
 
-    async def location(self) -> CallResult:
-        """Return the `ActorLocation` of the endpoint, or None if it is not ready."""
-        return CallResult(value=self._where)
+        async def start_it() -> ActorLocation:
+            where = await self._start()
+            self._supervision.renew(supervisor, time.monotonic())
+            return where
+
+        return await self._answer(start_it)
+
+    async def claim(self, supervision: Supervision) -> CallResult:
+        """Make another supervisor the actor's own. Return the `ActorLocation` of the endpoint, or
+        None if it is not ready."""
+
+        async def claim_it() -> ActorLocation | None:
+            self._supervision.claim(supervision, time.monotonic())
+            return self._where
+
+        return await self._answer(claim_it)
+
+    async def renew(self, supervisor: str) -> CallResult:
+        """Record that the actor's supervisor is alive. Returns an error (SUPERVISOR_REPLACED) if
+        another supervisor has claimed the actor."""
+
+        async def renew_it() -> None:
+            self._supervision.renew(supervisor, time.monotonic())
+
+        return await self._answer(renew_it)
 
     async def stream_address(self) -> CallResult:
         """Return the HOST:PORT at which this actor accepts gRPC streams."""
@@ -178,8 +213,13 @@ class EndpointHost:
         """Make a verifier hand over its sessions to other verifiers, within `timeout_s` seconds."""
         return await self._answer(lambda: self._endpoint.drain(timeout_s))
 
-    async def stop(self) -> CallResult:
-        """End all exchanges and session streams, then the endpoint."""
+    async def stop(self, supervisor: str) -> CallResult:
+        """End all exchanges and session streams, then the endpoint. Returns an error
+        (SUPERVISOR_REPLACED) and ends nothing if another supervisor has claimed the actor."""
+        renewed = await self.renew(supervisor)
+        return renewed if renewed.error is not None else await self._stop()
+
+    async def _stop(self) -> CallResult:
         for frames in self._exchanges.values():
             await frames.close()
         for task in list(self._tasks):
@@ -187,6 +227,21 @@ class EndpointHost:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._config.control_timeout_s)
         return await self._answer(self._stack.aclose)
+
+    async def _end_when_orphaned(self) -> None:
+        """End this actor, and release the resources that were reserved for it, once its supervisor
+        has been silent for too long."""
+        import ray
+
+        while not self._supervision.is_orphaned(time.monotonic()):
+            await asyncio.sleep(_ORPHAN_CHECK_S)
+        logger.warning("actor ends because its supervisor is lost")
+        await self._stop()
+        # A detached placement group would outlive its actors.
+        group = ray.util.get_current_placement_group()
+        if group is not None:
+            await asyncio.to_thread(ray.util.remove_placement_group, group)
+        signal.raise_signal(signal.SIGTERM)
 
     async def call(self, method: str, request: bytes) -> CallResult:
         """Run a unary control call and return the encoded response. `method` is SERVICE/METHOD,
@@ -234,8 +289,13 @@ class EndpointHost:
             )
             await server.start()
             self._server = server
-        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        self._where = ActorLocation(pid=os.getpid(), node=node, gpus=tuple(gpus))
+        context = ray.get_runtime_context()
+        self._where = ActorLocation(
+            pid=os.getpid(),
+            node=node,
+            node_id=context.get_node_id(),
+            gpus=tuple(context.get_accelerator_ids().get("GPU", [])),
+        )
         return self._where
 
     async def _stop_listening(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from outrider_ray.config import actor_settings_hash
 
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
@@ -25,6 +26,21 @@ def test_its_fleet_is_on_the_cluster_that_serve_runs_on() -> None:
     config = serve_app.launch_config({"model": "m"})
     assert config.ray_address and config.ray.listen_host == ""
     assert config.listen == "127.0.0.1:0"
+
+
+def test_its_actors_outlive_a_replica_and_are_taken_over_unless_their_settings_changed() -> None:
+    config = serve_app.launch_config({"model": "m"})
+    assert config.detached
+    same = serve_app.launch_config({"model": "m", "http": "127.0.0.1:0", "queue_limit": 3})
+    assert actor_settings_hash(same) == actor_settings_hash(config)
+    for key, value in {
+        "model": "n",
+        "verifiers": 2,
+        "kv_tokens": 512,
+        "strategy": "spread",
+    }.items():
+        other = serve_app.launch_config({"model": "m"} | {key: value})
+        assert actor_settings_hash(other) != actor_settings_hash(config)
 
 
 @pytest.mark.parametrize("args", [{"modle": "m"}, {"model": "m", "verifiers": "two"}])
