@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
 import signal
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,8 +24,11 @@ from outrider.client import (
     RetryPolicy,
     user,
 )
-from outrider.errors import InvalidRequestError
+from outrider.errors import InvalidRequestError, UnauthenticatedError
 from outrider.spec.plan import DraftMethod
+from outrider.transport.tls import CertificateRole, TlsConfig
+from tests.fakes.certificates import Authority
+from tests.integration.ray_nodes import free_port
 from tests.integration.stack import Process
 from tests.waiting import wait_until
 
@@ -220,6 +225,40 @@ def test_a_pool_follows_its_load_and_all_actors_end_with_a_killed_launcher(
         wait_until(
             lambda: not any(actor.alive for actor in actors), timeout_s=STOP_S, what="their end"
         )
+    finally:
+        process.stop()
+
+
+def test_clients_need_a_key_over_tls_and_actors_have_metrics(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path / "ca")
+    certificate = authority.role(CertificateRole.ROUTER)
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[keys.mine]\nsha256 = "{hashlib.sha256(b"secret").hexdigest()}"\n')
+    metrics_port = free_port() & ~1
+    arguments = ["--model", str(tiny_target), "--methods", "ngram", "--threads", "1"]
+    arguments += ["--member-metrics-port", str(metrics_port), "--api-keys", str(keys)]
+    arguments += ["--client-api-tls-cert", str(certificate.cert)]
+    arguments += ["--client-api-tls-key", str(certificate.key)]
+    process = Launcher(tmp_path, *arguments)
+    tls = TlsConfig(ca=authority.ca)
+    retry = RetryPolicy(max_attempts=1)
+    try:
+        process.start().wait_ready()
+        with (
+            Client(process.address, timeout_s=60.0, retry=retry, tls=tls) as stranger,
+            pytest.raises(UnauthenticatedError),
+        ):
+            stranger.generate(PROMPT, max_tokens=8)
+        with Client(
+            process.address, timeout_s=60.0, retry=retry, tls=tls, api_key="secret"
+        ) as client:
+            result = client.generate(PROMPT, max_tokens=8, ignore_eos=True)
+        assert len(result.token_ids) == 8
+        for port, name in ((metrics_port, "outrider_verifier"), (metrics_port + 1, "drafter")):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30.0) as page:
+                assert name in page.read().decode()
     finally:
         process.stop()
 

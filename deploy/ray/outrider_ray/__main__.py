@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--config", metavar="FILE.toml", help="TOML configuration file.")
     add("--model", metavar="NAME|DIR", help="Target model: a known name or a directory.")
     add("--model-name", metavar="NAME", help="Model name that clients send.")
-    add("--head", metavar="DIR", help="Directory of the EAGLE draft head.")
+    add("--head", metavar="DIR", help="Directory of the EAGLE draft head (default: auto).")
     add("--draft-model", metavar="NAME|DIR", help="Draft model with the tokenizer of --model.")
     add(
         "--methods",
@@ -130,11 +130,23 @@ def make_parser() -> argparse.ArgumentParser:
         help="Disable prefix caching: compute every prompt from its first token.",
     )
     add(
+        "--batch-invariant",
+        dest="verifier.batch_invariant",
+        action="store_const",
+        const=True,
+        help="Make outputs independent of the other requests in a batch.",
+    )
+    add(
         "--simulated-acceptance",
         metavar="RATES",
         help="Benchmark only: accept drafts at random at these rates.",
     )
-    add("--listen", metavar="HOST:PORT", help="Address of the gRPC client API.")
+    add(
+        "--listen",
+        metavar="HOST:PORT",
+        help="Address of the gRPC client API (default: port 50050 of 127.0.0.1, or of the node's "
+        "address with --detached).",
+    )
     add("--http", metavar="HOST:PORT", help="Address of the OpenAI-compatible HTTP API.")
     add("--kv-tokens", type=int, metavar="N", help="KV cache size of each verifier in tokens.")
     add(
@@ -168,6 +180,25 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="P",
         help="Prometheus port of the router; 0: a free port.",
     )
+    add(
+        "--member-metrics-port",
+        type=int,
+        metavar="P",
+        help="First Prometheus port of the actors: verifier N has P + 2 N, drafter N the next one.",
+    )
+    add(
+        "--api-keys",
+        metavar="FILE.toml",
+        dest="router.api_keys",
+        help="Key file on the router's node; clients must send one of its API keys.",
+    )
+    for part, text in (("cert", "Certificate presented to clients"), ("key", "Its private key")):
+        add(
+            f"--client-api-tls-{part}",
+            metavar="FILE.pem",
+            dest=f"router.client_api_tls.{part}",
+            help=f"{text}, a file on the router's node.",
+        )
     add(
         "--exchange",
         help="Transport between actors: grpc, or refs for actor calls with object refs "

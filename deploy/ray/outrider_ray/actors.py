@@ -17,6 +17,7 @@ from outrider_verifier.config import VerifierConfig
 from outrider.busy_polling import BusyCores
 from outrider.config.hooks import install_hooks
 from outrider.logs import setup_logging
+from outrider.metrics_port import serve_metrics
 from outrider.process_tuning import run_in_short_thread, set_openmp_spin, tune_process
 from outrider.transport.ray import RayConfig, RayDialer
 from outrider.watchdog import EXIT_GRACE_S, EXIT_STALLED, exit_within
@@ -24,6 +25,7 @@ from outrider.watchdog import EXIT_GRACE_S, EXIT_STALLED, exit_within
 if TYPE_CHECKING:
     from outrider_drafter.server.service import DrafterService
     from outrider_verifier.server.service import VerifierService
+    from prometheus_client import CollectorRegistry
 
 ServiceT = TypeVar("ServiceT", "VerifierService", "DrafterService")
 
@@ -33,7 +35,9 @@ this time the actor's sessions receive an error."""
 
 
 @asynccontextmanager
-async def verifier_endpoint(config: VerifierConfig) -> AsyncGenerator[VerifierService]:
+async def verifier_endpoint(
+    config: VerifierConfig, ray_config: RayConfig
+) -> AsyncGenerator[VerifierService]:
     """Load the model and run a verifier in this actor for the duration of an `async with` block."""
     prepare(config.threads, config.log_level)
     from outrider_verifier.hooks import VerifierHooks
@@ -48,6 +52,7 @@ async def verifier_endpoint(config: VerifierConfig) -> AsyncGenerator[VerifierSe
         partial(build_service, config, hooks=hooks), end, config.busy_polling_cores
     ) as service:
         service.start()
+        _serve_metrics(service.metrics.registry, config.metrics_port, ray_config)
         yield service
 
 
@@ -71,7 +76,17 @@ async def drafter_endpoint(
     async with _built(
         partial(build_service, config, access, hooks=hooks), end, config.busy_polling_cores
     ) as service:
+        _serve_metrics(service.metrics.registry, config.metrics_port, ray_config)
         yield service
+
+
+def _serve_metrics(registry: CollectorRegistry, port: int, ray_config: RayConfig) -> None:
+    """Serve the metrics of this actor on the address of its node, unless `port` is negative."""
+    if port < 0:
+        return
+    from ray.util import get_node_ip_address
+
+    serve_metrics(registry, ray_config.listen_host or get_node_ip_address(), port)
 
 
 @asynccontextmanager

@@ -49,19 +49,30 @@ def describe(status: FleetStatus) -> Iterator[str]:
     """Yield a line for the fleet and one for each of its actors."""
     parts = [f"fleet {status.state}"]
     if status.address:
-        parts.append(f"clients at {status.address}")
+        parts.append(f"clients at {status.address}{_only_local(status.address)}")
     if status.http:
-        parts.append(f"HTTP at {status.http}")
+        parts.append(f"HTTP at {status.http}{_only_local(status.http)}")
     if status.metrics:
         parts.append(f"metrics at {status.metrics}")
-    parts.append(f"supervisor on {status.node}{' (restarted)' if status.restarted else ''}")
+    restarted = ", restarted" if status.restarted else ""
+    parts.append(f"supervisor on {status.node} (node {status.node_id}{restarted})")
     if status.problem is not None:
         parts.append(status.problem.message)
     yield ", ".join(parts)
     for member in status.members:
         gpus = f", GPUs {', '.join(member.gpus)}" if member.gpus else ""
-        where = f"on {member.node}, pid {member.pid}{gpus}" if member.pid else "being created"
+        metrics = f", metrics at {member.metrics}" if member.metrics else ""
+        if member.pid:
+            where = f"on {member.node} (node {member.node_id}), pid {member.pid}{gpus}{metrics}"
+        else:
+            where = "being created"
         yield f"{member.name} {where}"
+
+
+def _only_local(address: str) -> str:
+    """Return a remark on an address at which only its own node can be reached; else ""."""
+    host = address.rpartition(":")[0]
+    return " (only on its node)" if host in ("127.0.0.1", "localhost", "[::1]") else ""
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from outrider.client.commands.ray_flags import PACK, STRATEGIES
 from outrider.client.local.config import CPU, CUDA, DEVICES, SHARED_MEMORY_FRACTION
 from outrider.config import KeysOf, OneOf, load_config
 from outrider.logs import LOG_LEVELS, check_level
+from outrider.models import builtin_head
 from outrider.spec.exchange_mode import AUTO, EXCHANGE_MODES, OFF
 from outrider.spec.plan import DraftMethod, default_method
 from outrider.transport.ray import EXCHANGES, GRPC, RayConfig
@@ -26,6 +27,10 @@ from outrider_ray.members import FleetMember, MemberGroup, MemberRole, cells_of,
 
 HEAD_METHODS = frozenset({DraftMethod.EAGLE3, DraftMethod.EAGLE})
 LOCAL_HOST = "127.0.0.1"
+DEFAULT_PORT = 50050
+MAX_PORT = 65535
+AUTO_HEAD = "auto"
+"""Value of `head` that stands for the head that ships for the model, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +42,9 @@ class RayFleetConfig:
     """Target model: a directory, or the name of a model that every node resolves itself."""
     model_name: str = ""
     """Model name in requests; "" uses the verifier's name."""
-    head: str = ""
-    """Directory of the EAGLE draft head, which the methods eagle3 and eagle need."""
+    head: str = AUTO_HEAD
+    """Directory of the EAGLE draft head, which the methods eagle3 and eagle need; auto uses the
+    head that ships for the model, if there is one, and "" uses none."""
     verifiers: int = 1
     """Number of verifiers at the start."""
     drafters: int = 1
@@ -82,8 +88,9 @@ class RayFleetConfig:
     """Whether rounds are replayed from CUDA graphs on GPUs."""
     simulated_acceptance: str = ""
     """For benchmarks with random weights only: see the verifier's option of this name."""
-    listen: str = "127.0.0.1:50050"
-    """HOST:PORT of the gRPC API for clients; port 0 picks a free port."""
+    listen: str = ""
+    """HOST:PORT of the gRPC API for clients; port 0 picks a free port. "" is port 50050 of
+    127.0.0.1, or with `detached` of the address of the supervisor's node."""
     http: str = ""
     """HOST:PORT of OpenAI's HTTP API; port 0 picks a free port, "" disables it."""
     kv_tokens: int | None = None
@@ -101,6 +108,9 @@ class RayFleetConfig:
     """CPU cores that each actor keeps busy-polling while it serves; with GPUs only."""
     metrics_port: int = -1
     """Port of the router's Prometheus endpoint; 0 picks a free port, -1 disables the endpoint."""
+    member_metrics_port: int = -1
+    """First Prometheus port of the actors: verifier N has this port plus 2 N, drafter N the next
+    one, on the address of its node; -1 disables them."""
     exchange: Annotated[str, OneOf(EXCHANGES)] = GRPC
     """Transport of rounds and sessions: grpc (between processes, with shared-memory channels within
     a node) or refs (actor calls, with object refs for large messages and no shared-memory
@@ -171,6 +181,14 @@ class RayFleetConfig:
             if getattr(self, name) not in known:
                 words = ", ".join(filter(None, known))
                 raise ValueError(f"{name} must be one of {words}, got {getattr(self, name)!r}")
+        self._check_router()
+        if self.member_metrics_port != -1 and not (
+            0 < self.member_metrics_port <= MAX_PORT + 1 - 2 * max(self.max_of)
+        ):
+            raise ValueError(
+                f"member_metrics_port must be -1, or 1 to {MAX_PORT + 1 - 2 * max(self.max_of)} "
+                f"for {max(self.max_of)} actors of a role, got {self.member_metrics_port}"
+            )
         if self.gpus_per_actor == 0 and CUDA in self.devices:
             raise ValueError("gpus_per_actor must be positive for actors on cuda")
         check_level(self.log_level)
@@ -184,12 +202,34 @@ class RayFleetConfig:
                 "cluster"
             )
 
+    def _check_router(self) -> None:
+        for name, table in (
+            ("router", self.router),
+            ("verifier", self.verifier),
+            ("drafter", self.drafter),
+        ):
+            if table.get("tls"):
+                raise ValueError(
+                    f"{name}.tls has no effect on Ray: give clients TLS with "
+                    "router.client_api_tls, and protect connections between nodes by the network"
+                )
+        if self.router.get("reuse_ports"):
+            raise ValueError("router.reuse_ports: a fleet on Ray has one router")
+
+    @property
+    def head_dir(self) -> str:
+        """Directory of the draft head; "" if there is none."""
+        if self.head != AUTO_HEAD:
+            return self.head
+        found = builtin_head(self.model)
+        return "" if found is None else str(found)
+
     @property
     def drafting(self) -> tuple[DraftMethod, ...]:
         """Draft methods that requests can use; empty without speculation."""
         if self.methods is None:
             own = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
-            return own if self.head else (DraftMethod.NGRAM,)
+            return own if self.head_dir else (DraftMethod.NGRAM,)
         return tuple(method for method in self.methods if method is not DraftMethod.NONE)
 
     @property
@@ -264,6 +304,11 @@ class RayFleetConfig:
         """Name of the placement strategy in Ray's API."""
         return self.strategy.replace("-", "_").upper()
 
+    def metrics_port_of(self, member: FleetMember) -> int:
+        """Return the port of an actor's Prometheus endpoint, or -1 if it has none."""
+        first = self.member_metrics_port
+        return first if first < 0 else first + 2 * member.index + member.role
+
     def torch_device(self, role: MemberRole) -> str:
         """Return the torch device of an actor of this role. A GPU is always cuda:0, because Ray
         shows each actor only the GPUs that it reserved."""
@@ -314,13 +359,15 @@ def actor_settings_hash(config: RayFleetConfig) -> str:
 def verifier_config(config: RayFleetConfig, index: int = 0) -> VerifierConfig:
     """Return the configuration of the verifier with this index. Raises InvalidRequestError."""
     uses_head = bool(HEAD_METHODS & set(config.drafting))
+    member = FleetMember(MemberRole.VERIFIER, index)
     return load_config(
         VerifierConfig,
         overrides={
             **config.verifier,
             "model": _portable(config.model),
-            "verifier_id": FleetMember(MemberRole.VERIFIER, index).name,
-            "feature_head": _portable(config.head) if uses_head else None,
+            "verifier_id": member.name,
+            "metrics_port": config.metrics_port_of(member),
+            "feature_head": _portable(config.head_dir) if uses_head else None,
             "dtype": config.dtype,
             "device": config.torch_device(MemberRole.VERIFIER),
             "memory_fraction": config.verifier_memory_fraction,
@@ -351,12 +398,13 @@ def drafter_config(config: RayFleetConfig, index: int = 0) -> DrafterConfig | No
     uses_head = bool(HEAD_METHODS & set(methods))
     uses_model = DraftMethod.MODEL in methods
     device = config.torch_device(MemberRole.DRAFTER)
+    member = FleetMember(MemberRole.DRAFTER, index)
     return load_config(
         DrafterConfig,
         overrides={
             **config.drafter,
             "model": _portable(config.model),
-            "head": _portable(config.head) if uses_head else None,
+            "head": _portable(config.head_dir) if uses_head else None,
             "draft_model": _portable(config.draft_model) if uses_model else None,
             "methods": methods,
             "dtype": config.dtype,
@@ -367,20 +415,27 @@ def drafter_config(config: RayFleetConfig, index: int = 0) -> DrafterConfig | No
             "threads": config.actor_threads,
             # A drafter that computes on the CPU needs the cores itself.
             "busy_polling_cores": config.busy_polling_cores if device != CPU else 0,
-            "drafter_id": FleetMember(MemberRole.DRAFTER, index).name,
+            "drafter_id": member.name,
+            "metrics_port": config.metrics_port_of(member),
             "log_level": config.log_level,
         },
     )
 
 
-def router_config(config: RayFleetConfig, model: Path) -> RouterConfig:
+def router_config(
+    config: RayFleetConfig, model: Path, node_address: str = LOCAL_HOST
+) -> RouterConfig:
     """Return the configuration of the router. `model` is the directory from which the router reads
-    the tokenizer. Raises InvalidRequestError."""
+    the tokenizer, `node_address` the address of its node. Raises InvalidRequestError."""
+    # Clients of a detached fleet are rarely on the node on which Ray happens to run the router.
+    host = node_address if config.detached else LOCAL_HOST
+    defaults = {} if host == LOCAL_HOST else {"metrics_host": host}
     return load_config(
         RouterConfig,
         overrides={
+            **defaults,
             **config.router,
-            "listen": config.listen,
+            "listen": config.listen or f"{host}:{DEFAULT_PORT}",
             "http": config.http,
             "model": model,
             "model_name": config.model_name,

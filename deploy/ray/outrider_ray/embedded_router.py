@@ -13,14 +13,19 @@ from dataclasses import dataclass
 from outrider_router.api.http import HttpServer
 from outrider_router.api.listeners import make_client_server, serve_router_metrics
 from outrider_router.api.metrics_export import register_fleet_metrics
+from outrider_router.base.api_keys import read_keys
 from outrider_router.base.metrics import RouterMetrics
+from outrider_router.config import RouterConfig
 from outrider_router.fleet.compatibility import PeerState
 from outrider_router.requests.service import RouterService
+from ray.util import get_node_ip_address
 
+from outrider.errors import OutriderError
 from outrider.models import resolve_model
 from outrider.process_metrics import ProcessMetrics, ProcessState
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.ray import RayDialer
+from outrider.transport.tls import TlsFiles
 from outrider_ray.config import RayFleetConfig, router_config
 
 logger = logging.getLogger(__name__)
@@ -37,19 +42,41 @@ class EmbeddedRouter:
 
     service: RouterService
     address: str
-    """HOST:PORT of the client API."""
+    """HOST:PORT of the client API. Addresses have the node's address in place of a wildcard."""
     http: str
     """HOST:PORT of the OpenAI-compatible HTTP API; "" if there is none."""
     metrics: str
     """HOST:PORT of the Prometheus endpoint; "" if there is none."""
 
 
+async def load_router_config(config: RayFleetConfig) -> RouterConfig:
+    """Return the configuration of the router on this node, after checking the files that it names.
+
+    Raises InvalidRequestError, NotFoundError or FailedPreconditionError that names the node if the
+    file of API keys or a certificate is missing or invalid.
+    """
+    model = await asyncio.to_thread(resolve_model, config.model)
+    node = get_node_ip_address()
+    router = router_config(config, model, node)
+    try:
+        if router.api_keys is not None:
+            read_keys(router.api_keys)
+        if router.client_tls.enabled:
+            TlsFiles(router.client_tls)
+    except OutriderError as error:
+        raise type(error)(
+            f"on the router's node {node}: {error.message}", reason=error.reason
+        ) from error
+    return router
+
+
 @asynccontextmanager
-async def serve_front(config: RayFleetConfig) -> AsyncGenerator[EmbeddedRouter]:
+async def serve_front(
+    config: RayFleetConfig, router: RouterConfig
+) -> AsyncGenerator[EmbeddedRouter]:
     """Run a router that serves clients, for the duration of an `async with` block. The fleet's
     actors must have been started."""
-    model = await asyncio.to_thread(resolve_model, config.model)
-    router = router_config(config, model)
+    model, node = router.model, get_node_ip_address()
     tokenizer = await asyncio.to_thread(Tokenizer.load, model)
     dialer, process = RayDialer(config.ray), ProcessMetrics()
     metrics = RouterMetrics(process.registry)
@@ -68,9 +95,9 @@ async def serve_front(config: RayFleetConfig) -> AsyncGenerator[EmbeddedRouter]:
         process.set_state(ProcessState.SERVING)
         yield EmbeddedRouter(
             service=service,
-            address=address,
-            http=await http.start() if http is not None else "",
-            metrics=metrics_address,
+            address=dialable_address(address, node),
+            http=dialable_address(await http.start(), node) if http is not None else "",
+            metrics=dialable_address(metrics_address, node),
         )
     finally:
         await service.close()
@@ -78,6 +105,13 @@ async def serve_front(config: RayFleetConfig) -> AsyncGenerator[EmbeddedRouter]:
             await http.stop()
         await server.stop(1.0)
         await dialer.close()
+
+
+def dialable_address(address: str, node: str) -> str:
+    """Return an address that other machines can dial. A wildcard host is replaced by `node`, the
+    node's address."""
+    host, _, port = address.rpartition(":")
+    return f"{node}:{port}" if host in ("0.0.0.0", "[::]") else address
 
 
 async def _gathered(service: RouterService) -> None:

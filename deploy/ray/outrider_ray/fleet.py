@@ -113,7 +113,7 @@ class ActorFleet:
         configuration."""
         config = self._config
         if member.role is MemberRole.VERIFIER:
-            verifier = partial(verifier_endpoint, verifier_config(config, member.index))
+            verifier = partial(verifier_endpoint, verifier_config(config, member.index), config.ray)
             return ActorKeeper(member.name, partial(self._serve, member, serve_verifier, verifier))
         own = drafter_config(config, member.index)
         assert own is not None, "there is no drafter without a configuration of one"

@@ -10,9 +10,11 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from outrider_router.config import RouterConfig
+
 from outrider.transport.ray import Supervision
 from outrider_ray.config import RayFleetConfig
-from outrider_ray.embedded_router import EmbeddedRouter, serve_front
+from outrider_ray.embedded_router import EmbeddedRouter, load_router_config, serve_front
 from outrider_ray.fleet import ActorFleet
 from outrider_ray.scaler import FleetScaler
 
@@ -37,13 +39,15 @@ async def supervise(
     created while clients are served. `supervision` says who else may take the actors over, and
     when they end without a supervisor. Raises OutriderError if the fleet does not start.
     """
+    # A missing file is reported before models are loaded.
+    router = await load_router_config(config)
     fleet = ActorFleet(config, supervision or Supervision())
     try:
         if resume:
             await fleet.resume()
         elif not await _unless(stop, fleet.start()):
             return await fleet.stop()
-        await _serve_clients(config, fleet, stop, on_serving)
+        await _serve_clients(config, router, fleet, stop, on_serving)
     except BaseException:
         # Leave resumed actors running for the next attempt.
         await (fleet.detach() if resume else fleet.stop())
@@ -52,9 +56,13 @@ async def supervise(
 
 
 async def _serve_clients(
-    config: RayFleetConfig, fleet: ActorFleet, stop: asyncio.Event, on_serving: ServingCallback
+    config: RayFleetConfig,
+    router: RouterConfig,
+    fleet: ActorFleet,
+    stop: asyncio.Event,
+    on_serving: ServingCallback,
 ) -> None:
-    async with serve_front(config) as front:
+    async with serve_front(config, router) as front:
         scaler = FleetScaler(config, fleet, front.service)
         scaler.introduce()
         scaling = asyncio.create_task(scaler.run())

@@ -22,11 +22,12 @@ from outrider.errors import (
 )
 from outrider.process_tuning import run_event_loop, tune_garbage_collector
 from outrider.transport.error_codec import ErrorStatus, from_status, to_status
+from outrider.transport.ray import ActorLocation
 from outrider.transport.ray.calls import actor_named
 from outrider_ray.actor_keeper import MIN_BACKOFF_S, next_pause
 from outrider_ray.config import RayFleetConfig
 from outrider_ray.fleet import check_namespace, existing_members, namespace_in_use
-from outrider_ray.members import group_name
+from outrider_ray.members import FleetMember, group_name
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,12 @@ class MemberStatus:
     pid: int = 0
     """Process id of the actor; 0 while the actor is being created or replaced."""
     node: str = ""
+    """Address of the actor's node."""
+    node_id: str = ""
+    """Ray's id of the actor's node, as in `ray list nodes`."""
     gpus: tuple[str, ...] = ()
+    metrics: str = ""
+    """HOST:PORT of the actor's Prometheus endpoint; "" if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,8 @@ class FleetStatus:
     """HOST:PORT of the Prometheus endpoint; "" if there is none."""
     node: str = ""
     """Address of the supervisor's node."""
+    node_id: str = ""
+    """Ray's id of the supervisor's node."""
     pid: int = 0
     """Process id of the supervisor on its node."""
     restarted: bool = False
@@ -91,9 +99,13 @@ class SupervisorHost:
         self._stop: asyncio.Event | None = None
         self._fleet: Any = None
         context = ray.get_runtime_context()
-        self._node = ray.util.get_node_ip_address()
         self._restarted = bool(context.was_current_actor_reconstructed)
-        self._status = FleetStatus(node=self._node, pid=os.getpid(), restarted=self._restarted)
+        self._status = FleetStatus(
+            node=ray.util.get_node_ip_address(),
+            node_id=context.get_node_id(),
+            pid=os.getpid(),
+            restarted=self._restarted,
+        )
         self._thread = threading.Thread(target=self._run, name="outrider-fleet", daemon=True)
         self._thread.start()
 
@@ -102,13 +114,15 @@ class SupervisorHost:
         status, fleet = self._status, self._fleet
         if fleet is None:
             return status
-        members = tuple(
-            MemberStatus(name=member.name)
-            if where is None
-            else MemberStatus(name=member.name, **asdict(where))
-            for member, where in sorted(fleet.members.items())
-        )
-        return replace(status, members=members)
+        members = sorted(fleet.members.items())
+        return replace(status, members=tuple(self._member_status(*each) for each in members))
+
+    def _member_status(self, member: FleetMember, where: ActorLocation | None) -> MemberStatus:
+        if where is None:
+            return MemberStatus(name=member.name)
+        port = self._config.metrics_port_of(member)
+        metrics = "" if port < 0 else f"{where.node}:{port}"
+        return MemberStatus(name=member.name, metrics=metrics, **asdict(where))
 
     def stop(self) -> bool:
         """Drain and stop the fleet; return whether it ended in time."""
@@ -146,9 +160,7 @@ class SupervisorHost:
         self._fleet = fleet
         tune_garbage_collector()
         found = {"address": front.address, "http": front.http, "metrics": front.metrics}
-        self._become(
-            SERVING, **{name: _reachable(each, self._node) for name, each in found.items()}
-        )
+        self._become(SERVING, **found)
 
     def _become(self, state: str, **facts: Any) -> None:
         self._status = replace(self._status, state=state, **facts)
@@ -268,10 +280,3 @@ def _ask(actor: Any, method: str, timeout_s: float) -> Any:
         raise UnavailableError(
             f"the supervisor did not answer: {type(error).__name__}", reason="PEER_LOST"
         ) from error
-
-
-def _reachable(address: str, node: str) -> str:
-    """Return an address that other machines can dial. A wildcard host is replaced by the node's
-    address."""
-    host, _, port = address.rpartition(":")
-    return f"{node}:{port}" if host in ("0.0.0.0", "[::]") else address

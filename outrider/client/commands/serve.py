@@ -441,9 +441,11 @@ def ray_args(config: LocalFleetConfig) -> list[str]:
         raise InvalidRequestError(
             "--health-timeout-s needs --runtime processes", reason="INVALID_FLAG"
         )
-    if config.tls_dir is not None or config.api_keys is not None:
+    if config.tls_dir is not None:
         raise InvalidRequestError(
-            "--tls-dir and --api-keys need --runtime processes", reason="INVALID_FLAG"
+            "--tls-dir needs --runtime processes; with Ray, set router.client_api_tls in the "
+            "configuration file of `outrider ray`",
+            reason="INVALID_FLAG",
         )
     values: dict[str, object] = {
         "model": config.model,
@@ -468,6 +470,7 @@ def ray_args(config: LocalFleetConfig) -> list[str]:
         "kv-tokens": config.kv_tokens,
         "max-sessions": config.max_sessions,
         "queue-limit": config.queue_limit,
+        "api-keys": config.api_keys,
         "drain-timeout-s": config.drain_timeout_s,
         "journal": config.journal,
         "threads": config.threads,

@@ -98,6 +98,17 @@ def test_ray_refuses_what_only_processes_have(parsed: Parsed, flags: tuple[str, 
         serve.ray_args(parsed(*flags))
 
 
+def test_the_key_file_is_passed_on_to_ray_and_a_folder_of_certificates_is_not(
+    parsed: Parsed, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text("")
+    config = parsed("--api-keys", str(keys))
+    assert flags_of(serve.ray_args(config))["api-keys"] == str(keys)
+    with pytest.raises(InvalidRequestError, match=r"router\.client_api_tls"):
+        serve.ray_args(replace(parsed(), tls_dir=tmp_path))
+
+
 def test_the_journal_is_the_routers(parsed: Parsed) -> None:
     config = parsed("--journal", "/var/lib/outrider/journal")
     assert flags_of(router_args(config, ["v"], ["d"]))["journal"] == "/var/lib/outrider/journal"

@@ -12,6 +12,8 @@ import pytest
 import yaml
 from outrider_ray.config import RayFleetConfig
 
+from outrider.spec.plan import DraftMethod
+
 K8S = Path(__file__).parents[3] / "deploy" / "k8s" / "overlays"
 SERVICE = K8S / "kuberay" / "ray-service.yaml"
 CLUSTER = K8S / "kuberay-cluster" / "ray-cluster.yaml"
@@ -44,6 +46,8 @@ def test_the_application_is_there_and_takes_its_arguments(
 ) -> None:
     module, _, name = application["import_path"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
+    # The head that ships for the model drafts, not n-grams alone.
+    assert DraftMethod.EAGLE3 in config.drafter_methods
     # A cell a pod.
     assert config.strategy == "strict-pack"
 

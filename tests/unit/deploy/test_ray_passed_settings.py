@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from outrider_ray import config as launcher
 from outrider_ray import fixed_keys
+from outrider_ray.__main__ import parse_args
 from outrider_ray.config import RayFleetConfig, drafter_config, router_config, verifier_config
 
 from outrider.config import load_config
 from outrider.errors import InvalidRequestError
+from outrider.spec.plan import DraftMethod
 
 TEXT = """
 model = "m"
@@ -68,6 +70,55 @@ def test_a_flag_of_the_launcher_wins_within_a_table_that_is_given() -> None:
 def test_a_key_that_cannot_be_is_refused_at_the_start(key: str, value: object, said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said):
         load_config(RayFleetConfig, None, {"model": "m", key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("router.tls.ca", "/ca.pem", "router.client_api_tls"),
+        ("verifier.tls.ca", "/ca.pem", "verifier.tls has no effect on Ray"),
+        ("router.reuse_ports", True, "a fleet on Ray has one router"),
+        ("member_metrics_port", 0, "must be -1, or 1 to 65534"),
+        ("member_metrics_port", 65535, "for 1 actors of a role"),
+    ],
+)
+def test_what_ray_has_no_counterpart_of_is_refused_by_name(
+    key: str, value: object, said: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        load_config(RayFleetConfig, None, {"model": "m", key: value})
+
+
+def test_every_actor_has_a_metrics_port_of_its_own() -> None:
+    config = RayFleetConfig(model="m", verifiers=2, drafters=2, member_metrics_port=9100)
+    ports = [verifier_config(config, index).metrics_port for index in range(2)]
+    drafters = [drafter_config(config, index) for index in range(2)]
+    ports += [drafter.metrics_port for drafter in drafters if drafter is not None]
+    assert ports == [9100, 9102, 9101, 9103]
+    assert verifier_config(RayFleetConfig(model="m")).metrics_port == -1
+
+
+def test_keys_and_the_certificate_of_clients_are_the_routers() -> None:
+    flags = ["--model", "m", "--api-keys", "/keys.toml", "--batch-invariant"]
+    flags += ["--client-api-tls-cert", "/cert.pem", "--client-api-tls-key", "/key.pem"]
+    config = parse_args(flags)
+    router = router_config(config, Path("m"))
+    assert router.api_keys == Path("/keys.toml")
+    assert (router.client_tls.cert, router.tls.cert) == (Path("/cert.pem"), None)
+    assert verifier_config(config).batch_invariant
+
+
+def test_the_head_that_ships_for_a_model_is_used_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        launcher, "builtin_head", lambda model: Path("/heads/h") if model == "known" else None
+    )
+    config = RayFleetConfig(model="known")
+    assert config.drafting == (DraftMethod.EAGLE3, DraftMethod.NGRAM)
+    assert verifier_config(config).feature_head == "/heads/h"
+    for other in (RayFleetConfig(model="other"), RayFleetConfig(model="known", head="")):
+        assert other.drafting == (DraftMethod.NGRAM,)
 
 
 def test_what_the_launcher_decides_may_not_be_given_twice(
