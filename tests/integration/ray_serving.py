@@ -1,8 +1,7 @@
-"""Outrider as a Serve application: `python -m tests.integration.ray_serving ADDRESS PORT MODEL`.
+"""Outrider as a Serve application: `python -m tests.integration.ray_serving PORT MODEL JOURNAL`.
 
-Runs the application on a cluster ("local" starts one), asks it over HTTP, kills its replica,
-asks again and deletes it. Then kills the replica of another one and deletes that. Prints one JSON
-object.
+Runs the application on a local Ray, asks it over HTTP, kills its replica, asks again and deletes
+it. Then kills the replica of another one and deletes that. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import ray
 from outrider_ray.members import member_of
 from outrider_ray.serve_app import app
 from ray import serve
+from ray.exceptions import RayError
 from ray.util import list_named_actors, placement_group_table
 
 from outrider.client import Client, RetryPolicy, user
@@ -68,7 +68,7 @@ def streamed(port: int) -> list[str]:
 
 def members(namespace: str = NAMESPACE) -> dict[str, int]:
     """The actors of a fleet, and their process ids; 0 of one that does not answer."""
-    actors = list_named_actors(all_namespaces=True)
+    actors: Any = list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in actors if actor["namespace"] == namespace]
     return {name: pid_of(name, namespace) for name in sorted(names) if member_of(name) is not None}
 
@@ -78,7 +78,7 @@ def pid_of(name: str, namespace: str) -> int:
     try:
         actor: Any = ray.get_actor(name, namespace=namespace)
         pid: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=30.0)
-    except (ValueError, ray.exceptions.RayError):
+    except (ValueError, RayError):
         return 0
     return pid
 
@@ -133,15 +133,14 @@ def answers(port: int) -> bool:
 
 def main() -> None:
     """Run it."""
-    address, port, model = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    ray.init(address, logging_level="ERROR", log_to_driver=False)
+    port, model, journal = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
     # As `serve run outrider_ray.serve_app:app KEY=VALUE` passes them.
     keys = {"model": model, "model_name": "m", "methods": "ngram", "threads": "1"}
     keys |= {"drain_timeout_s": "1"}
     listen, name = f"127.0.0.1:{free_port()}", f"first{port}"
-    journal = {"journal": str(Path(os.environ.get("RAY_TMPDIR", "/tmp"), f"journal-{port}"))}
-    own = keys | {"namespace": NAMESPACE, "listen": listen} | journal
+    own = keys | {"namespace": NAMESPACE, "listen": listen, "journal": journal}
     serve.run(app(own), name=name, route_prefix="/")
     found: dict[str, Any] = {
         "whole": json.loads(ask(port))["choices"][0]["text"],

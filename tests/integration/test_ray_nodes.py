@@ -177,41 +177,6 @@ def test_a_stopped_fleet_leaves_the_cluster_as_it_was_even_while_an_actor_is_mad
         fleet.status()
 
 
-@pytest.fixture(scope="module")
-def served(nodes: Nodes, tiny_target: Path) -> dict[str, Any]:
-    """What `ray_serving` says."""
-    made = [sys.executable, "-m", "tests.integration.ray_serving"]
-    made += [nodes.address, str(free_port()), str(tiny_target)]
-    said = subprocess.run(
-        made, stdout=subprocess.PIPE, text=True, timeout=4 * COMMAND_S, check=True
-    )
-    found: dict[str, Any] = json.loads(said.stdout.splitlines()[-1])
-    return found
-
-
-@pytest.mark.timeout(600)
-def test_a_serve_application_answers_over_http(served: dict[str, Any]) -> None:
-    assert list(served["members"]) == ["drafter-0", "verifier-0"]
-    assert "".join(served["streamed"]) == served["whole"] != ""
-    assert len(served["streamed"]) > 1
-
-
-def test_actors_outlive_a_killed_serve_replica_and_texts_go_on_or_end_typed(
-    served: dict[str, Any],
-) -> None:
-    assert all(served["members"].values())
-    assert served["members_after"] == served["members"]
-    assert served["whole_after"] == served["whole"]
-    # A stream of the SDK is resumed by the journal; one over HTTP is visibly cut.
-    assert served["ends"] == {"grpc": "the same text", "http": "cut with an error"}
-
-
-def test_a_deleted_serve_application_takes_its_actors_with_it(served: dict[str, Any]) -> None:
-    assert served["left"] == []
-    # Those whose replica was killed just before ended, too.
-    assert all(served["orphans"].values())
-
-
 def connect(address: str) -> Client:
     """A client that tries once."""
     return Client(address, timeout_s=200.0, retry=RetryPolicy(max_attempts=1))

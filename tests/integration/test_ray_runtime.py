@@ -239,8 +239,11 @@ def test_clients_need_a_key_over_tls_and_actors_have_metrics(
     metrics_port = free_port() & ~1
     arguments = ["--model", str(tiny_target), "--methods", "ngram", "--threads", "1"]
     arguments += ["--member-metrics-port", str(metrics_port), "--api-keys", str(keys)]
-    arguments += ["--client-api-tls-cert", str(certificate.cert)]
-    arguments += ["--client-api-tls-key", str(certificate.key)]
+    config = tmp_path / "ray.toml"
+    config.write_text(
+        f'[router.client_api_tls]\ncert = "{certificate.cert}"\nkey = "{certificate.key}"\n'
+    )
+    arguments += ["--config", str(config)]
     process = Launcher(tmp_path, *arguments)
     tls = TlsConfig(ca=authority.ca)
     retry = RetryPolicy(max_attempts=1)

@@ -131,7 +131,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--batch-invariant",
-        dest="verifier.batch_invariant",
         action="store_const",
         const=True,
         help="Make outputs independent of the other requests in a batch.",
@@ -189,16 +188,9 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--api-keys",
         metavar="FILE.toml",
-        dest="router.api_keys",
+        type=Path,
         help="Key file on the router's node; clients must send one of its API keys.",
     )
-    for part, text in (("cert", "Certificate presented to clients"), ("key", "Its private key")):
-        add(
-            f"--client-api-tls-{part}",
-            metavar="FILE.pem",
-            dest=f"router.client_api_tls.{part}",
-            help=f"{text}, a file on the router's node.",
-        )
     add(
         "--exchange",
         help="Transport between actors: grpc, or refs for actor calls with object refs "

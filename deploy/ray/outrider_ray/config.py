@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,6 @@ from outrider_drafter.config import DrafterConfig
 from outrider_router.config import RouterConfig
 from outrider_verifier.config import SEPARATE, VerifierConfig
 
-from outrider import __version__
 from outrider.client.commands.ray_flags import PACK, STRATEGIES
 from outrider.client.local.config import CPU, CUDA, DEVICES, SHARED_MEMORY_FRACTION
 from outrider.config import KeysOf, OneOf, load_config
@@ -84,6 +82,8 @@ class RayFleetConfig:
     uses the router's default."""
     prefix_cache: bool = True
     """Whether verifiers reuse the KV of shared prompt prefixes."""
+    batch_invariant: bool = False
+    """Whether verifiers compute the same bits for a token whatever runs beside it."""
     cuda_graphs: bool = True
     """Whether rounds are replayed from CUDA graphs on GPUs."""
     simulated_acceptance: str = ""
@@ -102,6 +102,8 @@ class RayFleetConfig:
     journal: Path | None = None
     """File of the durable log by which resumable requests survive a restart of the router; None
     disables it."""
+    api_keys: Path | None = None
+    """File of the API keys that clients need, on the router's node; None requires no keys."""
     threads: int = 0
     """Compute threads of each actor; 0 uses `cpus_per_actor`, or torch's choice if that is 0."""
     busy_polling_cores: int = 0
@@ -340,22 +342,6 @@ class RayFleetConfig:
         return self.memory_fraction
 
 
-def actor_settings_hash(config: RayFleetConfig) -> str:
-    """Return a hash of all settings with which the actors of a fleet are created and placed. A
-    fleet can take over actors that were created with the same hash."""
-    settings = (
-        __version__,
-        config.ray,
-        config.counts,
-        config.strategy,
-        [(config.gpus_of(role), config.resource_of(role)) for role in config.roles],
-        config.cpus_per_actor,
-        verifier_config(config),
-        drafter_config(config),
-    )
-    return hashlib.sha256(repr(settings).encode()).hexdigest()
-
-
 def verifier_config(config: RayFleetConfig, index: int = 0) -> VerifierConfig:
     """Return the configuration of the verifier with this index. Raises InvalidRequestError."""
     uses_head = bool(HEAD_METHODS & set(config.drafting))
@@ -378,6 +364,7 @@ def verifier_config(config: RayFleetConfig, index: int = 0) -> VerifierConfig:
             "draft_top_k": config.draft_top_k,
             "planner": config.planner,
             "cuda_graphs": config.cuda_graphs,
+            "batch_invariant": config.batch_invariant,
             "prefix_cache": config.prefix_cache,
             "simulated_acceptance": config.simulated_acceptance,
             "threads": config.actor_threads,
@@ -443,6 +430,7 @@ def router_config(
             "drafters": tuple(m.name for m in config.members if m.role is MemberRole.DRAFTER),
             "queue_limit": config.queue_limit,
             "journal": config.journal,
+            "api_keys": config.api_keys,
             "speculation.method": default_method(config.drafting),
             "speculation.look_ahead": config.look_ahead,
             "speculation.fan_out": config.fan_out,

@@ -10,14 +10,13 @@ ROUTER = frozenset(
     {
         *("listen", "http", "model", "model_name", "verifiers", "drafters", "pool_listen"),
         *("queue_limit", "journal", "metrics_port", "drain_timeout_s", "log_level"),
-        "health_listen",
+        *("health_listen", "api_keys"),
     }
 )
 _ACTOR = frozenset(
     {"listen", "health_listen", "metrics_port", "metrics_host", "trace_file", "drain_timeout_s"}
 )
-"""Keys without effect in an actor, because an actor opens no port except that of its exchange, and
-because Ray ends it."""
+"""Keys that the launcher decides for all actors, or that have no effect because Ray ends them."""
 VERIFIER = _ACTOR | {
     *(
         "model",
@@ -29,7 +28,8 @@ VERIFIER = _ACTOR | {
         "shared_memory",
         "device_exchange",
     ),
-    *("placement", "draft_length", "draft_top_k", "planner", "cuda_graphs", "simulated_acceptance"),
+    *("placement", "draft_length", "draft_top_k", "planner", "cuda_graphs", "batch_invariant"),
+    "simulated_acceptance",
     *("threads", "busy_polling_cores", "kv_tokens", "prefix_cache", "max_sessions", "log_level"),
     # Heartbeats are settings of the Ray transport.
     *("heartbeat_ms", "peer_timeout_ms", "router_silence_ms"),

@@ -23,12 +23,13 @@ from outrider_router.requests.service import RouterService
 from ray import serve
 from ray.serve import Application
 
+from outrider import __version__
 from outrider.config import from_plain
 from outrider.errors import AlreadyExistsError, InvalidRequestError, UnavailableError
 from outrider.process_tuning import tune_garbage_collector
 from outrider.transport.ray import Supervision
 from outrider_ray.actors import prepare
-from outrider_ray.config import RayFleetConfig, actor_settings_hash
+from outrider_ray.config import RayFleetConfig
 from outrider_ray.embedded_router import EmbeddedRouter
 from outrider_ray.fleet import ActorFleet, claim_members
 from outrider_ray.fleet_lifecycle import supervise
@@ -74,6 +75,12 @@ def launch_config(args: Mapping[str, Any]) -> RayFleetConfig:
     return replace(config, ray_address="auto", detached=True)
 
 
+def fleet_identity(application: str, config: RayFleetConfig) -> str:
+    """Return the identity of an application's fleet. Replicas take over the actors of earlier ones
+    with the same identity only: not those of another application, nor with other settings."""
+    return repr((application, __version__, config))
+
+
 class Ingress:
     """Serve replica with a supervised fleet and the HTTP API of its router."""
 
@@ -81,14 +88,13 @@ class Ingress:
         """Start the fleet and wait until it serves. Raises the errors of its start."""
         prepare(0, config.log_level)
         self._config = config
-        # Two applications with the same settings must not take over each other's actors.
-        application = serve.get_replica_context().app_name
         self._supervision = Supervision(
-            fleet=f"{application} {actor_settings_hash(config)}",
+            fleet=fleet_identity(serve.get_replica_context().app_name, config),
             orphan_timeout_s=config.orphan_timeout_s,
         )
         self._stop = asyncio.Event()
         self._front: asyncio.Future[EmbeddedRouter] = asyncio.get_running_loop().create_future()
+        self._fleet: ActorFleet | None = None
         self._running = asyncio.create_task(self._run())
         await asyncio.wait((self._front, self._running), return_when=asyncio.FIRST_COMPLETED)
         if not self._front.done():
@@ -104,9 +110,13 @@ class Ingress:
 
     async def check_health(self) -> None:
         """Raise UnavailableError if the fleet is no longer supervised, upon which Serve replaces
-        this replica."""
+        this replica. A replica whose fleet another one has taken over serves as long as it can."""
         if self._running.done():
             raise UnavailableError("the supervisor of the fleet has stopped", reason="STOPPING")
+        if self._fleet is None or not self._fleet.is_taken_over:
+            return
+        if not self._front.result().service.readiness.is_ready:
+            raise UnavailableError("the fleet of another replica has stopped", reason="STOPPING")
 
     async def __del__(self) -> None:
         """Drain and stop the fleet, unless the next replica has taken it over."""
@@ -130,7 +140,8 @@ class Ingress:
                 logger.warning("actor names in use", extra={"problem": error.message})
                 await asyncio.sleep(NAME_PAUSE_S)
 
-    def _serving(self, _fleet: ActorFleet, front: EmbeddedRouter) -> None:
+    def _serving(self, fleet: ActorFleet, front: EmbeddedRouter) -> None:
+        self._fleet = fleet
         tune_garbage_collector()
         self._front.set_result(front)
 

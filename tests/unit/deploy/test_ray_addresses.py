@@ -81,7 +81,7 @@ async def test_a_file_that_the_routers_node_lacks_is_named_with_that_node(
     tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider_ray.embedded_router.get_node_ip_address", lambda: NODE)
-    keys = RayFleetConfig(model=str(tiny_target), router={"api_keys": Path("/no/keys.toml")})
+    keys = RayFleetConfig(model=str(tiny_target), api_keys=Path("/no/keys.toml"))
     with pytest.raises(NotFoundError, match=f"router's node {NODE}: .*/no/keys.toml"):
         await load_router_config(keys)
     tls = {"cert": Path("/no/cert.pem"), "key": Path("/no/key.pem")}

@@ -98,10 +98,11 @@ def test_every_actor_has_a_metrics_port_of_its_own() -> None:
     assert verifier_config(RayFleetConfig(model="m")).metrics_port == -1
 
 
-def test_keys_and_the_certificate_of_clients_are_the_routers() -> None:
+def test_keys_and_the_certificate_of_clients_are_the_routers(tmp_path: Path) -> None:
+    file = tmp_path / "ray.toml"
+    file.write_text('[router.client_api_tls]\ncert = "/cert.pem"\nkey = "/key.pem"\n')
     flags = ["--model", "m", "--api-keys", "/keys.toml", "--batch-invariant"]
-    flags += ["--client-api-tls-cert", "/cert.pem", "--client-api-tls-key", "/key.pem"]
-    config = parse_args(flags)
+    config = parse_args([*flags, "--config", str(file)])
     router = router_config(config, Path("m"))
     assert router.api_keys == Path("/keys.toml")
     assert (router.client_tls.cert, router.tls.cert) == (Path("/cert.pem"), None)

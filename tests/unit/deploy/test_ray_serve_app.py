@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from outrider_ray.config import actor_settings_hash
 
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
@@ -28,19 +27,14 @@ def test_its_fleet_is_on_the_cluster_that_serve_runs_on() -> None:
     assert config.listen == "127.0.0.1:0"
 
 
-def test_its_actors_outlive_a_replica_and_are_taken_over_unless_their_settings_changed() -> None:
+def test_its_actors_outlive_a_replica_and_the_next_one_takes_over_only_its_own() -> None:
     config = serve_app.launch_config({"model": "m"})
     assert config.detached
-    same = serve_app.launch_config({"model": "m", "http": "127.0.0.1:0", "queue_limit": 3})
-    assert actor_settings_hash(same) == actor_settings_hash(config)
-    for key, value in {
-        "model": "n",
-        "verifiers": 2,
-        "kv_tokens": 512,
-        "strategy": "spread",
-    }.items():
-        other = serve_app.launch_config({"model": "m"} | {key: value})
-        assert actor_settings_hash(other) != actor_settings_hash(config)
+    own = serve_app.fleet_identity("a", config)
+    assert serve_app.fleet_identity("a", serve_app.launch_config({"model": "m"})) == own
+    assert serve_app.fleet_identity("b", config) != own
+    other = serve_app.launch_config({"model": "m", "kv_tokens": 512})
+    assert serve_app.fleet_identity("a", other) != own
 
 
 @pytest.mark.parametrize("args", [{"modle": "m"}, {"model": "m", "verifiers": "two"}])
