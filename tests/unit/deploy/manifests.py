@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -34,9 +35,11 @@ class Pod:
             yield f"{self.owner}/{container['name']}", container
 
     def processes(self) -> Iterator[tuple[str, Document]]:
-        """Containers of Outrider's processes, by the process."""
+        """Containers of Outrider's processes, by the process; a command is none."""
         for container in self.spec["containers"]:
-            name = container["image"].rpartition("/")[2].partition(":")[0]
+            if "command" in container:
+                continue
+            name = re.split("[:@]", container["image"].rpartition("/")[2])[0]
             if name.startswith("outrider-") and name.removeprefix("outrider-") in PROCESSES:
                 yield name.removeprefix("outrider-"), container
 
@@ -219,8 +222,8 @@ def _hardening(pod: Pod) -> Iterator[str]:
 
 
 def _container(container: Document) -> Iterator[str]:
-    _, colon, tag = container["image"].rpartition("/")[2].partition(":")
-    if not colon or tag == "latest":
+    name, colon, tag = container["image"].rpartition("/")[2].partition(":")
+    if (not colon or tag == "latest") and "@" not in name:
         yield f"image {container['image']} has no version"
     resources = container.get("resources", {})
     requests, limits = resources.get("requests", {}), resources.get("limits", {})

@@ -76,9 +76,22 @@ def strangers(documents: list[Document]) -> Iterator[str]:
             yield f"{scrape.job}: keys at one end only"
         if not tls:
             continue
-        volumes = scrape.pod.spec["volumes"]
-        (served,) = (v["secret"]["secretName"] for v in volumes if v["name"] == "tls")
-        if tls.get("serverName") not in certificates[served]:
+        served = served_secret(scrape.pod, scrape.container)
+        if served is None or tls.get("serverName") not in certificates[served]:
             yield f"{scrape.job}: {tls.get('serverName')} is not in {served}"
         if "operator.outrider.internal" not in certificates[tls["cert"]["secret"]["name"]]:
             yield f"{scrape.job}: scraped by no operator"
+
+
+def served_secret(pod: Pod, container: Document) -> str | None:
+    """The Secret of the certificate that a process serves with; None without TLS."""
+    for argument in container["args"]:
+        flag, _, path = argument.partition("=")
+        if flag == "--tls-cert":
+            folder = path.rpartition("/")[0]
+            mount = next(m for m in container["volumeMounts"] if m["mountPath"] == folder)
+            volume = next(v for v in pod.spec["volumes"] if v["name"] == mount["name"])
+            name = volume["secret"]["secretName"]
+            assert isinstance(name, str)
+            return name
+    return None
