@@ -28,6 +28,7 @@ from tests.unit.deploy.manifests import (
     quantity,
     scales_down_blindly,
 )
+from tests.unit.deploy.policies import Peer, allows, blocked
 from tests.unit.deploy.scraping import scrapes, strangers
 from tests.unit.deploy.support import (
     KUBERNETES,
@@ -155,6 +156,10 @@ def test_big_numbers_and_strings_of_any_kind_are_written_as_toml(tmp_path: Path)
         ("autoscaling.by=magic", "autoscaling"),
         ("verifier.resources.limits.memory=4GB", "pattern"),
         ("verifier.startupSeconds=10", "300"),
+        ("networkPolicy.dns.prot=53", "prot"),
+        ("image.digests.router=sha256:abc", "pattern"),
+        ("verifier.extraEnv[0].value=x", "name"),
+        ("autoscaling.drafter.min=9,autoscaling.drafter.max=8", "min (9) is greater than max (8)"),
     ],
 )
 def test_wrong_values_are_refused_by_name(setting: str, said: str) -> None:
@@ -253,6 +258,65 @@ def test_keys_without_one_for_prometheus_are_refused() -> None:
 def test_what_cannot_be_measured_scales_nothing_down() -> None:
     scalers = [d["spec"] for d in documents("keda") if d["kind"] == "ScaledObject"]
     assert len(scalers) == 2 and [*scales_down_blindly(scalers)] == []
+
+
+def test_fleets_shrink_to_two_at_least_and_nobody_is_scaled_up_from_none() -> None:
+    for case in ("hpa", "keda"):
+        scalers = [d["spec"] for d in documents(case) if "scaleTargetRef" in d.get("spec", {})]
+        assert {spec.get("minReplicas", spec.get("minReplicaCount")) for spec in scalers} == {2}
+    result = template("--set", "autoscaling.by=hpa,drafter.replicas=0")
+    assert result.returncode == 0, result.stderr
+    found = parse(result.stdout)
+    scaled = [d["metadata"]["name"] for d in found if d["kind"] == "HorizontalPodAutoscaler"]
+    assert scaled == ["demo-outrider-verifier"]
+    counts = {
+        d["metadata"]["name"]: d["spec"].get("replicas")
+        for d in found
+        if d["kind"] == "StatefulSet"
+    }
+    assert counts == {"demo-outrider-verifier": None, "demo-outrider-drafter": 0}
+
+
+def test_what_a_cluster_needs_reaches_the_pods() -> None:
+    found = {pod.owner.rpartition("-")[2]: pod for pod in pods(documents("extras"))}
+    router, verifier, drafter = (found[role].spec for role in ("router", "verifier", "drafter"))
+    (container,) = verifier["containers"]
+    assert container["image"] == f"outrider-verifier@sha256:{'a' * 64}"
+    assert [e["name"] for e in container["env"]] == ["POD_NAME", "NCCL_DEBUG"]
+    assert container["envFrom"] == [{"secretRef": {"name": "hub"}}]
+    assert {"name": "scratch", "mountPath": "/scratch"} in container["volumeMounts"]
+    assert verifier["runtimeClassName"] == "nvidia" and "nodeAffinity" in verifier["affinity"]
+    assert verifier["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
+    assert router["priorityClassName"] == "serving"
+    (spread,) = router["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "topology.kubernetes.io/zone"
+    assert drafter["affinity"] == {"podAntiAffinity": {}}
+    for pod in found.values():
+        assert [e["name"] for e in pod.spec["initContainers"][0]["env"]] == ["PIP_INDEX_URL"]
+    annotated = [d for d in documents("extras") if "annotations" in d["metadata"]]
+    assert {d["kind"] for d in annotated} == {"Service", "ServiceAccount"}
+
+
+VOLUME = "models.persistence.enabled=true"
+
+
+@pytest.mark.parametrize("settings", ["", VOLUME, f"{VOLUME},models.pull=", "tls.enabled=true"])
+def test_policies_allow_what_is_needed_and_nothing_else(settings: str) -> None:
+    result = template("--set", ",".join(filter(None, ["networkPolicy.enabled=true", settings])))
+    assert result.returncode == 0, result.stderr
+    assert [*blocked(parse(result.stdout))] == []
+
+
+def test_where_names_are_resolved_and_traces_go_is_a_setting() -> None:
+    peer = "networkPolicy.dns.port=5353,networkPolicy.dns.to[0].ipBlock.cidr=10.0.0.10/32"
+    result = template("--set", f"networkPolicy.enabled=true,networkPolicy.traces.to=null,{peer}")
+    assert result.returncode == 0, result.stderr
+    found = [*blocked(parse(result.stdout))]
+    assert any("the cluster's DNS" in problem for problem in found)
+    assert any("a pod of monitoring, port 4317" in problem for problem in found)
+    resolver = Peer("resolver", address="10.0.0.10")
+    pod = Peer("pod", "team", next(p.labels for p in pods(parse(result.stdout))))
+    assert allows(parse(result.stdout), pod, resolver, 5353, "UDP")
 
 
 def test_the_schema_of_the_values_is_that_of_the_processes() -> None:

@@ -20,8 +20,57 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}
 
+{{/* Not empty if the role has an autoscaler; none where there are no drafters. */}}
+{{- define "outrider.scaled" -}}
+{{- if and .root.Values.autoscaling.by (get .root.Values .role).replicas -}}
+yes
+{{- end -}}
+{{- end -}}
+
+{{/* The label of pods that fetch a model from the Internet; a Job does that where there is a volume. */}}
+{{- define "outrider.fetches" -}}
+{{- $self := or (eq .role "models") (not .root.Values.models.persistence.enabled) -}}
+outrider.io/fetches-models: {{ if and .root.Values.models.pull $self }}"true"{{ else }}"false"{{ end }}
+{{- end -}}
+
+{{/* The container that fetches and converts a model. */}}
+{{- define "outrider.models" -}}
+- name: models
+  image: {{ include "outrider.image" (dict "root" .root "role" "verifier") }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command: [outrider, models, pull, {{ .root.Values.models.pull | quote }}]
+  {{- with .root.Values.models.extraEnv }}
+  env: {{ toYaml . | nindent 4 }}
+  {{- end }}
+  resources:
+    requests: {cpu: 250m, memory: 1Gi}
+    limits: {memory: 3Gi}
+  securityContext: {{ include "outrider.securityContext" . | nindent 4 }}
+  volumeMounts:
+    - {name: models, mountPath: /models}
+    - {name: tmp, mountPath: /tmp}
+{{- end -}}
+
+{{- define "outrider.claim" -}}
+{{ default (printf "%s-models" (include "outrider.name" .root)) .root.Values.models.persistence.existingClaim }}
+{{- end -}}
+
+{{- define "outrider.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
 {{- define "outrider.image" -}}
-{{ printf "%soutrider-%s:%s" .root.Values.image.prefix .role (default .root.Chart.AppVersion .root.Values.image.tag) }}
+{{- $name := printf "%soutrider-%s" .root.Values.image.prefix .role -}}
+{{- with get .root.Values.image.digests .role -}}
+{{ $name }}@{{ . }}
+{{- else -}}
+{{ $name }}:{{ default .root.Chart.AppVersion .root.Values.image.tag }}
+{{- end -}}
 {{- end -}}
 
 {{/* A TOML value. Helm's numbers are floats, and toToml writes 256.0 where an integer is wanted. */}}

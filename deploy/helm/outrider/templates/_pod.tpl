@@ -6,6 +6,7 @@
 metadata:
   labels:
     {{- include "outrider.selector" . | nindent 4 }}
+    {{- include "outrider.fetches" . | nindent 4 }}
     {{- with $values.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
   annotations:
     # A change of the configuration rolls the pods.
@@ -21,34 +22,32 @@ spec:
   # preStop, drain_timeout_s and 10 s for what is left to close.
   {{- $drain := default (dict "router" 30 "verifier" 20 "drafter" 10 | dig .role 0) $values.config.drain_timeout_s }}
   terminationGracePeriodSeconds: {{ add (ceil $drain) (default 0 $values.preStopSeconds) 10 }}
-  securityContext:
-    runAsNonRoot: true
-    runAsUser: 10001
-    runAsGroup: 10001
-    fsGroup: 10001
-    fsGroupChangePolicy: OnRootMismatch
-    seccompProfile: {type: RuntimeDefault}
+  securityContext: {{ include "outrider.podSecurityContext" . | nindent 4 }}
   {{- with $values.nodeSelector }}
   nodeSelector: {{ toYaml . | nindent 4 }}
   {{- end }}
   {{- with $values.tolerations }}
   tolerations: {{ toYaml . | nindent 4 }}
   {{- end }}
+  {{- with $values.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- with $values.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with $values.affinity }}
+  affinity: {{ toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $values.topologySpreadConstraints }}
+  topologySpreadConstraints: {{ toYaml . | nindent 4 }}
+  {{- end }}
+  {{- if not (eq .role "drafter" | ternary $values.affinity $values.topologySpreadConstraints) }}
   {{- include "outrider.placement" . | nindent 2 }}
+  {{- end }}
   {{- if .root.Values.models.pull }}
   initContainers:
-    # Fetches and converts once, before any probe begins to count.
-    - name: models
-      image: {{ include "outrider.image" (dict "root" .root "role" "verifier") }}
-      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-      command: [outrider, models, pull, {{ .root.Values.models.pull | quote }}]
-      resources:
-        requests: {cpu: 250m, memory: 1Gi}
-        limits: {memory: 3Gi}
-      securityContext: {{ include "outrider.securityContext" . | nindent 8 }}
-      volumeMounts:
-        - {name: models, mountPath: /models}
-        - {name: tmp, mountPath: /tmp}
+    # Fetches and converts once, before any probe begins to count; or finds what the Job has fetched.
+    {{- include "outrider.models" . | nindent 4 }}
   {{- end }}
   containers:
     - name: {{ .role }}
@@ -69,10 +68,12 @@ spec:
         {{- if and $router .root.Values.apiKeys.existingSecret }}
         - --api-keys=/etc/outrider-keys/keys.toml
         {{- end }}
-      {{- if not $router }}
       env:
         - name: POD_NAME
           valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        {{- with $values.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
+      {{- with $values.extraEnvFrom }}
+      envFrom: {{ toYaml . | nindent 8 }}
       {{- end }}
       ports:
         - {name: grpc, containerPort: {{ .port }}}
@@ -101,13 +102,14 @@ spec:
         {{- if and $router .root.Values.apiKeys.existingSecret }}
         - {name: keys, mountPath: /etc/outrider-keys, readOnly: true}
         {{- end }}
+        {{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
   volumes:
     - name: config
       configMap: {name: {{ $name }}-{{ .role }}}
     - name: models
       {{- if .root.Values.models.persistence.enabled }}
       persistentVolumeClaim:
-        claimName: {{ default (printf "%s-models" $name) .root.Values.models.persistence.existingClaim }}
+        claimName: {{ include "outrider.claim" . }}
       {{- else }}
       emptyDir: {sizeLimit: 4Gi}
       {{- end }}
@@ -125,6 +127,7 @@ spec:
     - name: keys
       secret: {secretName: {{ .root.Values.apiKeys.existingSecret }}, defaultMode: 0440}
     {{- end }}
+    {{- with $values.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- end -}}
 
 {{- define "outrider.securityContext" -}}
