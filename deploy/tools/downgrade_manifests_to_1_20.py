@@ -25,7 +25,7 @@ _BETAS = {
     ("policy/v1", "PodDisruptionBudget"): "policy/v1beta1",
     ("autoscaling/v2", "HorizontalPodAutoscaler"): "autoscaling/v2beta2",
 }
-_OWN_GROUPS = ("v1", "apps/v1", "networking.k8s.io/v1", *(group for group, _ in _BETAS))
+_OWN_GROUPS = ("v1", "apps/v1", "batch/v1", "networking.k8s.io/v1", *(group for group, _ in _BETAS))
 _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
