@@ -39,6 +39,9 @@ class ToolSchema:
     parameters: str
     """JSON text of the JSON schema of the arguments, which must be a schema of an object. A tool
     with "" or "{}" has no parameters: its arguments are an empty object."""
+    index: int | None = None
+    """Index of the tool in the request, by which errors name it; None if it is that in the sequence
+    of tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,7 +303,7 @@ def _call_rules(
                 arguments = pythonic.add_arguments(schema or {})
             except _UnsupportedSchemaError as error:
                 raise _invalid_tools(
-                    f"tools[{index}].function.parameters",
+                    f"tools[{_index(index, tools[index])}].function.parameters",
                     "this model's call format, keyword arguments of Python, cannot express the "
                     f"schema: {error}",
                 ) from None
@@ -342,7 +345,8 @@ def _checked_tools(
         raise _invalid_tools("tools", "at least one tool is needed to call one")
     checked: list[tuple[str, dict[str, Any] | None]] = []
     known: set[str] = set()
-    for index, tool in enumerate(tools):
+    for position, tool in enumerate(tools):
+        index = _index(position, tool)
         name = tool.name if form.names else json.dumps(tool.name, ensure_ascii=False)
         is_readable = tool.name.isprintable() and len(tool.name) <= MAX_NAME_CHARS
         if not tool.name or not is_readable or (form.names and not re.fullmatch(form.names, name)):
@@ -359,6 +363,10 @@ def _checked_tools(
         known.add(tool.name)
         checked.append((name, _parameters(index, tool)))
     return checked
+
+
+def _index(position: int, tool: ToolSchema) -> int:
+    return position if tool.index is None else tool.index
 
 
 def _parameters(index: int, tool: ToolSchema) -> dict[str, Any] | None:

@@ -27,8 +27,9 @@ _TOOL: Final[dict[str, Any]] = {
         },
     },
 }
-_CALL_ID: Final = "sample123"
+_SHORT_ID: Final = "sample123"
 """Templates of Mistral models demand 9 letters and digits."""
+_LONG_ID: Final = "call_0123456789abcdef"
 _HARMONY_CHANNEL: Final = "<|channel|>"
 
 
@@ -44,6 +45,8 @@ class TemplateTraits:
     has_null_content: bool = False
     """Whether a message with tool calls and without text must have the content None. Other
     templates need an empty text."""
+    has_short_ids: bool = False
+    """Whether ids of tool calls must have 9 letters and digits, as in templates of Mistral."""
     is_harmony: bool = False
     """Whether the template writes OpenAI's harmony format (gpt-oss): it reads the reasoning of a
     message from `thinking`, and knows the reasoning efforts low, medium and high only."""
@@ -52,13 +55,20 @@ class TemplateTraits:
 def find_traits(source: str, template: ChatTemplate) -> TemplateTraits:
     """Return the traits of a template. `source`: its text. A template that refuses every sample
     gets arguments as objects and content as text."""
-    has_text, has_null = next(
-        (form for form in _FORMS if _renders_call(template, *form)), _FORMS[0]
+    ids, (has_text, has_null) = next(
+        (
+            (call_id, form)
+            for form in _FORMS
+            for call_id in (_LONG_ID, _SHORT_ID)
+            if _renders_call(template, call_id, *form)
+        ),
+        (_LONG_ID, _FORMS[0]),
     )
     return TemplateTraits(
         renders_tools="tools" in template.variables,
         has_text_arguments=has_text,
         has_null_content=has_null,
+        has_short_ids=ids == _SHORT_ID,
         is_harmony=_HARMONY_CHANNEL in source,
     )
 
@@ -67,19 +77,19 @@ _FORMS: Final = ((False, False), (True, False), (False, True), (True, True))
 """Values of `has_text_arguments` and `has_null_content`, the most frequent ones first."""
 
 
-def _renders_call(template: ChatTemplate, has_text: bool, has_null: bool) -> bool:
+def _renders_call(template: ChatTemplate, call_id: str, has_text: bool, has_null: bool) -> bool:
     """Return whether a template writes the call of a sample conversation as JSON, or in a format of
     its own, but not as Python's text of a dictionary and not as a JSON text inside a string."""
     arguments = json.dumps(_ARGUMENTS)
     call = {
-        "id": _CALL_ID,
+        "id": call_id,
         "type": "function",
         "function": {"name": _NAME, "arguments": arguments if has_text else _ARGUMENTS},
     }
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "sample"},
         {"role": "assistant", "content": None if has_null else "", "tool_calls": [call]},
-        {"role": "tool", "content": "sample", "tool_call_id": _CALL_ID, "name": _NAME},
+        {"role": "tool", "content": "sample", "tool_call_id": call_id, "name": _NAME},
     ]
     try:
         # Without the tool's definition, which holds the same names.

@@ -30,4 +30,5 @@ service.py                 RouterService: the life of a request, from tokenizing
                            stream and cleanup.
 session_output.py          Session output: turns the events of a verifier session into messages for
                            the client.
+shared_results.py          Results that concurrent callers share: one computation for equal keys.
 """

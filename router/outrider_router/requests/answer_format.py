@@ -134,8 +134,8 @@ class AnswerFormat:
             grammar = tool_call_grammar(
                 parsing.tool_format,
                 [
-                    ToolSchema(name=tool.name, parameters=tool.parameters)
-                    for tool in tools.tools
+                    ToolSchema(name=tool.name, parameters=tool.parameters, index=index)
+                    for index, tool in enumerate(tools.tools)
                     if tools.choice is ToolChoiceMode.REQUIRED or tool.name == tools.named
                 ],
                 parallel=tools.parallel and tools.choice is ToolChoiceMode.REQUIRED,

@@ -23,6 +23,7 @@ from outrider.spec.tools import (
 )
 from outrider.text.template_traits import TemplateTraits
 from outrider.wire.inference import REASONING_EFFORTS, ChatMessage, ChatPrompt
+from outrider_router.requests.parsed_answer import to_short_call_id
 
 TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names that a tool may have, as in OpenAI's API."""
@@ -59,7 +60,7 @@ def _message(message: ChatMessage, where: str, traits: TemplateTraits) -> dict[s
         if traits.has_null_content and not message.content:
             found["content"] = None
     if message.role == "tool":
-        found["tool_call_id"] = message.tool_call_id
+        found["tool_call_id"] = _call_id(message.tool_call_id, traits)
     elif message.tool_call_id:
         raise _invalid(f"{where}.tool_call_id", "only messages of the role tool have tool_call_id")
     if message.name:
@@ -77,13 +78,17 @@ def _call(call: ToolCall, where: str, traits: TemplateTraits) -> dict[str, Any]:
     text = call.arguments if call.arguments.strip() not in ("", "null") else "{}"
     arguments = _json_object(text, f"{where}.function.arguments")
     return {
-        "id": call.call_id,
+        "id": _call_id(call.call_id, traits),
         "type": "function",
         "function": {
             "name": call.name,
             "arguments": text if traits.has_text_arguments else arguments,
         },
     }
+
+
+def _call_id(call_id: str, traits: TemplateTraits) -> str:
+    return to_short_call_id(call_id) if traits.has_short_ids else call_id
 
 
 def template_variables(prompt: ChatPrompt, traits: TemplateTraits) -> dict[str, Any]:

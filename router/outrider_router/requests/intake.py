@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.ids import RequestId
+from outrider.spec.structured_output import StructuredOutput
 from outrider.spec.tools import OutputParsing
-from outrider.text.tokenizer import Tokenizer
-from outrider.wire.inference import ChatPrompt, GenerateRequest
+from outrider.text.tokenizer import LONG_INPUT, Tokenizer
+from outrider.wire.inference import ChatPrompt, GenerateRequest, Prompt
 from outrider_router.admission.access_control import AccessControl, AccessGrant
 from outrider_router.admission.policy import no_verifier_error
 from outrider_router.admission.queue import AdmissionQueue
@@ -29,6 +31,7 @@ from outrider_router.requests.request import (
 )
 from outrider_router.requests.request_spans import request_span
 from outrider_router.requests.running_requests import RequestEntry, RunningRequests
+from outrider_router.requests.shared_results import SharedResults
 
 
 class RequestIntake:
@@ -59,6 +62,10 @@ class RequestIntake:
             tokenizer.file, vocab_size=tokenizer.num_ids, limits=config.grammar_compile
         )
         self._answer_format = AnswerFormat(tokenizer, config)
+        self._prompt_ids = SharedResults[tuple[ChatPrompt, int], tuple[int, ...]]()
+        self._grammars = SharedResults[
+            tuple[ChatPrompt, StructuredOutput | None, OutputParsing], StructuredOutput | None
+        ]()
         self._clock = clock
         self._on_failing = on_failing
 
@@ -120,12 +127,7 @@ class RequestIntake:
         info = self._registry.any_verifier_info()
         if info is None:
             raise no_verifier_error()
-        prompt_ids = await tokenize_prompt(
-            request.prompt,
-            self._tokenizer,
-            parse_special_tokens=self._config.special_tokens_in_messages,
-            max_tokens=max_session_len(self._config, info),
-        )
+        prompt_ids = await self._tokenize(request.prompt, max_session_len(self._config, info))
         parsing = self._answer_format.describe_parsing(
             request, prompt_ids, call_id_seed=secrets.randbits(63)
         )
@@ -164,15 +166,37 @@ class RequestIntake:
             )
         return job
 
+    async def _tokenize(self, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
+        async def tokenize() -> tuple[int, ...]:
+            return await tokenize_prompt(
+                prompt,
+                self._tokenizer,
+                parse_special_tokens=self._config.special_tokens_in_messages,
+                max_tokens=max_tokens,
+            )
+
+        if not isinstance(prompt, ChatPrompt) or chat_size(prompt) <= LONG_INPUT:
+            return await tokenize()
+        return await self._prompt_ids.get_result((prompt, max_tokens), tokenize)
+
     async def _apply_grammar(
-        self, request: GenerateRequest, parsing: OutputParsing | None, prompt_ids: Sequence[int]
+        self, request: GenerateRequest, parsing: OutputParsing | None, prompt_ids: tuple[int, ...]
     ) -> GenerateRequest:
         """Return the request with the grammar that it needs. Reading the schemas of a thousand
         tools takes some 0.2 s."""
-        if not isinstance(request.prompt, ChatPrompt):
+        if parsing is None or not isinstance(request.prompt, ChatPrompt):
             return request
+        read = replace(parsing, call_id_seed=0)
 
-        def apply(unenforced: GenerateRequest) -> GenerateRequest:
-            return self._answer_format.apply_grammar(unenforced, parsing, prompt_ids)
+        def apply(asked: StructuredOutput | None) -> StructuredOutput | None:
+            unenforced = replace(request, structured_output=asked)
+            return self._answer_format.apply_grammar(unenforced, read, prompt_ids).structured_output
 
-        return await run_by_size(chat_size(request.prompt), apply, request)
+        async def run() -> StructuredOutput | None:
+            return await run_by_size(chat_size(prompt), apply, request.structured_output)
+
+        prompt = request.prompt
+        if chat_size(prompt) <= LONG_INPUT:
+            return replace(request, structured_output=await run())
+        key = (prompt, request.structured_output, read)
+        return replace(request, structured_output=await self._grammars.get_result(key, run))

@@ -380,20 +380,35 @@ async def tokenize_prompt(
             )
             found = await run_by_size(len(text), encode, text)
         case ChatPrompt():
-            traits = tokenizer.template_traits(with_tools=has_rendered_tools(prompt))
-            turns = template_messages(prompt, traits)
-            variables = template_variables(prompt, traits)
             encode_chat = partial(
-                tokenizer.encode_chat,
+                _encode_chat,
+                tokenizer=tokenizer,
                 options=chat_options,
-                variables=variables,
                 parse_special_tokens=parse_special_tokens,
                 max_tokens=max_tokens,
             )
-            found = await run_by_size(chat_size(prompt), encode_chat, turns)
+            found = await run_by_size(chat_size(prompt), encode_chat, prompt)
     if not found:
         raise InvalidRequestError("the prompt has no tokens", reason="EMPTY_PROMPT", param="prompt")
     return found
+
+
+def _encode_chat(
+    prompt: ChatPrompt,
+    *,
+    tokenizer: Tokenizer,
+    options: ChatOptions,
+    parse_special_tokens: bool,
+    max_tokens: int | None,
+) -> tuple[int, ...]:
+    traits = tokenizer.template_traits(with_tools=has_rendered_tools(prompt))
+    return tokenizer.encode_chat(
+        template_messages(prompt, traits),
+        options=options,
+        variables=template_variables(prompt, traits),
+        parse_special_tokens=parse_special_tokens,
+        max_tokens=max_tokens,
+    )
 
 
 def chat_size(prompt: ChatPrompt) -> int:

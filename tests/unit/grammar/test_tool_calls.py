@@ -839,3 +839,10 @@ def test_many_tools_are_within_the_limits(vocabulary: Vocabulary, format_name: s
         think=tags(is_open=False),
     )
     vocabulary.compile(grammar)
+
+
+def test_errors_name_a_tool_by_its_index_in_the_request() -> None:
+    tool = ToolSchema(name="look", parameters='{"type": "array"}', index=7)
+    with pytest.raises(InvalidRequestError) as refused:
+        tool_call_grammar("hermes", [tool], parallel=False, special_ids={}, think=None)
+    assert refused.value.param == "tools[7].function.parameters"

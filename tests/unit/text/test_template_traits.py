@@ -65,7 +65,7 @@ NO_TOOLS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         (DEEPSEEK, TemplateTraits(has_text_arguments=True, has_null_content=True)),
         (DEEPSEEK_31, TemplateTraits(renders_tools=True, has_text_arguments=True)),
         (PYTHONIC, TemplateTraits(renders_tools=True)),
-        (MISTRAL, TemplateTraits(renders_tools=True)),
+        (MISTRAL, TemplateTraits(renders_tools=True, has_short_ids=True)),
         (HARMONY, TemplateTraits(renders_tools=True, is_harmony=True)),
         (NO_TOOLS, TemplateTraits()),
         ("{{ raise_exception('never') }}", TemplateTraits()),

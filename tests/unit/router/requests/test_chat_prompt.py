@@ -52,6 +52,14 @@ def test_a_text_beside_calls_is_kept() -> None:
     assert template_messages(_history(content="I look"), traits)[1]["content"] == "I look"
 
 
+def test_ids_are_short_for_templates_that_demand_it() -> None:
+    _, called, result = template_messages(_history(), TemplateTraits(has_short_ids=True))
+    short = called["tool_calls"][0]["id"]
+    assert len(short) == 9 and short.isalnum()
+    assert result["tool_call_id"] == short
+    assert template_messages(_history(), USUAL)[2]["tool_call_id"] == "c1"
+
+
 @pytest.mark.parametrize("arguments", ["", "null", " null "])
 def test_a_call_without_arguments_has_an_empty_object(arguments: str) -> None:
     (call,) = template_messages(_history(arguments), USUAL)[1]["tool_calls"]
