@@ -6,6 +6,7 @@ never changed once they are made, because stored responses share them.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -183,8 +184,12 @@ class _AssistantMessage:
         if item["type"] == "reasoning":
             self.reasoning += _part_texts(item["content"])
         elif item["type"] == "function_call":
+            arguments = item["arguments"]
+            if origin == PREVIOUS and not _is_object(arguments):
+                # The model wrote it so, or max_output_tokens cut it off: the client cannot mend it.
+                arguments = "{}"
             self.calls.append(
-                ToolCall(call_id=item["call_id"], name=item["name"], arguments=item["arguments"])
+                ToolCall(call_id=item["call_id"], name=item["name"], arguments=arguments)
             )
             self.call_origins.append(origin)
         else:
@@ -283,3 +288,10 @@ class Conversation:
 
 def _part_texts(parts: Sequence[Item]) -> list[str]:
     return [part["text"] for part in parts]
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -139,6 +139,14 @@ def test_an_output_needs_an_earlier_call() -> None:
         assert raised.value.param.startswith("input[") and "no function_call" in str(raised.value)
 
 
+def test_stored_arguments_that_were_cut_off_do_not_end_a_conversation() -> None:
+    cut = {**STORED, "arguments": '{"city": "Os'}
+    (stored,) = Conversation(None, [cut], num_stored=1).messages
+    assert stored.tool_calls[0].arguments == "{}"
+    (sent,) = Conversation(None, [cut], num_stored=0).messages
+    assert sent.tool_calls[0].arguments == cut["arguments"]
+
+
 def test_errors_of_messages_name_the_item() -> None:
     items = [STORED, *listed([{"role": "user", "content": "a"}, CALL, {**CALL, "call_id": "c2"}])]
     conversation = Conversation("b", items, num_stored=1)
