@@ -44,7 +44,7 @@ def make_tokenizer(directory: Path, *special: str) -> Tokenizer:
 def budget_of(
     answers: AnswerFormat, request: GenerateRequest, prompt_ids: tuple[int, ...]
 ) -> ThinkingBudget | None:
-    parsing = answers.describe_parsing(request, prompt_ids)
+    parsing = answers.describe_parsing(request, prompt_ids, call_id_seed=1)
     return answers.thinking_budget(request, parsing)
 
 
