@@ -30,7 +30,7 @@ from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.thinking_budget import MAX_THINKING_TOKENS, ThinkingBudget
 from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tree import ROOT, path
-from outrider.text.output_parsers.reasoning_span import ReasoningSpan
+from outrider.text.output_parsers.reasoning_span import TaggedSpan
 from outrider.text.tokenizer import Tokenizer
 from tests.mask_limits import LONG_MASKS
 from tests.reference.grammar_oracle import ids_of
@@ -187,7 +187,7 @@ def test_values_out_of_bounds_are_refused(values: dict[str, Any]) -> None:
 
 def legal_by_hand(limit: ThinkingBudget, said: Sequence[int]) -> set[int]:
     """What may follow, computed anew from all tokens with the router's own span of reasoning."""
-    span = ReasoningSpan(limit.open_tag, limit.close_tag, is_open=not limit.open_tag)
+    span = TaggedSpan(limit.open_tag, limit.close_tag, is_open=not limit.open_tag)
     num_tokens, was_open, text = 0, not limit.open_tag, ""
     for token in said:
         tags = {limit.open_ids: "<think>", limit.close_ids: "</think>"}
