@@ -24,7 +24,7 @@ class ProcessState(StrEnum):
     """The process reads its models and warms up; it does not serve yet."""
     SERVING = "serving"
     DRAINING = "draining"
-    """The process was told to stop and ends its sessions or requests."""
+    """The process ends its sessions or requests before it stops."""
 
 
 class ProcessMetrics:

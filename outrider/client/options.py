@@ -16,7 +16,7 @@ from outrider.ids import RequestId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import MIN_SEED, UINT64_MAX, Rule
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
-from outrider.spec.tools import Tool
+from outrider.spec.tools import Tool, with_object_arguments
 from outrider.wire.inference import (
     ChatMessage,
     ChatPrompt,
@@ -188,23 +188,9 @@ def assistant(answer: str | GenerateResult) -> ChatMessage:
     return ChatMessage(
         role="assistant",
         content=answer.text,
-        tool_calls=tuple(
-            call if _is_json_object(call.arguments) else replace(call, arguments="{}")
-            for call in answer.tool_calls
-        ),
+        tool_calls=tuple(map(with_object_arguments, answer.tool_calls)),
         reasoning=answer.reasoning,
     )
-
-
-def _is_json_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text, parse_constant=_refuse_constant), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
 
 
 def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateRequest:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any, Final
 
 MAX_TOOLS = 1024
 """Largest number of tools of a request."""
@@ -12,6 +15,10 @@ MAX_TOOL_CALLS = 128
 """Largest number of tool calls of one message."""
 MAX_TEMPLATE_VARIABLES_BYTES = 1 << 16
 """Largest size of the template variables of a request, in bytes of UTF-8."""
+
+MAX_JSON_DEPTH: Final = 64
+"""Largest nesting depth of arguments, schemas and template variables."""
+_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 
 
 class ToolChoiceMode(StrEnum):
@@ -112,3 +119,51 @@ def join_call_deltas(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
         )
         for index in sorted(parts)
     )
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    """Return the JSON object of a text, such as the arguments of a call in a conversation.
+
+    Raises ValueError, whose message says what is allowed and begins with a verb: for other texts,
+    for more than `MAX_JSON_DEPTH` levels, and for half of a surrogate pair.
+    """
+    try:
+        found = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"must be a JSON object: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"must be a JSON object, got {text[:40]!r}")
+    if _depth(found) > MAX_JSON_DEPTH:
+        raise ValueError(f"may be nested at most {MAX_JSON_DEPTH} levels deep")
+    # Only an escape can stand for half of a pair, and no prompt can be made of it.
+    if "\\u" in text and _SURROGATE.search(json.dumps(found, ensure_ascii=False)):
+        raise ValueError("has half of a surrogate pair, which is no text")
+    return found
+
+
+def with_object_arguments(call: ToolCall) -> ToolCall:
+    """Return a call of an answer as a conversation may have it. Arguments that are no JSON object
+    become "{}": the model wrote them so, or the answer was cut off."""
+    try:
+        parse_json_object(call.arguments)
+    except ValueError:
+        return replace(call, arguments="{}")
+    return call
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _depth(value: Any) -> int:
+    """Return the nesting depth of a value, up to one more than is allowed."""
+    depth, level = 0, [value]
+    while level and depth <= MAX_JSON_DEPTH:
+        depth += 1
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    return depth

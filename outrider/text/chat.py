@@ -57,15 +57,14 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         environment.filters["tojson"] = _tojson
         try:
-            self._template = environment.from_string(source)
+            parsed = environment.parse(source)
+            self._template = environment.from_string(parsed)
         except TemplateError as error:
             raise InvalidRequestError(
                 f"the chat template does not compile: {error}", reason="BAD_CHAT_TEMPLATE"
             ) from error
         self._special_tokens = dict(special_tokens)
-        self.variables = frozenset(
-            name.name for name in environment.parse(source).find_all(nodes.Name)
-        )
+        self.variables = frozenset(name.name for name in parsed.find_all(nodes.Name))
         """Names of all variables in the template."""
 
     def render(

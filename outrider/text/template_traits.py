@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from outrider.errors import InvalidRequestError
 from outrider.text.chat import ChatTemplate
+from outrider.text.output_parsers.harmony import CHANNEL
 
 _NAME: Final = "sample_tool"
 _ARGUMENTS: Final = {"sample_key": "sample_value"}
@@ -30,7 +31,6 @@ _TOOL: Final[dict[str, Any]] = {
 _SHORT_ID: Final = "sample123"
 """Templates of Mistral models demand 9 letters and digits."""
 _LONG_ID: Final = "call_0123456789abcdef"
-_HARMONY_CHANNEL: Final = "<|channel|>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def find_traits(source: str, template: ChatTemplate) -> TemplateTraits:
         has_text_arguments=has_text,
         has_null_content=has_null,
         has_short_ids=ids == _SHORT_ID,
-        is_harmony=_HARMONY_CHANNEL in source,
+        is_harmony=CHANNEL in source,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from outrider.text.output_parsers.events import ArgumentsDelta, OutputEvent, ToolCallStart
@@ -53,17 +53,11 @@ class JsonCallsReader:
     """Reads one call as a JSON object (see `JsonCallReader`), or an array of them."""
 
     def __init__(
-        self,
-        index: int,
-        *,
-        first_keys: Collection[str] | None = None,
-        names: Collection[str] | None = None,
-        needs_arguments: bool = False,
+        self, index: int, *, make_reader: Callable[[int], JsonCallReader] = JsonCallReader
     ) -> None:
-        """Create a reader; the parameters are those of `JsonCallReader`."""
-        self._first_index = index
-        self._first_keys, self._names = first_keys, names
-        self._needs_arguments = needs_arguments
+        """Create a reader of the calls from this index on. `make_reader`: makes the reader of the
+        call with an index."""
+        self._first_index, self._make_reader = index, make_reader
         self._is_array: bool | None = None
         """Whether the calls are in an array; None until the first character is known."""
         self._call: JsonCallReader | None = None
@@ -93,12 +87,7 @@ class JsonCallsReader:
                 self.is_done, position = text[position] == "]", position + 1
             else:
                 self._is_array = bool(self._is_array)
-                self._call = JsonCallReader(
-                    self._first_index + self._num_complete,
-                    first_keys=self._first_keys,
-                    names=self._names,
-                    needs_arguments=self._needs_arguments,
-                )
+                self._call = self._make_reader(self._first_index + self._num_complete)
         return position
 
 

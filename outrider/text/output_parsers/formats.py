@@ -15,6 +15,7 @@ from outrider.text.output_parsers.call_readers import (
     NamedCallReader,
 )
 from outrider.text.output_parsers.events import OutputParser
+from outrider.text.output_parsers.json_call import JsonCallReader
 from outrider.text.output_parsers.leading_calls import LeadingCallParser
 from outrider.text.output_parsers.marked_calls import MarkedCallParser
 from outrider.text.output_parsers.plain import PlainContentParser
@@ -82,13 +83,14 @@ def _marked(
 
 
 def _llama_json_parser(names: Collection[str] | None) -> OutputParser:
+    make_reader = partial(
+        JsonCallReader, first_keys=("name", "type"), names=names, needs_arguments=True
+    )
     return LeadingCallParser(
         opening="{",
         marker=_PYTHON_TAG,
         separator=";",
-        reader=partial(
-            JsonCallsReader, first_keys=("name", "type"), names=names, needs_arguments=True
-        ),
+        reader=partial(JsonCallsReader, make_reader=make_reader),
     )
 
 

@@ -4,7 +4,6 @@ their reasoning is limited."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 from outrider.errors import InvalidRequestError
@@ -121,15 +120,18 @@ class AnswerFormat:
             return (self._special_ids[tag],)
         return self._tokenizer.encode(tag, add_special_tokens=False)
 
-    def apply_grammar(
-        self, request: GenerateRequest, parsing: OutputParsing | None, prompt_ids: Sequence[int]
-    ) -> GenerateRequest:
-        """Return the request with the grammar that its tool choice needs, and with reasoning
-        allowed before a structured output. Raises InvalidRequestError for schemas of tools that
-        cannot be enforced."""
-        if parsing is None or not isinstance(request.prompt, ChatPrompt):
-            return request
-        think, tools = self._think_tags(parsing, prompt_ids), request.prompt.tools
+    def make_grammar(
+        self,
+        prompt: ChatPrompt,
+        structured: StructuredOutput | None,
+        parsing: OutputParsing,
+        prompt_ids: Sequence[int],
+    ) -> StructuredOutput | None:
+        """Return what the grammar of an answer enforces: the calls that the tool choice needs, or
+        `structured`, the request's own structured output, with reasoning allowed before it; None if
+        nothing is enforced. Raises InvalidRequestError for schemas of tools that cannot be
+        enforced."""
+        think, tools = self._think_tags(parsing, prompt_ids), prompt.tools
         if parsing.tool_format and tools.choice in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED):
             grammar = tool_call_grammar(
                 parsing.tool_format,
@@ -142,15 +144,10 @@ class AnswerFormat:
                 special_ids=self._special_ids,
                 think=think,
             )
-            return replace(
-                request, structured_output=StructuredOutput(StructuredKind.GRAMMAR, grammar)
-            )
-        if request.structured_output is None or think is None:
-            return request
-        wrapped = wrap_structured_output(
-            request.structured_output, special_ids=self._special_ids, think=think
-        )
-        return replace(request, structured_output=wrapped)
+            return StructuredOutput(StructuredKind.GRAMMAR, grammar)
+        if structured is None or think is None:
+            return structured
+        return wrap_structured_output(structured, special_ids=self._special_ids, think=think)
 
     def _think_tags(self, parsing: OutputParsing, prompt_ids: Sequence[int]) -> ThinkTags | None:
         """Return the tags of the reasoning that may precede an answer; None if there is none."""

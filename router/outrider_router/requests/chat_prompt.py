@@ -6,9 +6,7 @@ have. Roles are checked by the template. Errors name the field as OpenAI's API d
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from typing import Any, Final
 
 from outrider.errors import InvalidRequestError
@@ -20,6 +18,7 @@ from outrider.spec.tools import (
     ToolCall,
     ToolChoiceMode,
     ToolOptions,
+    parse_json_object,
 )
 from outrider.text.template_traits import TemplateTraits
 from outrider.wire.inference import REASONING_EFFORTS, ChatMessage, ChatPrompt
@@ -27,11 +26,8 @@ from outrider_router.requests.parsed_answer import to_short_call_id
 
 TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names that a tool may have, as in OpenAI's API."""
-MAX_JSON_DEPTH: Final = 64
-"""Largest nesting depth of arguments and template variables."""
 _SERVER_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})
 """Variables that only the server sets."""
-_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 _HARMONY_EFFORTS: Final = {"none": "low", "minimal": "low", "xhigh": "high"}
 """Efforts that models of the harmony format were not trained with, and the nearest that they
 were."""
@@ -181,35 +177,9 @@ def _tool(tool: Tool, index: int, traits: TemplateTraits) -> dict[str, Any]:
 
 def _json_object(text: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise _invalid(where, f"{where} must be a JSON object: {error}") from None
-    if not isinstance(found, Mapping):
-        raise _invalid(where, f"{where} must be a JSON object, got {text[:40]!r}")
-    if _depth(found) > MAX_JSON_DEPTH:
-        raise _invalid(where, f"{where} may be nested at most {MAX_JSON_DEPTH} levels deep")
-    # Only an escape can stand for half of a pair, and no prompt can be made of it.
-    if "\\u" in text and _SURROGATE.search(json.dumps(found, ensure_ascii=False)):
-        raise _invalid(where, f"{where} has half of a surrogate pair, which is no text")
-    return dict(found)
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _depth(value: Any) -> int:
-    """Return the nesting depth of a value, up to one more than is allowed."""
-    depth, level = 0, [value]
-    while level and depth <= MAX_JSON_DEPTH:
-        depth += 1
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-    return depth
+        return parse_json_object(text)
+    except ValueError as error:
+        raise _invalid(where, f"{where} {error}") from None
 
 
 def _invalid(param: str, message: str) -> InvalidRequestError:

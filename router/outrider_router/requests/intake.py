@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.ids import RequestId
@@ -64,7 +65,7 @@ class RequestIntake:
         self._answer_format = AnswerFormat(tokenizer, config)
         self._prompt_ids = SharedResults[tuple[ChatPrompt, int], tuple[int, ...]]()
         self._grammars = SharedResults[
-            tuple[ChatPrompt, StructuredOutput | None, OutputParsing], StructuredOutput | None
+            tuple[ChatPrompt, StructuredOutput | None], StructuredOutput | None
         ]()
         self._clock = clock
         self._on_failing = on_failing
@@ -132,9 +133,10 @@ class RequestIntake:
             request, prompt_ids, call_id_seed=secrets.randbits(63)
         )
         thinking_budget = self._answer_format.thinking_budget(request, parsing)
-        enforced = await self._apply_grammar(request, parsing, prompt_ids)
-        is_for_tools = enforced.structured_output is not None and request.structured_output is None
-        request = enforced
+        enforced = await self._make_grammar(request, parsing, prompt_ids)
+        is_for_tools = enforced is not None and request.structured_output is None
+        if enforced is not request.structured_output:
+            request = replace(request, structured_output=enforced)
         if request.structured_output is not None:
             try:
                 await self._forms.check_grammar(request.structured_output, tenant=caller.tenant)
@@ -179,24 +181,21 @@ class RequestIntake:
             return await tokenize()
         return await self._prompt_ids.get_result((prompt, max_tokens), tokenize)
 
-    async def _apply_grammar(
+    async def _make_grammar(
         self, request: GenerateRequest, parsing: OutputParsing | None, prompt_ids: tuple[int, ...]
-    ) -> GenerateRequest:
-        """Return the request with the grammar that it needs. Reading the schemas of a thousand
-        tools takes some 0.2 s."""
-        if parsing is None or not isinstance(request.prompt, ChatPrompt):
-            return request
-        read = replace(parsing, call_id_seed=0)
+    ) -> StructuredOutput | None:
+        """Return the grammar or structured output that a request needs; None if it needs none.
+        Reading the schemas of a thousand tools takes some 0.2 s."""
+        prompt, structured = request.prompt, request.structured_output
+        if parsing is None or not isinstance(prompt, ChatPrompt):
+            return structured
+        size = chat_size(prompt)
+        make = partial(self._answer_format.make_grammar, prompt, structured, parsing)
 
-        def apply(asked: StructuredOutput | None) -> StructuredOutput | None:
-            unenforced = replace(request, structured_output=asked)
-            return self._answer_format.apply_grammar(unenforced, read, prompt_ids).structured_output
+        async def make_by_size() -> StructuredOutput | None:
+            return await run_by_size(size, make, prompt_ids)
 
-        async def run() -> StructuredOutput | None:
-            return await run_by_size(chat_size(prompt), apply, request.structured_output)
-
-        prompt = request.prompt
-        if chat_size(prompt) <= LONG_INPUT:
-            return replace(request, structured_output=await run())
-        key = (prompt, request.structured_output, read)
-        return replace(request, structured_output=await self._grammars.get_result(key, run))
+        if size <= LONG_INPUT:
+            return await make_by_size()
+        # The rest of what the grammar depends on follows from these.
+        return await self._grammars.get_result((prompt, structured), make_by_size)

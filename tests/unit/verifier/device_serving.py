@@ -137,6 +137,11 @@ async def run_all(
     return list(await asyncio.gather(*(one(index) for index in range(len(prompts)))))
 
 
+def texts_of(results: list[tuple[list[int], SpecStats]]) -> list[list[int]]:
+    """The tokens of each result of `run_all`."""
+    return [tokens for tokens, _ in results]
+
+
 def plain_texts(target_dir: Path) -> dict[str, list[list[int]]]:
     """Plain text by sampling, from the host's engine on the CPU, in float32."""
 
@@ -144,9 +149,7 @@ def plain_texts(target_dir: Path) -> dict[str, list[list[int]]]:
         found = {}
         async with serving(target_dir, device=None) as service:
             for name, sampling in SAMPLINGS.items():
-                found[name] = [
-                    tokens for tokens, _ in await run_all(service, SpeculationPlan(), sampling)
-                ]
+                found[name] = texts_of(await run_all(service, SpeculationPlan(), sampling))
         return found
 
     return asyncio.run(collect())

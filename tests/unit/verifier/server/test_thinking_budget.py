@@ -24,16 +24,13 @@ from tests.unit.verifier.device_serving import (
     run_all,
     run_drafted,
     serving,
+    texts_of,
 )
 from tests.unit.verifier.forced_preemption import preempt_often, preemptions
 from tests.unit.verifier.harness import CHAIN, TREE, make_spec
 
 NUM_THINKING = 7
 Texts = list[list[int]]
-
-
-def texts_of(results: list[tuple[list[int], Any]]) -> Texts:
-    return [tokens for tokens, _ in results]
 
 
 @pytest.fixture(scope="module")

@@ -22,16 +22,13 @@ from tests.unit.verifier.device_serving import (
     run_all,
     run_drafted,
     serving,
+    texts_of,
 )
 from tests.unit.verifier.forced_preemption import preempt_often, preemptions
 from tests.unit.verifier.harness import CHAIN, TREE, make_spec
 
 ALLOWED = tuple(range(40, 72))
 Texts = list[list[int]]
-
-
-def texts_of(results: list[tuple[list[int], Any]]) -> Texts:
-    return [tokens for tokens, _ in results]
 
 
 def follows(tokens: list[int], limits: TokenLimits) -> bool:

@@ -6,7 +6,6 @@ never changed once they are made, because stored responses share them.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from outrider.errors import InvalidRequestError
-from outrider.spec.tools import ToolCall
+from outrider.spec.tools import ToolCall, with_object_arguments
 from outrider.wire.inference import ChatMessage
 from outrider_router.api.http.responses.request_models import (
     ITEM_TYPES,
@@ -184,13 +183,9 @@ class _AssistantMessage:
         if item["type"] == "reasoning":
             self.reasoning += _part_texts(item["content"])
         elif item["type"] == "function_call":
-            arguments = item["arguments"]
-            if origin == PREVIOUS and not _is_object(arguments):
-                # The model wrote it so, or max_output_tokens cut it off: the client cannot mend it.
-                arguments = "{}"
-            self.calls.append(
-                ToolCall(call_id=item["call_id"], name=item["name"], arguments=arguments)
-            )
+            call = ToolCall(call_id=item["call_id"], name=item["name"], arguments=item["arguments"])
+            # A client cannot mend a call that is stored here.
+            self.calls.append(with_object_arguments(call) if origin == PREVIOUS else call)
             self.call_origins.append(origin)
         else:
             self.content += _part_texts(item["content"])
@@ -288,10 +283,3 @@ class Conversation:
 
 def _part_texts(parts: Sequence[Item]) -> list[str]:
     return [part["text"] for part in parts]
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
