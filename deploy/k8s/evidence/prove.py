@@ -110,7 +110,7 @@ class ManifestChecks:
             there = any(document["kind"] == "Namespace" for document in made)
             if not there:
                 made.insert(0, _named("Namespace", name))
-            if name == "chart-gpu":
+            if name in ("chart-gpu", "chart-pairs"):
                 made.append(_claim(name))
             code, text = self.kubectl(made)
             assert code == 0, text
@@ -122,7 +122,7 @@ class ManifestChecks:
                 f"{name:20} {len(made):3} objects accepted{ran}"
                 f"{f'; not of Kubernetes itself: {others}' if others else ''}"
             )
-            if name in ("gpu", "chart-gpu"):
+            if name in ("gpu", "chart-gpu", "chart-pairs"):
                 self.kubectl([_named("Namespace", name)], "delete", "--wait=false")
 
     def reject_faulty(self) -> None:

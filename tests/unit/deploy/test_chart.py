@@ -9,7 +9,6 @@ import ssl
 import subprocess
 import threading
 from collections.abc import Generator
-from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -18,9 +17,9 @@ import pytest
 
 import outrider
 from outrider.client.local.certificates import make_certificates
+from tests.unit.deploy.chart import CASES, CHART, HELM, documents, helm, rendered, template
 from tests.unit.deploy.manifests import (
     TEARDOWN_S,
-    Document,
     config_of,
     pods,
     pre_stop_s,
@@ -39,37 +38,6 @@ from tests.unit.deploy.support import (
     parse,
     tool,
 )
-
-HELM = ROOT / "deploy" / "helm"
-CHART = HELM / "outrider"
-CASES = ["", *sorted(path.stem for path in HELM.glob("cases/*.yaml"))]
-
-
-def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [tool("helm"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S)
-
-
-def template(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return helm("template", "demo", str(CHART), "--namespace", "team", *arguments)
-
-
-@cache
-def rendered(case: str) -> str:
-    values = ("--values", str(HELM / "cases" / f"{case}.yaml")) if case else ()
-    result = template(*values)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def documents(case: str) -> list[Document]:
-    """What is applied with the values of a case, and what these say is there already."""
-    there = [] if case != "gpu" else [_named("PersistentVolumeClaim", "weights")]
-    return parse(rendered(case)) + there
-
-
-def _named(kind: str, name: str) -> Document:
-    return {"kind": kind, "metadata": {"name": name, "namespace": "team"}}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -235,7 +203,13 @@ def _server(certificates: Path | None) -> Generator[tuple[list[str | None], int]
         thread.join(TOOL_S)
 
 
-@pytest.mark.parametrize("flags", [("apiKeys.existingSecret=keys",), ("tls.enabled=true",), ()])
+PAIRS = "drafter.inVerifierPod=true"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("apiKeys.existingSecret=keys",), ("tls.enabled=true",), (), (PAIRS, "tls.enabled=true")],
+)
 def test_prometheus_and_the_processes_believe_each_other(flags: tuple[str, ...]) -> None:
     settings = ["tls.certManager=true", "monitoring.podMonitor=true", *flags]
     settings.append("monitoring.operatorKeySecret=outrider-operator-key")
@@ -300,7 +274,9 @@ def test_what_a_cluster_needs_reaches_the_pods() -> None:
 VOLUME = "models.persistence.enabled=true"
 
 
-@pytest.mark.parametrize("settings", ["", VOLUME, f"{VOLUME},models.pull=", "tls.enabled=true"])
+@pytest.mark.parametrize(
+    "settings", ["", VOLUME, f"{VOLUME},models.pull=", "tls.enabled=true", PAIRS]
+)
 def test_policies_allow_what_is_needed_and_nothing_else(settings: str) -> None:
     result = template("--set", ",".join(filter(None, ["networkPolicy.enabled=true", settings])))
     assert result.returncode == 0, result.stderr

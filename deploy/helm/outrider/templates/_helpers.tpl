@@ -20,9 +20,34 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}
 
-{{/* Not empty if the role has an autoscaler; none where there are no drafters. */}}
+{{/* Facts of a role's processes, as YAML. podRole is the role whose pods hold them. A drafter in a verifier's
+pod has other names of ports, and a suffix for its volumes and paths. */}}
+{{- define "outrider.process" -}}
+{{- $second := and (eq .role "drafter") .root.Values.drafter.inVerifierPod -}}
+podRole: {{ $second | ternary "verifier" .role }}
+suffix: {{ $second | ternary "-drafter" "" | quote }}
+grpcName: {{ $second | ternary "drafter" "grpc" }}
+metricsName: {{ $second | ternary "metrics-draft" "metrics" }}
+port: {{ get (dict "router" 50050 "verifier" 50051 "drafter" 50052) .role }}
+metrics: {{ get (dict "router" 9100 "verifier" 9101 "drafter" 9102) .role }}
+service: outrider.wire.v1.{{ eq .role "router" | ternary "Inference" (title .role) }}Service
+{{- end -}}
+
+{{/* Not empty if the role has pods of its own. */}}
+{{- define "outrider.hasPods" -}}
+{{- if eq .role (include "outrider.process" . | fromYaml).podRole -}}
+yes
+{{- end -}}
+{{- end -}}
+
+{{/* What selects the pods that hold the processes of a role. */}}
+{{- define "outrider.holders" -}}
+{{ include "outrider.selector" (dict "root" .root "role" (include "outrider.process" . | fromYaml).podRole) }}
+{{- end -}}
+
+{{/* Not empty if the role has an autoscaler; none where there are no pods of drafters. */}}
 {{- define "outrider.scaled" -}}
-{{- if and .root.Values.autoscaling.by (get .root.Values .role).replicas -}}
+{{- if and .root.Values.autoscaling.by (get .root.Values .role).replicas (include "outrider.hasPods" .) -}}
 yes
 {{- end -}}
 {{- end -}}

@@ -1,8 +1,9 @@
-{{/* The pod template of a role: dict "root" $ "role" "router" "port" 50050 "service" NAME. */}}
+{{/* The pod template of a role: dict "root" $ "role" "router". */}}
 {{- define "outrider.pod" -}}
 {{- $values := get .root.Values .role -}}
 {{- $name := include "outrider.name" .root -}}
 {{- $router := eq .role "router" -}}
+{{- $drafter := and (eq .role "verifier") .root.Values.drafter.inVerifierPod | ternary (dict "root" .root "role" "drafter") (dict) -}}
 metadata:
   labels:
     {{- include "outrider.selector" . | nindent 4 }}
@@ -11,6 +12,9 @@ metadata:
   annotations:
     # A change of the configuration rolls the pods.
     outrider.io/config: {{ include "outrider.config" . | sha256sum }}
+    {{- with $drafter }}
+    outrider.io/drafter-config: {{ include "outrider.config" . | sha256sum }}
+    {{- end }}
     {{- with $values.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
 spec:
   serviceAccountName: {{ $name }}-{{ .role }}
@@ -20,8 +24,9 @@ spec:
   imagePullSecrets: {{ toYaml . | nindent 4 }}
   {{- end }}
   # preStop, drain_timeout_s and 10 s for what is left to close.
-  {{- $drain := default (dict "router" 30 "verifier" 20 "drafter" 10 | dig .role 0) $values.config.drain_timeout_s }}
-  terminationGracePeriodSeconds: {{ add (ceil $drain) (default 0 $values.preStopSeconds) 10 }}
+  {{- $drain := include "outrider.drain" . }}
+  {{- with $drafter }}{{ $drain = max $drain (include "outrider.drain" .) }}{{ end }}
+  terminationGracePeriodSeconds: {{ add $drain (default 0 $values.preStopSeconds) 10 }}
   securityContext: {{ include "outrider.podSecurityContext" . | nindent 4 }}
   {{- with $values.nodeSelector }}
   nodeSelector: {{ toYaml . | nindent 4 }}
@@ -50,62 +55,17 @@ spec:
     {{- include "outrider.models" . | nindent 4 }}
   {{- end }}
   containers:
-    - name: {{ .role }}
-      image: {{ include "outrider.image" . }}
-      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-      args:
-        - --config
-        - /etc/outrider/{{ .role }}.toml
-        {{- if not $router }}
-        - --{{ .role }}-id
-        - $(POD_NAME)
-        {{- end }}
-        {{- if .root.Values.tls.enabled }}
-        - --tls-cert=/etc/outrider-tls/tls.crt
-        - --tls-key=/etc/outrider-tls/tls.key
-        - --tls-ca=/etc/outrider-tls/ca.crt
-        {{- end }}
-        {{- if and $router .root.Values.apiKeys.existingSecret }}
-        - --api-keys=/etc/outrider-keys/keys.toml
-        {{- end }}
-      env:
-        - name: POD_NAME
-          valueFrom: {fieldRef: {fieldPath: metadata.name}}
-        {{- with $values.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
-      {{- with $values.extraEnvFrom }}
-      envFrom: {{ toYaml . | nindent 8 }}
-      {{- end }}
-      ports:
-        - {name: grpc, containerPort: {{ .port }}}
-        {{- if $router }}
-        - {name: http, containerPort: 8000}
-        {{- end }}
-        - {name: metrics, containerPort: {{ .metrics }}}
-      {{- if $router }}
-      lifecycle:
-        preStop:
-          sleep: {seconds: {{ $values.preStopSeconds }}}
-      {{- end }}
-      {{- include "outrider.probes" . | nindent 6 }}
-      resources: {{ toYaml $values.resources | nindent 8 }}
-      securityContext: {{ include "outrider.securityContext" . | nindent 8 }}
-      volumeMounts:
-        - {name: config, mountPath: /etc/outrider, readOnly: true}
-        - {name: models, mountPath: /models, readOnly: true}
-        - {name: tmp, mountPath: /tmp}
-        {{- if not $router }}
-        - {name: shm, mountPath: /dev/shm}
-        {{- end }}
-        {{- if .root.Values.tls.enabled }}
-        - {name: tls, mountPath: /etc/outrider-tls, readOnly: true}
-        {{- end }}
-        {{- if and $router .root.Values.apiKeys.existingSecret }}
-        - {name: keys, mountPath: /etc/outrider-keys, readOnly: true}
-        {{- end }}
-        {{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
+    {{- include "outrider.container" . | nindent 4 }}
+    {{- with $drafter }}
+    {{- include "outrider.container" . | nindent 4 }}
+    {{- end }}
   volumes:
     - name: config
       configMap: {name: {{ $name }}-{{ .role }}}
+    {{- with $drafter }}
+    - name: config-drafter
+      configMap: {name: {{ $name }}-drafter}
+    {{- end }}
     - name: models
       {{- if .root.Values.models.persistence.enabled }}
       persistentVolumeClaim:
@@ -122,18 +82,25 @@ spec:
     {{- if .root.Values.tls.enabled }}
     - name: tls
       secret: {secretName: {{ $name }}-{{ .role }}-tls, defaultMode: 0440}
+    {{- with $drafter }}
+    # Roles are names in certificates: each container has one of its own.
+    - name: tls-drafter
+      secret: {secretName: {{ $name }}-drafter-tls, defaultMode: 0440}
+    {{- end }}
     {{- end }}
     {{- if and $router .root.Values.apiKeys.existingSecret }}
     - name: keys
       secret: {secretName: {{ .root.Values.apiKeys.existingSecret }}, defaultMode: 0440}
     {{- end }}
     {{- with $values.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
+    {{- if $drafter }}
+    {{- with .root.Values.drafter.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
+    {{- end }}
 {{- end -}}
 
-{{- define "outrider.securityContext" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
+{{/* The longest drain of a process, in whole seconds. */}}
+{{- define "outrider.drain" -}}
+{{- default (dict "router" 30 "verifier" 20 "drafter" 10 | dig .role 0) (get .root.Values .role).config.drain_timeout_s | ceil | int -}}
 {{- end -}}
 
 {{- define "outrider.placement" -}}
@@ -166,32 +133,4 @@ topologySpreadConstraints:
     labelSelector:
       matchLabels: {{ include "outrider.selector" . | nindent 8 }}
 {{- end -}}
-{{- end -}}
-
-{{/* The kubelet's gRPC probes cannot speak TLS: with it, an open port must do. */}}
-{{- define "outrider.probes" -}}
-{{- $values := get .root.Values .role -}}
-{{- $router := eq .role "router" -}}
-{{- $alive := dict "grpc" (dict "port" .port "service" "grpc.health.v1.Health") -}}
-{{- $serves := dict "grpc" (dict "port" .port "service" .service) -}}
-{{- if .root.Values.tls.enabled -}}
-{{- $alive = dict "tcpSocket" (dict "port" "grpc") -}}
-{{- $serves = $router | ternary (dict "httpGet" (dict "path" "/health" "port" "http" "scheme" "HTTPS")) $alive -}}
-{{- end -}}
-# The port of a {{ .role }} opens when it {{ $router | ternary "has read its journal" "is loaded and warm" }}.
-startupProbe:
-  {{- toYaml ($router | ternary $alive $serves) | nindent 2 }}
-  periodSeconds: 5
-  timeoutSeconds: 3
-  failureThreshold: {{ div (default 120 $values.startupSeconds) 5 }}
-readinessProbe:
-  {{- toYaml $serves | nindent 2 }}
-  periodSeconds: 5
-  timeoutSeconds: 3
-  failureThreshold: 2
-livenessProbe:
-  {{- toYaml $alive | nindent 2 }}
-  periodSeconds: 10
-  timeoutSeconds: 5
-  failureThreshold: 6
 {{- end -}}
