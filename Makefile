@@ -115,6 +115,8 @@ generated: setup
 	$(BIN)/outrider config reference > docs/configuration.md
 	$(BIN)/python deploy/tools/values_schema.py > deploy/helm/outrider/values.schema.json
 	$(BIN)/python deploy/tools/prometheus_rule.py > deploy/k8s/components/monitoring/prometheus-rule.yaml
+	$(BIN)/python deploy/tools/prometheus_rule.py --groups > deploy/helm/outrider/files/rules.yaml
+	cp deploy/monitoring/grafana/outrider.json deploy/helm/outrider/files/outrider.json
 	$(BIN)/python tools/decisions.py > docs/decisions/README.md
 	$(BIN)/python tools/licences.py > docs/licences.md
 
