@@ -85,7 +85,7 @@ def quantity(text: object) -> Decimal:
 def problems(documents: list[Document]) -> list[str]:
     """Everything that is wrong with a set of manifests that are applied together."""
     found = [*_unplaced(documents), *_budgets(documents), *_services(documents)]
-    found += _references(documents)
+    found += [*_references(documents), *_backends(documents)]
     found += _scalers(documents)
     for pod in pods(documents):
         found += _selectors(pod)
@@ -141,6 +141,30 @@ def _services(documents: list[Document]) -> Iterator[str]:
                 plain = port.get("appProtocol") in ("http", "kubernetes.io/h2c")
                 if plain and any("--tls-cert" in str(c["args"]) for _, c in pod.processes()):
                     yield f"Service/{name}: port {port['name']} is TLS, not {port['appProtocol']}"
+
+
+def _backends(documents: list[Document]) -> Iterator[str]:
+    """Ports of Services to which an Ingress or a route sends requests, and which are not there."""
+    there = {
+        (d["metadata"]["name"], port[key])
+        for d in documents
+        if d["kind"] == "Service"
+        for port in d["spec"]["ports"]
+        for key in ("name", "port")
+    }
+    for document in documents:
+        where = f"{document['kind']}/{document['metadata']['name']}"
+        rules = document.get("spec", {}).get("rules", ())
+        if document["kind"] == "Ingress":
+            services = [p["backend"]["service"] for rule in rules for p in rule["http"]["paths"]]
+            named = [(s["name"], *s["port"].values()) for s in services]
+        elif document["kind"] in ("HTTPRoute", "GRPCRoute"):
+            named = [(b["name"], b["port"]) for rule in rules for b in rule["backendRefs"]]
+        else:
+            continue
+        for backend in named:
+            if backend not in there:
+                yield f"{where}: there is no port {backend[1]} of Service/{backend[0]}"
 
 
 def _ports(pod: Pod) -> set[object]:

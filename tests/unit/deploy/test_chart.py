@@ -128,6 +128,7 @@ def test_big_numbers_and_strings_of_any_kind_are_written_as_toml(tmp_path: Path)
         ("image.digests.router=sha256:abc", "pattern"),
         ("verifier.extraEnv[0].value=x", "name"),
         ("autoscaling.drafter.min=9,autoscaling.drafter.max=8", "min (9) is greater than max (8)"),
+        ("autoscaling.verifier.max=1", "autoscaling.verifier: min (2) is greater than max (1)"),
     ],
 )
 def test_wrong_values_are_refused_by_name(setting: str, said: str) -> None:

@@ -134,3 +134,26 @@ seccompProfile: {type: RuntimeDefault}
 {{- end }}
 {{- end }}
 {{- end -}}
+
+{{/* Not empty if two parentRefs, "a" and "b", may mean the same listener: what one leaves out means all. */}}
+{{- define "outrider.sameListener" -}}
+{{- $space := .root.Release.Namespace -}}
+{{- $apart := or (ne .a.name .b.name) (ne (default $space .a.namespace) (default $space .b.namespace)) -}}
+{{- range $key := list "sectionName" "port" -}}
+{{- $a := get $.a $key -}}
+{{- $b := get $.b $key -}}
+{{- if and $a $b (ne (toString $a) (toString $b)) -}}{{- $apart = true -}}{{- end -}}
+{{- end -}}
+{{- if not $apart -}}
+yes
+{{- end -}}
+{{- end -}}
+
+{{/* Not empty if a name can match both hostnames, "a" and "b"; "" matches every name. */}}
+{{- define "outrider.hostnamesMeet" -}}
+{{- $wide := or (not .a) (not .b) (eq .a .b) -}}
+{{- $wider := and (hasPrefix "*." .a) (hasSuffix (trimPrefix "*" .a) .b) -}}
+{{- if or $wide $wider (and (hasPrefix "*." .b) (hasSuffix (trimPrefix "*" .b) .a)) -}}
+yes
+{{- end -}}
+{{- end -}}
