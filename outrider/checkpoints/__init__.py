@@ -8,6 +8,7 @@ directory.py               Reads and checks a model directory in the hub's layou
                            safetensors files.
 fields.py                  Typed reads of `config.json` fields; errors name the key and what is
                            allowed.
+gguf_reader.py             Opens GGUF files with the `gguf` package and reads their metadata.
 head_config.py             Draft-head configuration (`HeadConfig`), read from a checkpoint's
                            `config.json`.
 head_tensors.py            Tensors that a draft head must have, and the check of a head against its

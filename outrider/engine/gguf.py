@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -12,10 +11,11 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.fields import read_positive, read_size
+from outrider.checkpoints.gguf_reader import open_gguf_reader, read_gguf_metadata
 from outrider.checkpoints.model_config import ModelConfig, config_from_hf
 from outrider.checkpoints.model_tensors import check_model_tensors
 from outrider.checkpoints.safetensors_header import StoredTensor
-from outrider.errors import FailedPreconditionError, InvalidRequestError, NotFoundError
+from outrider.errors import InvalidRequestError, NotFoundError
 
 _BLOCK_NAMES: Final = {
     "attn_norm": "input_layernorm",
@@ -39,8 +39,6 @@ _PERMUTED: Final = ("attn_q", "attn_k")
 _NOT_WEIGHTS: Final = ("rope_freqs",)
 """Tensors of RoPE factors. A file with such a tensor is refused, because it lacks the parameters of
 its RoPE scaling."""
-_MAGIC: Final = b"GGUF"
-_LFS_START: Final = b"version https://git-lfs"
 TENSOR_TYPES: Final = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4"),
@@ -55,7 +53,7 @@ class GGUFSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._reader = _open_reader(path)
+        self._reader = open_gguf_reader(path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._hf_names = {
             hf: name for name in self._tensors if (hf := _to_hf_name(name)) is not None
@@ -66,7 +64,7 @@ class GGUFSource:
     @functools.cached_property
     def metadata(self) -> Mapping[str, Any]:
         """All metadata key-value pairs of the file, as Python values."""
-        return {key: field.contents() for key, field in self._reader.fields.items()}
+        return read_gguf_metadata(self._reader)
 
     def names(self) -> list[str]:
         """Return the Hugging Face names of all tensors, sorted."""
@@ -225,40 +223,3 @@ def _to_hf_name(name: str) -> str | None:
     if len(parts) == 3 and parts[0] == "blk" and parts[2] in _BLOCK_NAMES:
         return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}.{suffix}"
     return None
-
-
-def _open_reader(path: Path) -> Any:
-    try:
-        import gguf
-    except ImportError as error:
-        raise FailedPreconditionError(
-            "reading GGUF files needs the gguf package: pip install 'outrider[engine]'"
-        ) from error
-    try:
-        _check_start(path)
-        return gguf.GGUFReader(path)
-    except OSError as error:
-        raise _unreadable(path, str(error)) from error
-    except (ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
-        # The reader raises many kinds of errors for a truncated file, none with a clear message.
-        raise _unreadable(path, "it is truncated or damaged") from error
-
-
-def _check_start(path: Path) -> None:
-    """Raise InvalidRequestError if the file does not begin with the GGUF magic bytes."""
-    with path.open("rb") as file:
-        first = file.read(len(_LFS_START))
-    if not first:
-        raise _unreadable(path, "the file is empty")
-    if first == _LFS_START:
-        raise _unreadable(
-            path, "this is a Git LFS pointer, not the weights: fetch them with `git lfs pull`"
-        )
-    if not first.startswith(_MAGIC):
-        raise _unreadable(path, "it does not begin with GGUF")
-
-
-def _unreadable(path: Path, why: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{path}: not a readable GGUF file: {why}", reason="INVALID_CHECKPOINT"
-    )

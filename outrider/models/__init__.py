@@ -8,8 +8,8 @@ gguf_tokenizer.py          Converts a GGUF file's tokenizer to `tokenizer.json` 
                            `tokenizer_config.json`.
 hub.py                     Downloads models from the Hugging Face Hub by id, into the cache of
                            `huggingface_hub`.
-pull.py                    |Pulls models into the user's cache, and resolves a model by name, path
-                           or hub id.
+pull.py                    Pulls models or their tokenizers into the user's cache, and resolves a
+                           model by name, path or hub id.
 registry.py                Registry of the models that `outrider models pull` knows, and of the
                            built-in draft heads.
 """
@@ -22,6 +22,7 @@ from outrider.models.pull import (
     model_dir,
     pull_model,
     resolve_model,
+    resolve_tokenizer,
 )
 from outrider.models.registry import ModelEntry, builtin_head, get_model, list_models
 
@@ -37,4 +38,5 @@ __all__ = [
     "model_dir",
     "pull_model",
     "resolve_model",
+    "resolve_tokenizer",
 ]

@@ -13,7 +13,9 @@ from typing import Final
 from outrider.errors import NotFoundError, UnavailableError
 
 _HUB_ID: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_PATTERNS: Final = ["*.safetensors", "*.json", "*.jinja"]
+_TOKENIZER_PATTERNS: Final = ["*.json", "*.jinja"]
+"""The tokenizer's files, chat templates, and the configurations, which name end-of-turn ids."""
+_PATTERNS: Final = ["*.safetensors", *_TOKENIZER_PATTERNS]
 _LEFT_OUT: Final = ["*/*", "consolidated*"]
 """Files of other formats, which would double the download."""
 
@@ -23,11 +25,14 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None
 
 
-def pull_from_hub(hub_id: str, revision: str | None = None) -> Path:
+def pull_from_hub(
+    hub_id: str, revision: str | None = None, *, tokenizer_only: bool = False
+) -> Path:
     """Download a model or EAGLE head from the hub into the cache if needed, and return its
     directory.
 
-    `revision` is a branch, tag or commit; None means the hub's default branch. Raises NotFoundError
+    `revision` is a branch, tag or commit; None means the hub's default branch. With
+    `tokenizer_only`, the weights are left out. Raises NotFoundError
     (NO_HUB) if the id, revision or files do not exist, if the token gives no access, or if
     `huggingface_hub` is not installed. Raises UnavailableError (DOWNLOAD_FAILED) if the hub cannot
     be reached.
@@ -44,7 +49,10 @@ def pull_from_hub(hub_id: str, revision: str | None = None) -> Path:
     try:
         directory = Path(
             snapshot_download(
-                hub_id, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=_LEFT_OUT
+                hub_id,
+                revision=revision,
+                allow_patterns=_TOKENIZER_PATTERNS if tokenizer_only else _PATTERNS,
+                ignore_patterns=_LEFT_OUT,
             )
         )
     except errors.LocalEntryNotFoundError as error:
@@ -71,7 +79,7 @@ def pull_from_hub(hub_id: str, revision: str | None = None) -> Path:
         raise NotFoundError(
             f"cannot get {what} from the hub: {_first_line(error)}", reason="NO_HUB"
         ) from error
-    for pattern in ("config.json", "*.safetensors"):
+    for pattern in ("tokenizer.json",) if tokenizer_only else ("config.json", "*.safetensors"):
         if not any(directory.glob(pattern)):
             raise NotFoundError(f"{what} of the hub has no {pattern}", reason="NO_HUB")
     return directory

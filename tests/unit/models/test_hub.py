@@ -55,12 +55,14 @@ def url(hub: FakeHub) -> Iterator[str]:
         yield address
 
 
-def ask(url: str, home: Path, name: str, revision: str = "", **environment: str) -> list[str]:
-    """What `resolve_model` gives or raises."""
+def ask(
+    url: str, home: Path, name: str, revision: str = "", code: str = ASK, **environment: str
+) -> list[str]:
+    """What `resolve_model`, or other `code`, gives or raises."""
     known = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     known |= {"HF_ENDPOINT": url, "HF_HOME": str(home), **environment}
     done = subprocess.run(
-        [sys.executable, "-c", ASK, name, revision],
+        [sys.executable, "-c", code, name, revision],
         env=known,
         capture_output=True,
         text=True,
@@ -100,6 +102,47 @@ def test_what_the_hub_has_not_is_said(
     code, reason, message = ask(url, tmp_path, name, revision)
     assert [code, reason] == ["NOT_FOUND", "NO_HUB"]
     assert says in message and name in message and "\n" not in message
+
+
+ASK_TOKENIZER = ASK.replace("resolve_model", "resolve_tokenizer").replace(
+    ", revision=sys.argv[2] or None", ""
+)
+
+
+def test_a_tokenizer_is_downloaded_without_weights(hub: FakeHub, url: str, tmp_path: Path) -> None:
+    hub.asked.clear()
+    path, *names = ask(url, tmp_path, "me/tiny", code=ASK_TOKENIZER)
+    assert names == ["config.json", "tokenizer.json"]
+    assert not any("safetensors" in asked for asked in hub.asked)
+    offline = {"code": ASK_TOKENIZER, "HF_HUB_OFFLINE": "1"}
+    assert ask(url, tmp_path, "me/tiny", **offline) == [path, *names]
+    # It is no model: a process that needs the weights finds none.
+    code, *_ = ask(url, tmp_path, "me/tiny", HF_HUB_OFFLINE="1")
+    assert code in ("NOT_FOUND", "UNAVAILABLE")
+    code, reason, message = ask(url, tmp_path, "me/pickled", code=ASK_TOKENIZER)
+    assert [code, reason] == ["NOT_FOUND", "NO_HUB"] and "no tokenizer.json" in message
+
+
+def test_processes_that_serve_read_a_pulled_model_offline_and_cannot_write(
+    hub: FakeHub, url: str, tmp_path: Path
+) -> None:
+    """A pod whose init container had the token and whose processes have neither that nor a
+    writable volume."""
+    hub.token = "secret"
+    try:
+        path, *names = ask(url, tmp_path, "me/tiny", HF_TOKEN="secret")
+    finally:
+        hub.token = ""
+    folders = [tmp_path, *(f for f in tmp_path.rglob("*") if f.is_dir() and not f.is_symlink())]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        for code in (ASK, ASK_TOKENIZER):
+            found = ask("http://127.0.0.1:9", tmp_path, "me/tiny", code=code, HF_HUB_OFFLINE="1")
+            assert found == [path, *names]
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
 
 
 def test_a_gated_model_needs_a_token(hub: FakeHub, url: str, tmp_path: Path) -> None:

