@@ -62,6 +62,7 @@ ENV PATH=/opt/venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/tmp \
     OUTRIDER_HOME=/models \
+    HF_HOME=/models/huggingface \
     TRITON_CACHE_DIR=/tmp/triton
 # For outrider_build_info.
 ARG COMMIT=

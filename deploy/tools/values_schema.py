@@ -17,7 +17,7 @@ from outrider.config.schema import json_schema
 TEMPLATE = Path(__file__).resolve().parents[1] / "helm" / "values.schema.in.json"
 SET_BY_CHART = (
     *("listen", "http", "metrics_host", "metrics_port", "verifier_id", "drafter_id"),
-    *("tls", "client_api_tls", "api_keys"),
+    *("tls", "client_api_tls", "api_keys", "journal"),
 )
 _MARK = "CONFIG "
 

@@ -29,6 +29,8 @@ class Pod:
     spec: Document
     labels: Mapping[str, str]
     selector: Mapping[str, str] | None
+    claims: frozenset[str] = frozenset()
+    """Volumes that every pod has for itself, by claims that are made with it."""
 
     def containers(self) -> Iterator[tuple[str, Document]]:
         for container in (*self.spec.get("initContainers", ()), *self.spec["containers"]):
@@ -53,9 +55,10 @@ def _pods_of(document: Document) -> Iterator[Pod]:
     owner = f"{document['kind']}/{document['metadata']['name']}"
     spec = document.get("spec", {})
     selector = spec.get("selector", {}).get("matchLabels") if "template" in spec else None
+    claims = frozenset(c["metadata"]["name"] for c in spec.get("volumeClaimTemplates", ()))
     for template in _templates(spec):
         labels = template.get("metadata", {}).get("labels", {})
-        yield Pod(owner, template["spec"], labels, selector)
+        yield Pod(owner, template["spec"], labels, selector, claims)
 
 
 def _templates(node: object) -> Iterator[Document]:
@@ -183,7 +186,7 @@ def _references(documents: list[Document]) -> Iterator[str]:
                 yield f"{document['kind']}/{document['metadata']['name']}: there is no {secret}"
     for pod in pods(documents):
         wanted = [("ServiceAccount", pod.spec.get("serviceAccountName", "default"))]
-        names = set()
+        names = {*pod.claims}
         for volume in pod.spec.get("volumes", ()):
             names.add(volume["name"])
             sources = [key for key in volume if key != "name"]

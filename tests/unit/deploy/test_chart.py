@@ -122,6 +122,13 @@ def test_big_numbers_and_strings_of_any_kind_are_written_as_toml(tmp_path: Path)
         # The chart's own: a Service would point elsewhere.
         ("router.config.listen=0.0.0.0:1", "listen"),
         ("autoscaling.by=magic", "autoscaling"),
+        # The chart's own: routers that share a file have one journal.
+        ("router.config.journal=/models/journal", "journal"),
+        ("router.journal.volume=pvc", "journal"),
+        ("router.journal.size=2GB", "pattern"),
+        ("router.service.sessionAffinity=Cookie", "sessionAffinity"),
+        ("models.cacheSize=4GB", "pattern"),
+        ("models.hubToken.value=hf_secret", "value"),
         ("verifier.resources.limits.memory=4GB", "pattern"),
         ("verifier.startupSeconds=10", "300"),
         ("networkPolicy.dns.prot=53", "prot"),
@@ -257,7 +264,7 @@ def test_what_a_cluster_needs_reaches_the_pods() -> None:
     router, verifier, drafter = (found[role].spec for role in ("router", "verifier", "drafter"))
     (container,) = verifier["containers"]
     assert container["image"] == f"outrider-verifier@sha256:{'a' * 64}"
-    assert [e["name"] for e in container["env"]] == ["POD_NAME", "NCCL_DEBUG"]
+    assert [e["name"] for e in container["env"]] == ["POD_NAME", "HF_HUB_OFFLINE", "NCCL_DEBUG"]
     assert container["envFrom"] == [{"secretRef": {"name": "hub"}}]
     assert {"name": "scratch", "mountPath": "/scratch"} in container["volumeMounts"]
     assert verifier["runtimeClassName"] == "nvidia" and "nodeAffinity" in verifier["affinity"]
@@ -268,6 +275,7 @@ def test_what_a_cluster_needs_reaches_the_pods() -> None:
     assert drafter["affinity"] == {"podAntiAffinity": {}}
     for pod in found.values():
         assert [e["name"] for e in pod.spec["initContainers"][0]["env"]] == ["PIP_INDEX_URL"]
+        assert pod.spec["containers"][0]["env"][1] == {"name": "HF_HUB_OFFLINE", "value": "1"}
     annotated = [d for d in documents("extras") if "annotations" in d["metadata"]]
     assert {d["kind"] for d in annotated} == {"Service", "ServiceAccount"}
 

@@ -52,8 +52,8 @@ def test_the_two_containers_share_memory_and_no_certificate() -> None:
 def test_settings_of_drafters_reach_their_container() -> None:
     (pair,) = [pod for pod in pods(documents("pairs")) if pod.owner.endswith("-verifier")]
     verifier, drafter = pair.spec["containers"]
-    assert [e["name"] for e in drafter["env"]] == ["POD_NAME", "NCCL_DEBUG"]
-    assert [e["name"] for e in verifier["env"]] == ["POD_NAME"]
+    assert [e["name"] for e in drafter["env"]] == ["POD_NAME", "HF_HUB_OFFLINE", "NCCL_DEBUG"]
+    assert [e["name"] for e in verifier["env"]] == ["POD_NAME", "HF_HUB_OFFLINE"]
     assert {"/scratch", "/traces"} <= {m["mountPath"] for m in drafter["volumeMounts"]}
     assert {"scratch", "traces"} <= {v["name"] for v in pair.spec["volumes"]}
     assert drafter["resources"]["limits"]["cpu"] == "6"

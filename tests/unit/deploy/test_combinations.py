@@ -58,6 +58,8 @@ def faults(documents: list[Document], combination: Combination, namespace: str) 
         found += blocked(documents)
     if "model-cache" in members:
         found += _without_the_volume(documents)
+    if "journal" in members:
+        found += _without_a_journal(documents)
     if members & {"monitoring"}:
         jobs = sorted(scrape.job for scrape in scrapes(documents))
         if jobs != ["outrider-drafter", "outrider-router", "outrider-verifier"]:
@@ -83,6 +85,24 @@ def _without_the_volume(documents: list[Document]) -> list[str]:
         (models,) = (v for v in pod.spec["volumes"] if v["name"] == "models")
         if models.get("persistentVolumeClaim") != {"claimName": "outrider-models"}:
             found.append(f"{pod.owner}: models are in {models}")
+        serves = any(True for _ in pod.processes())
+        if serves and pod.labels["outrider.io/hub-offline"] != "1":
+            found.append(f"{pod.owner}: fetches what the Job does")
+    return found
+
+
+def _without_a_journal(documents: list[Document]) -> list[str]:
+    """Routers without a journal on a volume of their own."""
+    found = []
+    for pod in pods(documents):
+        for role, container in pod.processes():
+            if role != "router":
+                continue
+            mounted = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
+            if "--journal=/journal/router.log" not in container["args"]:
+                found.append(f"{pod.owner}: has no journal")
+            if not pod.owner.startswith("StatefulSet/") or mounted["/journal"] not in pod.claims:
+                found.append(f"{pod.owner}: its routers share a journal")
     return found
 
 

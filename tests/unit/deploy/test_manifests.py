@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from outrider_router.base.dns_names import split_addresses
 from outrider_router.base.metrics import RouterMetrics
 
 import outrider
+from outrider.client.commands.main import make_parser
 from tests.unit.deploy.manifests import (
     TEARDOWN_S,
     Document,
@@ -148,6 +150,76 @@ def test_images_are_of_this_version_and_have_dockerfiles(overlay: str) -> None:
             assert f'image.title="outrider-{role}"' in image
             (exposed,) = re.findall(r"^EXPOSE (.*)$", image, re.M)
             assert {str(p["containerPort"]) for p in container["ports"]} == {*exposed.split()}
+
+
+def test_a_router_gets_the_tokenizer_alone_with_its_own_image() -> None:
+    for pod in pods(documents("cpu-demo")):
+        (init,) = pod.spec["initContainers"]
+        is_router = pod.owner == "Deployment/outrider-router"
+        assert init["image"].startswith(f"outrider-{'router' if is_router else 'verifier'}:")
+        assert ("--tokenizer-only" in init["command"]) == is_router
+        args = make_parser().parse_args(init["command"][1:])
+        assert args.tokenizer_only == is_router and args.model == "smollm2-135m"
+
+
+def test_a_token_comes_from_a_secret_and_only_to_those_that_fetch() -> None:
+    for pod in pods(documents("pools")):
+        for name, container in pod.containers():
+            said = {entry["name"]: entry for entry in container["env"]}
+            fetches = "pull" in container.get("command", ())
+            assert ("HF_TOKEN" in said) == fetches, name
+            if fetches:
+                (secret,) = said["HF_TOKEN"]["valueFrom"].values()
+                assert secret == {"name": "outrider-hub-token", "key": "token", "optional": True}
+            else:
+                # Its volume is read-only, and the policies cut it off.
+                assert said["HF_HUB_OFFLINE"]["value"] == "1"
+
+
+def test_clients_are_spread_over_routers_by_connections() -> None:
+    for overlay in OVERLAYS:
+        services = [d["spec"] for d in documents(overlay) if d["kind"] == "Service"]
+        assert not any("sessionAffinity" in spec for spec in services), overlay
+
+
+LAYOUTS = ([], ["model-cache"], ["cuda"], ["lws"], ["cuda", "lws"], ["disaggregatedset"])
+
+
+@pytest.mark.parametrize("components", LAYOUTS, ids="+".join)
+def test_the_sizes_of_the_docs_are_taken_by_every_layout(
+    components: list[str], tmp_path: Path
+) -> None:
+    """The component that the docs show, listed first, as they say."""
+    page = (ROOT / "docs" / "deploy-kubernetes.md").read_text("utf-8")
+    shown = page.partition("`big-model/kustomization.yaml`")[2].partition("\n\n")[2]
+    text = re.sub("^    ", "", re.split(r"\n\n(?! {4})", shown)[0], flags=re.M)
+    base = os.path.relpath(K8S, tmp_path)
+    (tmp_path / "big-model").mkdir()
+    (tmp_path / "big-model" / "kustomization.yaml").write_text(text + "\n", "utf-8")
+    listed = ["big-model", *(f"{base}/components/{name}" for name in components)]
+    overlay = {"namespace": "outrider", "resources": [f"{base}/base"], "components": listed}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay), "utf-8")
+    command = [tool("kubectl"), "kustomize", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    everything = parse(result.stdout)
+    assert problems(everything) == []
+    for pod in pods(everything):
+        volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
+        assert volumes["tmp"]["emptyDir"] == {"sizeLimit": "8Gi"}
+        in_each = "cuda" not in components and "model-cache" not in components
+        if in_each:
+            assert volumes["models"]["emptyDir"] == {"sizeLimit": "40Gi"}
+        for name, container in pod.containers():
+            if "pull" not in container.get("command", ()):
+                continue
+            assert container["command"][-1] == "OWNER/NAME"
+            alone = "--tokenizer-only" in container["command"]
+            assert alone == ("router" in name)
+            assert container["resources"]["limits"]["memory"] == ("1Gi" if alone else "6Gi")
+    claims = [d["spec"] for d in everything if d["kind"] == "PersistentVolumeClaim"]
+    sizes = [claim["resources"]["requests"]["storage"] for claim in claims]
+    assert sizes == (["100Gi"] if {"model-cache", "cuda"} & {*components} else [])
 
 
 @pytest.mark.parametrize("overlay", ["autoscaling", "autoscaling-keda"])

@@ -4,6 +4,7 @@
 {{- $router := eq .role "router" -}}
 {{- $process := include "outrider.process" . | fromYaml -}}
 {{- $own := $process.suffix -}}
+{{- $journal := $router | ternary .root.Values.router.journal.volume "" -}}
 - name: {{ .role }}
   image: {{ include "outrider.image" . }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
@@ -22,9 +23,14 @@
     {{- if and $router .root.Values.apiKeys.existingSecret }}
     - --api-keys=/etc/outrider-keys/keys.toml
     {{- end }}
+    {{- if $journal }}
+    - --journal=/journal/router.log
+    {{- end }}
   env:
     - name: POD_NAME
       valueFrom: {fieldRef: {fieldPath: metadata.name}}
+    # Whoever serves downloads nothing: /models is read-only here.
+    - {name: HF_HUB_OFFLINE, value: "1"}
     {{- with $values.extraEnv }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- with $values.extraEnvFrom }}
   envFrom: {{ toYaml . | nindent 4 }}
@@ -47,6 +53,9 @@
     - {name: config{{ $own }}, mountPath: /etc/outrider{{ $own }}, readOnly: true}
     - {name: models, mountPath: /models, readOnly: true}
     - {name: tmp, mountPath: /tmp}
+    {{- if $journal }}
+    - {name: journal, mountPath: /journal}
+    {{- end }}
     {{- if not $router }}
     - {name: shm, mountPath: /dev/shm}
     {{- end }}

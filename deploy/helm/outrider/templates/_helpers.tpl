@@ -58,18 +58,27 @@ yes
 outrider.io/fetches-models: {{ if and .root.Values.models.pull $self }}"true"{{ else }}"false"{{ end }}
 {{- end -}}
 
-{{/* The container that fetches and converts a model. */}}
+{{/* The container that fetches a model, or its tokenizer for a router, which has no engine to convert
+weights: dict "root" $ "role" "router". */}}
 {{- define "outrider.models" -}}
+{{- $models := .root.Values.models -}}
+{{- $router := eq .role "router" -}}
+{{- $env := $models.extraEnv -}}
+{{- if and $models.persistence.enabled (ne .role "models") -}}
+{{- /* The Job fetches: until a model of the hub is there, this container fails and is started again. */ -}}
+{{- $env = prepend $env (dict "name" "HF_HUB_OFFLINE" "value" "1") -}}
+{{- else if $models.hubToken.existingSecret -}}
+{{- $secret := dict "name" $models.hubToken.existingSecret "key" $models.hubToken.key -}}
+{{- $env = prepend $env (dict "name" "HF_TOKEN" "valueFrom" (dict "secretKeyRef" $secret)) -}}
+{{- end -}}
 - name: models
-  image: {{ include "outrider.image" (dict "root" .root "role" "verifier") }}
+  image: {{ include "outrider.image" (dict "root" .root "role" ($router | ternary "router" "verifier")) }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  command: [outrider, models, pull, {{ .root.Values.models.pull | quote }}]
-  {{- with .root.Values.models.extraEnv }}
+  command: [outrider, models, pull, {{ if $router }}--tokenizer-only, {{ end }}{{ $models.pull | quote }}]
+  {{- with $env }}
   env: {{ toYaml . | nindent 4 }}
   {{- end }}
-  resources:
-    requests: {cpu: 250m, memory: 1Gi}
-    limits: {memory: 3Gi}
+  resources: {{ toYaml ($router | ternary $models.tokenizerResources $models.resources) | nindent 4 }}
   securityContext: {{ include "outrider.securityContext" . | nindent 4 }}
   volumeMounts:
     - {name: models, mountPath: /models}

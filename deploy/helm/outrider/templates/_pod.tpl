@@ -71,10 +71,14 @@ spec:
       persistentVolumeClaim:
         claimName: {{ include "outrider.claim" . }}
       {{- else }}
-      emptyDir: {sizeLimit: 4Gi}
+      emptyDir: {sizeLimit: {{ .root.Values.models.cacheSize }}}
       {{- end }}
     - name: tmp
-      emptyDir: {sizeLimit: 2Gi}
+      emptyDir: {sizeLimit: {{ $values.tmpSize }}}
+    {{- if and $router (eq .root.Values.router.journal.volume "emptyDir") }}
+    - name: journal
+      emptyDir: {sizeLimit: {{ $values.journal.size }}}
+    {{- end }}
     {{- if not $router }}
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $values.shmSize }}}
