@@ -165,6 +165,16 @@ def _is_json(content_type: str) -> bool:
     )
 
 
+class BodyError(HTTPException):
+    """A body that cannot be read (400). It has this base, because the framework replaces all other
+    exceptions that are raised while it reads a body."""
+
+    def __init__(self, message: str, param: str = "") -> None:
+        """Create the error. `param`: field of the body that is at fault; "" if none is known."""
+        super().__init__(400, message)
+        self.param = param
+
+
 async def handle_http_error(request: Request, error: Exception) -> Response:
     """Return the response for a request that the framework refuses because of its path, method or
     size.
@@ -176,6 +186,7 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
         type=_TYPES.get(status, INVALID if status < 500 else SERVER),
         message=_unrouted(request, error) or str(error.detail),
         code=_HTTP_CODES.get(status, "invalid_request"),
+        param=(error.param or None) if isinstance(error, BodyError) else None,
     )
     headers = dict(error.headers or {})
     if "Allow" in headers:

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+
+from outrider_router.api.http.errors import BodyError
 
 LARGE_BYTES: Final = 1 << 16
 """Size in bytes above which bodies are parsed one at a time."""
@@ -26,6 +27,14 @@ _MAX_QUOTES: Final = 1 << 16
 _VALUES: Final = b",[{"
 """Characters that are counted to count JSON values: every value except the first follows one of
 them."""
+MAX_LEVELS: Final = 200
+"""Nesting depth up to which pydantic's parser reads every document."""
+_MAX_SEARCHED_TOKENS: Final = 1 << 15
+"""Number of strings and punctuation marks in which the field at fault is looked for, which takes
+some 10 ms."""
+_TOKEN: Final = re.compile(_STRING.pattern + rb"|[\[\]{},:]", re.DOTALL)
+_PLACE: Final = re.compile(r" at line (\d+) column (\d+)$")
+"""Place that pydantic's parser names at the end of its messages."""
 
 
 class JsonParser:
@@ -37,7 +46,7 @@ class JsonParser:
         self._lock = asyncio.Lock()
 
     async def parse(self, body: bytes) -> Any:
-        """Parse a body. Raises HTTPException (400) for invalid JSON and for too many values."""
+        """Parse a body. Raises BodyError for invalid JSON and for too many values."""
         if len(body) <= LARGE_BYTES:
             return self._parse(body)
         async with self._lock:
@@ -49,15 +58,14 @@ class JsonParser:
 
     def _parse(self, body: bytes) -> Any:
         if len(body) > self._max_values and self._has_too_many(body):
-            raise HTTPException(
-                400,
+            raise BodyError(
                 f"The body has more than {self._max_values} JSON values; send fewer token ids or "
                 "fields in one request.",
             )
         try:
             return from_json(body, allow_inf_nan=False)
         except ValueError as error:
-            raise HTTPException(400, f"The body is not JSON: {error}") from None
+            raise _parse_error(body, str(error)) from None
 
     def _has_too_many(self, body: bytes) -> bool:
         """Return whether a body has too many values, by counting characters without parsing."""
@@ -71,6 +79,44 @@ class JsonParser:
 def _count(body: bytes) -> int:
     """Return an upper bound of the number of values in a document without strings."""
     return 1 + sum(body.count(mark) for mark in _VALUES)
+
+
+def _parse_error(body: bytes, why: str) -> BodyError:
+    """Return the error for a body that the parser refused with this message."""
+    place = _PLACE.search(why)
+    field = "" if place is None else find_field(body, line=int(place[1]), column=int(place[2]))
+    if why.startswith("recursion limit"):
+        return BodyError(f"The body may be nested at most {MAX_LEVELS} levels deep: {why}", field)
+    return BodyError(f"The body is not JSON: {why}", field)
+
+
+def find_field(body: bytes, *, line: int, column: int) -> str:
+    """Return the field of a body's object in whose value a line and a column are, both counted
+    from 1, the latter in bytes; "" if they are in no value, or behind more than some 32,000 strings
+    and punctuation marks."""
+    start = 0
+    for _ in range(line - 1):
+        start = body.find(b"\n", start) + 1
+    end = start + column - 1
+    depth, text, field = 0, b"", b""
+    for number, token in enumerate(_TOKEN.finditer(body, 0, end)):
+        if number == _MAX_SEARCHED_TOKENS:
+            return ""
+        mark = token[0]
+        if mark in (b"{", b"["):
+            depth += 1
+        elif mark in (b"}", b"]"):
+            depth -= 1
+            field = field if depth else b""
+        elif depth != 1:
+            continue
+        elif mark == b",":
+            field = b""
+        elif mark == b":":
+            field = text
+        else:
+            text = mark
+    return field[1:-1].decode(errors="replace")
 
 
 class _JsonRequest(Request):

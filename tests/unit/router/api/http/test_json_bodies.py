@@ -7,7 +7,7 @@ import json
 import time
 
 import pytest
-from outrider_router.api.http.json_route import LARGE_BYTES, JsonParser
+from outrider_router.api.http.json_route import LARGE_BYTES, MAX_LEVELS, JsonParser, find_field
 from outrider_router.requests.service import RouterService
 from starlette.exceptions import HTTPException
 
@@ -66,3 +66,46 @@ async def test_too_many_values_are_a_400_that_says_how_many_may_be(router: Route
         assert "more than 1000 JSON values" in answer.json()["error"]["message"]
         text = {"prompt": "a, b [c] {d}" * 100, "max_tokens": 1}
         assert (await client.post("/v1/completions", json=text)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("chat/completions", "tools"), ("chat/completions", 'a"b'), ("responses", "input")],
+)
+async def test_a_body_that_is_nested_too_deeply_is_refused_by_field(
+    router: RouterService, path: str, field: str
+) -> None:
+    deep = "[" * (MAX_LEVELS + 10) + "]" * (MAX_LEVELS + 10)
+    name = field.replace('"', '\\"')
+    body = f'{{"model": [{{"x": ","}}],\n "max_tokens": 1, "{name}": {deep}}}'
+    async with http_client(router) as client:
+        answer = await client.post(
+            f"/v1/{path}", content=body, headers={"content-type": "application/json"}
+        )
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == name
+    assert f"at most {MAX_LEVELS} levels deep" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [(r'{"b": "\ud800"}', "a"), (f'{{"b": {"9" * 5000}}}', "a"), ("[1, }", "a"), ("1} x", None)],
+)
+async def test_what_is_no_json_is_refused_by_field(
+    router: RouterService, value: str, field: str | None
+) -> None:
+    async with http_client(router) as client:
+        answer = await client.post(
+            "/v1/chat/completions",
+            content=f'{{"z": {{"y": 1}}, "a": {value}, "c": 1}}',
+            headers={"content-type": "application/json"},
+        )
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+def test_the_search_for_a_field_is_short() -> None:
+    body = b'{"a": [' + b"[]," * 2_000_000
+    begun = time.monotonic()
+    assert find_field(body, line=1, column=len(body)) == ""
+    assert time.monotonic() - begun < 1
