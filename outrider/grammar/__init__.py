@@ -29,6 +29,7 @@ limits.py                  Cost limits of grammars: `CompileLimits` for compilin
 mask_jobs.py               Mask computation on worker threads; a job that exceeds its time budget is
                            abandoned.
 matcher_compiler.py        Compiles grammars into matchers with the grammar library (llguidance).
+schema_recursion.py        Refuses JSON schemas with references that lead only to themselves.
 socket_frames.py           Frames of bytes over a stream socket: four bytes of length, then the
                            content.
 special_tokens.py          Hides the texts of special tokens from the grammar library.

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from outrider.errors import InvalidRequestError
 from outrider.grammar.json_numbers import check_numbers
+from outrider.grammar.schema_recursion import check_recursion, find_target
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 
 MAX_NESTING: Final = 128
@@ -48,7 +49,8 @@ _CLASS: Final = re.compile(r"\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]", re.DOTALL
 
 def check_complexity(structured: StructuredOutput) -> None:
     """Refuse a schema, pattern or grammar that exceeds a complexity limit: nesting depth, number of
-    rules or references, or numbers that llguidance, the grammar library, cannot represent exactly.
+    rules or references, numbers that llguidance, the grammar library, cannot represent exactly, or
+    references that lead only to themselves.
 
     Raises InvalidRequestError (reason INVALID_STRUCTURE), whose message says what is allowed. A
     malformed text passes, because the library reports what is wrong with it.
@@ -87,6 +89,7 @@ def regex_nesting(text: str) -> int:
 
 def _check_lark(text: str) -> None:
     rules = depth = most = total = references = 0
+    schemas: list[object] = []
     for token in _TOKEN.finditer(text):
         match token.lastgroup:
             case "rule":
@@ -104,13 +107,16 @@ def _check_lark(text: str) -> None:
                 _require(nesting, MAX_NESTING, "open brackets in one another")
                 most = max(most, depth + nesting)
             case "json":
-                cost = _nested_schema_cost(text, token.end())
+                schemas.append(_nested_schema(text, token.end()))
+                cost = _schema_cost(schemas[-1])
                 total, references = total + cost.total_nesting, references + cost.references
             case _:
                 pass
     _require(rules, MAX_RULES, "rules")
     _require(references, MAX_REFERENCES, "references")
     _require(total + most, MAX_TOTAL_NESTING, "levels of all rules together")
+    for schema in schemas:
+        check_recursion(schema)
 
 
 class _SchemaCost(NamedTuple):
@@ -122,15 +128,15 @@ class _SchemaCost(NamedTuple):
     """Sum of the nesting depths of the schema and of all parts that it refers to."""
 
 
-def _nested_schema_cost(text: str, start: int) -> _SchemaCost:
-    """Return the cost of the JSON schema at `start` in a Lark grammar."""
+def _nested_schema(text: str, start: int) -> object:
+    """Return the JSON schema at `start` in a Lark grammar; None if it cannot be read."""
     try:
         schema, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError):
         # The compiler says what is wrong with it. Its brackets are counted as the grammar's.
-        return _SchemaCost()
+        return None
     check_numbers(text[start:end])
-    return _schema_cost(schema)
+    return schema
 
 
 def _check_schema(text: str) -> None:
@@ -143,6 +149,7 @@ def _check_schema(text: str) -> None:
     _require(cost.nesting, MAX_NESTING, "arrays and objects in one another")
     _require(cost.references, MAX_REFERENCES, "references")
     _require(cost.total_nesting, MAX_TOTAL_NESTING, "levels of all references together")
+    check_recursion(schema)
 
 
 def _schema_cost(schema: object) -> _SchemaCost:
@@ -152,7 +159,7 @@ def _schema_cost(schema: object) -> _SchemaCost:
     total = depths.get(id(schema), 0)
     for name in set(references):
         # A target that is not found is counted as the whole schema.
-        total += 1 + depths.get(id(_target(schema, name)), depths.get(id(schema), 0))
+        total += 1 + depths.get(id(find_target(schema, name)), depths.get(id(schema), 0))
     return _SchemaCost(nesting, len(references), total)
 
 
@@ -186,18 +193,3 @@ def _references(schema: object) -> Iterator[str]:
             stack += value.values()
         elif isinstance(value, list):
             stack += value
-
-
-def _target(schema: Any, name: str) -> object:
-    """Return the part of a schema that a reference such as `#/$defs/name` names, or None if the
-    schema has no such part."""
-    found = schema
-    for part in name.removeprefix("#").split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict):
-            found = found.get(key)
-        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
-        else:
-            return None
-    return found

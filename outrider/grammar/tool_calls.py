@@ -18,6 +18,7 @@ from outrider.errors import InvalidRequestError
 from outrider.grammar.complexity import check_complexity
 from outrider.grammar.digit_bound import has_json_numbers, json_numbers_line
 from outrider.grammar.matcher_compiler import WHITESPACE, invalid_grammar_error, parse_schema
+from outrider.grammar.schema_recursion import find_target
 from outrider.spec.structured_output import (
     MAX_STRUCTURE_BYTES,
     StructuredKind,
@@ -180,6 +181,15 @@ HARMONY_MARKERS: Final = (
 )
 """Texts at which the output parser of the harmony format ends reasoning."""
 _SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
+_RULE_OF_TOOL: Final = re.compile(r"(?:tool\d+|arguments)_(\d+):")
+"""Beginning of a line of a grammar with the schema of a tool, and the position of this tool."""
+_REASON: Final = re.compile(
+    r".*?cannot be used: (?:at (?P<line>\d+)\(\d+\): )?(?:failed to compile JSON schema: )?"
+    r"(?P<why>.*?)(?:\n *\d+ \| .*)?",
+    re.DOTALL,
+)
+"""Message about a grammar: the line, the reason, and lines of the grammar, which clients do not
+know."""
 _SPACE: Final = r"/[ \n]{1,4}/"
 """White space that may be between the close tag of reasoning and the answer."""
 
@@ -223,6 +233,25 @@ def tool_call_grammar(
         )
     _check_complexity(StructuredOutput(StructuredKind.GRAMMAR, text), "tools")
     return text
+
+
+def enforcement_error(
+    grammar: str, tools: Sequence[ToolSchema], error: InvalidRequestError
+) -> InvalidRequestError:
+    """Return the error for tools whose grammar cannot be compiled. Its message names the tool at
+    fault, if `error` tells a line with its schema, and has no lines of the grammar.
+
+    `grammar`: result of `tool_call_grammar` for `tools`. `error`: the compiler's error.
+    """
+    reason = _REASON.fullmatch(error.message)
+    why = error.message.removeprefix("structured output: ") if reason is None else reason["why"]
+    what = "the schemas of the tools cannot be enforced"
+    if reason is not None and reason["line"] is not None:
+        lines = grammar.split("\n")
+        number = min(int(reason["line"]), len(lines))
+        if rule := _RULE_OF_TOOL.match(lines[number - 1]):
+            what = f"the schema of the tool {tools[int(rule[1])].name!r} cannot be enforced"
+    return InvalidRequestError(f"{what}: {why}", reason="INVALID_TOOLS", param="tools")
 
 
 def wrap_structured_output(
@@ -691,14 +720,10 @@ class _PythonicRules:
             self._pending.append((reference, name))
         return self._references[reference]
 
-    def _target(self, reference: str) -> Any:
+    def _target(self, reference: str) -> object:
         """Return the part of the present schema that a reference names."""
-        found: Any = self._root
-        start, *keys = reference.split("/")
-        for key in keys:
-            name = key.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, dict) else None
-        if start != "#" or found is None:
+        found = find_target(self._root, reference)
+        if found is None:
             raise _UnsupportedSchemaError(f"the reference {reference[:64]!r} is not found")
         return found
 

@@ -22,6 +22,7 @@ from outrider.grammar.matcher_compiler import compile_matcher, load_tokenizer
 from outrider.grammar.tool_calls import (
     ThinkTags,
     ToolSchema,
+    enforcement_error,
     tool_call_grammar,
     wrap_structured_output,
 )
@@ -506,6 +507,7 @@ def refusal(format_name: str, *tools: ToolSchema) -> InvalidRequestError:
         (schema({"a": {"minimum": 0.12345678901234567}}), "cannot be kept exactly"),
         (schema({"a": {"maximum": float("nan")}}), "must be finite"),
         (schema({"a": json.loads("[" * 150 + "]" * 150)}), "at most 128 arrays"),
+        (schema({"a": {"allOf": [{"$ref": "#/properties/a"}]}}), "leads only to itself"),
         (json.dumps({"type": "object", "title": "x" * MAX_STRUCTURE_BYTES}), "at most 262144"),
     ],
 )
@@ -846,3 +848,35 @@ def test_errors_name_a_tool_by_its_index_in_the_request() -> None:
     with pytest.raises(InvalidRequestError) as refused:
         tool_call_grammar("hermes", [tool], parallel=False, special_ids={}, think=None)
     assert refused.value.param == "tools[7].function.parameters"
+
+
+@pytest.mark.parametrize("format_name", ["hermes", "openai"])
+@pytest.mark.parametrize(
+    ("member", "why"),
+    [
+        ({"type": "foo"}, "Invalid type: foo"),
+        ({"type": "string", "pattern": "("}, "unclosed group"),
+        ({"not": {}}, 'Unimplemented keys: ["not"]'),
+    ],
+)
+def test_an_error_of_the_compiler_names_the_tool_and_not_the_grammar(
+    vocabulary: Vocabulary, format_name: str, member: object, why: str
+) -> None:
+    tools = [
+        ToolSchema(name="f", parameters="", index=3),
+        ToolSchema(name="g", parameters=schema({"a": member}), index=7),
+    ]
+    special_ids = vocabulary.special_ids
+    grammar = tool_call_grammar(
+        format_name, tools, parallel=True, special_ids=special_ids, think=None
+    )
+    with pytest.raises(InvalidRequestError) as refused:
+        compile_matcher(vocabulary.library, StructuredOutput(StructuredKind.GRAMMAR, grammar))
+    error = enforcement_error(grammar, tools, refused.value)
+    assert (error.reason, error.param) == ("INVALID_TOOLS", "tools")
+    assert error.message.startswith("the schema of the tool 'g' cannot be enforced: ")
+    assert error.message.endswith(why)
+    # Without a line, the error is that of all tools.
+    other = InvalidRequestError("structured output: it is too slow", reason="INVALID_STRUCTURE")
+    error = enforcement_error(grammar, tools, other)
+    assert error.message == "the schemas of the tools cannot be enforced: it is too slow"
