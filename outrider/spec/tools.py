@@ -18,6 +18,9 @@ MAX_TEMPLATE_VARIABLES_BYTES = 1 << 16
 
 MAX_JSON_DEPTH: Final = 64
 """Largest nesting depth of arguments, schemas and template variables."""
+_TOO_DEEP: Final = f"may be nested at most {MAX_JSON_DEPTH} levels deep"
+_MAX_INT_DIGITS: Final = 4300
+"""Largest number of digits of an integer, which is Python's own limit."""
 _SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 
 
@@ -128,13 +131,15 @@ def parse_json_object(text: str) -> dict[str, Any]:
     for more than `MAX_JSON_DEPTH` levels, and for half of a surrogate pair.
     """
     try:
-        found = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        found = json.loads(text, parse_constant=_refuse_constant, parse_int=_parse_int)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    except ValueError as error:
         raise ValueError(f"must be a JSON object: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"must be a JSON object, got {text[:40]!r}")
     if _depth(found) > MAX_JSON_DEPTH:
-        raise ValueError(f"may be nested at most {MAX_JSON_DEPTH} levels deep")
+        raise ValueError(_TOO_DEEP)
     # Only an escape can stand for half of a pair, and no prompt can be made of it.
     if "\\u" in text and _SURROGATE.search(json.dumps(found, ensure_ascii=False)):
         raise ValueError("has half of a surrogate pair, which is no text")
@@ -153,6 +158,12 @@ def with_object_arguments(call: ToolCall) -> ToolCall:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
+
+
+def _parse_int(text: str) -> int:
+    if len(text.lstrip("-")) > _MAX_INT_DIGITS:
+        raise ValueError(f"an integer has more than {_MAX_INT_DIGITS} digits")
+    return int(text)
 
 
 def _depth(value: Any) -> int:

@@ -7,6 +7,7 @@ rendering a sample conversation in each form.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -47,6 +48,8 @@ class TemplateTraits:
     templates need an empty text."""
     has_short_ids: bool = False
     """Whether ids of tool calls must have 9 letters and digits, as in templates of Mistral."""
+    has_single_calls: bool = False
+    """Whether a message may have only one tool call, as in templates of Llama 3."""
     is_harmony: bool = False
     """Whether the template writes OpenAI's harmony format (gpt-oss): it reads the reasoning of a
     message from `thinking`, and knows the reasoning efforts low, medium and high only."""
@@ -55,20 +58,24 @@ class TemplateTraits:
 def find_traits(source: str, template: ChatTemplate) -> TemplateTraits:
     """Return the traits of a template. `source`: its text. A template that refuses every sample
     gets arguments as objects and content as text."""
-    ids, (has_text, has_null) = next(
+    found = next(
         (
             (call_id, form)
             for form in _FORMS
             for call_id in (_LONG_ID, _SHORT_ID)
-            if _renders_call(template, call_id, *form)
+            if _renders_calls(template, [call_id], *form)
         ),
-        (_LONG_ID, _FORMS[0]),
+        None,
     )
+    ids, (has_text, has_null) = found or (_LONG_ID, _FORMS[0])
+    two_ids = [f"{ids[:-1]}{last}" for last in "12"]
     return TemplateTraits(
         renders_tools="tools" in template.variables,
         has_text_arguments=has_text,
         has_null_content=has_null,
         has_short_ids=ids == _SHORT_ID,
+        has_single_calls=found is not None
+        and not _renders_calls(template, two_ids, has_text, has_null),
         is_harmony=CHANNEL in source,
     )
 
@@ -77,19 +84,28 @@ _FORMS: Final = ((False, False), (True, False), (False, True), (True, True))
 """Values of `has_text_arguments` and `has_null_content`, the most frequent ones first."""
 
 
-def _renders_call(template: ChatTemplate, call_id: str, has_text: bool, has_null: bool) -> bool:
-    """Return whether a template writes the call of a sample conversation as JSON, or in a format of
-    its own, but not as Python's text of a dictionary and not as a JSON text inside a string."""
+def _renders_calls(
+    template: ChatTemplate, call_ids: Sequence[str], has_text: bool, has_null: bool
+) -> bool:
+    """Return whether a template writes the calls of a sample conversation, which have these ids, as
+    JSON, or in a format of its own, but not as Python's text of a dictionary and not as a JSON text
+    inside a string."""
     arguments = json.dumps(_ARGUMENTS)
-    call = {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": _NAME, "arguments": arguments if has_text else _ARGUMENTS},
-    }
+    calls = [
+        {
+            "id": call_id,
+            "type": "function",
+            "function": {"name": _NAME, "arguments": arguments if has_text else _ARGUMENTS},
+        }
+        for call_id in call_ids
+    ]
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "sample"},
-        {"role": "assistant", "content": None if has_null else "", "tool_calls": [call]},
-        {"role": "tool", "content": "sample", "tool_call_id": call_id, "name": _NAME},
+        {"role": "assistant", "content": None if has_null else "", "tool_calls": calls},
+        *(
+            {"role": "tool", "content": "sample", "tool_call_id": call_id, "name": _NAME}
+            for call_id in call_ids
+        ),
     ]
     try:
         # Without the tool's definition, which holds the same names.

@@ -3,6 +3,7 @@ their reasoning is limited."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Final
 
@@ -10,16 +11,23 @@ from outrider.errors import InvalidRequestError
 from outrider.grammar.tool_calls import (
     ThinkTags,
     ToolSchema,
+    enforcement_error,
     tool_call_grammar,
     wrap_structured_output,
 )
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.thinking_budget import ThinkingBudget
 from outrider.spec.tools import OutputParsing, ToolChoiceMode, ToolOptions
-from outrider.text.output_parsers.formats import choose_output_format, is_reasoning_open
+from outrider.text.output_parsers.formats import (
+    AUTO,
+    choose_output_format,
+    is_reasoning_open,
+)
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import ChatPrompt, GenerateRequest
 from outrider_router.config import RouterConfig
+
+logger = logging.getLogger(__name__)
 
 _TAIL_TOKENS: Final = 32
 """Number of tokens at the end of a prompt in which the tags of reasoning are looked for."""
@@ -29,7 +37,8 @@ class AnswerFormat:
     """Formats in which the served model writes tool calls and reasoning."""
 
     def __init__(self, tokenizer: Tokenizer, config: RouterConfig) -> None:
-        """Create the formats of a model."""
+        """Create the formats of a model. Logs a warning if the operator has set a format of tool
+        calls, and the chat template does not show tools to the model."""
         self._tokenizer = tokenizer
         self._format = choose_output_format(
             tokenizer.template_source,
@@ -37,6 +46,14 @@ class AnswerFormat:
             reasoning_parser=config.reasoning_parser,
         )
         self._special_ids = tokenizer.special_ids(self._format.markers)
+        traits = tokenizer.template_traits(with_tools=True)
+        self._has_single_calls = traits.has_single_calls
+        is_set = self._format.tools is not None and config.tool_call_parser != AUTO
+        if is_set and not traits.renders_tools:
+            logger.warning(
+                "tools left out of prompts: the chat template does not use the variable `tools`",
+                extra={"tool_call_parser": config.tool_call_parser},
+            )
 
     def describe_parsing(
         self, request: GenerateRequest, prompt_ids: Sequence[int], *, call_id_seed: int
@@ -77,7 +94,7 @@ class AnswerFormat:
             reasoning_format="" if reasoning is None else reasoning.name,
             is_reasoning_open=reasoning is not None
             and is_reasoning_open(reasoning, self._tail(prompt_ids)),
-            parallel=request.prompt.tools.parallel,
+            parallel=self._allows_parallel(request.prompt.tools),
             tool_names=tuple(tool.name for tool in request.prompt.tools.tools)
             if tools is not None and tools.needs_names
             else (),
@@ -135,12 +152,8 @@ class AnswerFormat:
         if parsing.tool_format and tools.choice in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED):
             grammar = tool_call_grammar(
                 parsing.tool_format,
-                [
-                    ToolSchema(name=tool.name, parameters=tool.parameters, index=index)
-                    for index, tool in enumerate(tools.tools)
-                    if tools.choice is ToolChoiceMode.REQUIRED or tool.name == tools.named
-                ],
-                parallel=tools.parallel and tools.choice is ToolChoiceMode.REQUIRED,
+                _enforced_tools(tools),
+                parallel=self._allows_parallel(tools) and tools.choice is ToolChoiceMode.REQUIRED,
                 special_ids=self._special_ids,
                 think=think,
             )
@@ -148,6 +161,17 @@ class AnswerFormat:
         if structured is None or think is None:
             return structured
         return wrap_structured_output(structured, special_ids=self._special_ids, think=think)
+
+    def grammar_error(
+        self, prompt: ChatPrompt, grammar: StructuredOutput, error: InvalidRequestError
+    ) -> InvalidRequestError:
+        """Return the error for the tools of a request, whose grammar, the result of `make_grammar`,
+        cannot be compiled. `error`: the compiler's error."""
+        return enforcement_error(grammar.text, _enforced_tools(prompt.tools), error)
+
+    def _allows_parallel(self, options: ToolOptions) -> bool:
+        # The client could not send an answer of several calls back in the conversation.
+        return options.parallel and not self._has_single_calls
 
     def _think_tags(self, parsing: OutputParsing, prompt_ids: Sequence[int]) -> ThinkTags | None:
         """Return the tags of the reasoning that may precede an answer; None if there is none."""
@@ -172,6 +196,14 @@ def _unsupported_budget(why: str) -> InvalidRequestError:
         reason="UNSUPPORTED",
         param="thinking_token_budget",
     )
+
+
+def _enforced_tools(options: ToolOptions) -> list[ToolSchema]:
+    return [
+        ToolSchema(name=tool.name, parameters=tool.parameters, index=index)
+        for index, tool in enumerate(options.tools)
+        if options.choice is ToolChoiceMode.REQUIRED or tool.name == options.named
+    ]
 
 
 def _wants_calls(options: ToolOptions) -> bool:

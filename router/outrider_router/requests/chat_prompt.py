@@ -49,6 +49,13 @@ def _message(message: ChatMessage, where: str, traits: TemplateTraits) -> dict[s
             raise _invalid(f"{where}.tool_calls", "only messages of the assistant have tool_calls")
         if len(message.tool_calls) > MAX_TOOL_CALLS:
             raise _invalid(f"{where}.tool_calls", f"at most {MAX_TOOL_CALLS} calls are allowed")
+        if len(message.tool_calls) > 1 and traits.has_single_calls:
+            raise _invalid(
+                f"{where}.tool_calls",
+                "the model's chat template allows one tool call in a message, got "
+                f"{len(message.tool_calls)}; write each call in a message of its own, with its "
+                "result behind it",
+            )
         found["tool_calls"] = [
             _call(call, f"{where}.tool_calls[{index}]", traits)
             for index, call in enumerate(message.tool_calls)

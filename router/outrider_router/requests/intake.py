@@ -141,13 +141,11 @@ class RequestIntake:
             try:
                 await self._forms.check_grammar(request.structured_output, tenant=caller.tenant)
             except InvalidRequestError as error:
-                if not is_for_tools:
-                    raise
-                raise InvalidRequestError(
-                    f"the schemas of the tools cannot be enforced: {error.message}",
-                    reason="INVALID_TOOLS",
-                    param="tools",
-                ) from error
+                if is_for_tools and isinstance(request.prompt, ChatPrompt):
+                    raise self._answer_format.grammar_error(
+                        request.prompt, request.structured_output, error
+                    ) from error
+                raise
         job = validate_request(
             request,
             prompt_ids,

@@ -49,6 +49,13 @@ MISTRAL = (
     "{{ raise_exception('ids') }}{% endif %}{{ m.content }}{% else %}{{ m.content }}{% endif %}"
     "{% endfor %}{% for tool in tools %}{% endfor %}"
 )
+LLAMA_3 = (
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call at a time') }}{% endif %}"
+    '{"name": "{{ m.tool_calls[0].function.name }}", '
+    '"parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if tools is defined %}{% endif %}"
+)
 HARMONY = (
     "<|channel|>{% for tool in tools %}{{ '// ' + tool.function.description }}{% endfor %}"
     "{% for m in messages %}{% for c in m.tool_calls %}to=functions.{{ c.function.name }}"
@@ -66,12 +73,22 @@ NO_TOOLS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         (DEEPSEEK_31, TemplateTraits(renders_tools=True, has_text_arguments=True)),
         (PYTHONIC, TemplateTraits(renders_tools=True)),
         (MISTRAL, TemplateTraits(renders_tools=True, has_short_ids=True)),
+        (LLAMA_3, TemplateTraits(renders_tools=True, has_single_calls=True)),
         (HARMONY, TemplateTraits(renders_tools=True, is_harmony=True)),
         (NO_TOOLS, TemplateTraits()),
         ("{{ raise_exception('never') }}", TemplateTraits()),
     ],
     ids=[
-        *("qwen2", "qwen3", "deepseek-v3", "deepseek-v3.1", "llama4", "mistral", "gpt-oss"),
+        *(
+            "qwen2",
+            "qwen3",
+            "deepseek-v3",
+            "deepseek-v3.1",
+            "llama4",
+            "mistral",
+            "llama3",
+            "gpt-oss",
+        ),
         *("no tools", "refuses"),
     ],
 )

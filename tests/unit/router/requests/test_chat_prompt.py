@@ -47,6 +47,15 @@ def test_calls_have_the_form_that_the_template_reads(
     assert message["content"] == content
 
 
+def test_several_calls_are_refused_if_the_template_has_one_in_a_message() -> None:
+    calls = tuple(ToolCall(call_id=name, name="look", arguments="{}") for name in ("a", "b"))
+    prompt = ChatPrompt((ChatMessage(role="assistant", content="", tool_calls=calls),))
+    assert len(template_messages(prompt, USUAL)[0]["tool_calls"]) == 2
+    with pytest.raises(InvalidRequestError, match="one tool call in a message, got 2") as refused:
+        template_messages(prompt, TemplateTraits(has_single_calls=True))
+    assert refused.value.param == "messages[0].tool_calls"
+
+
 def test_a_text_beside_calls_is_kept() -> None:
     traits = TemplateTraits(has_null_content=True)
     assert template_messages(_history(content="I look"), traits)[1]["content"] == "I look"
@@ -128,3 +137,27 @@ def test_half_of_a_surrogate_pair_is_refused_by_the_field_that_has_it(text: str)
 def test_a_whole_surrogate_pair_is_a_character() -> None:
     (_, message, _) = template_messages(_history('{"a": "\\ud83d\\ude80"}'), USUAL)
     assert message["tool_calls"][0]["function"]["arguments"] == {"a": "\U0001f680"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "may be nested at most 64 levels deep"),
+        ('{"a": ' + "[" * 64 + "]" * 64 + "}", "may be nested at most 64 levels deep"),
+        ('{"a": -' + "9" * 4301 + "}", "an integer has more than 4300 digits"),
+        ('{"a": NaN}', "must be a JSON object: NaN is no JSON"),
+        ("[1]", "must be a JSON object, got '[1]'"),
+    ],
+    ids=["very deep", "deep", "long integer", "constant", "list"],
+)
+def test_arguments_that_cannot_be_read_are_refused_in_plain_words(arguments: str, why: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        template_messages(_history(arguments), USUAL)
+    assert refused.value.param == "messages[1].tool_calls[0].function.arguments"
+    assert refused.value.message.endswith(why)
+
+
+def test_arguments_may_have_long_integers() -> None:
+    number = int("-" + "9" * 4300)
+    message = template_messages(_history(f'{{"a": {number}}}'), USUAL)[1]
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": number}
