@@ -22,14 +22,21 @@ class CallReader(Protocol):
         ...
 
     @property
+    def is_in_call(self) -> bool:
+        """Whether the part that was read last belongs to a call that has begun. Otherwise it may
+        turn out to be no call."""
+        ...
+
+    @property
     def is_done(self) -> bool:
         """Whether the calls are complete."""
         ...
 
     def read(self, text: str, start: int, events: list[OutputEvent]) -> int:
-        """Read text from the index `start` on, append the events that it completes to `events`, and
-        return the index behind the part that was read. If the calls are not complete, the rest of
-        the text must be read again together with the text that follows it.
+        """Read text from the index `start` on, at most up to the end of a call. Append the events
+        that it completes to `events`, and return the index behind the part that was read. If the
+        calls are not complete, the rest of the text must be read again together with the text that
+        follows it.
 
         Raises MalformedCallError.
         """
@@ -61,24 +68,33 @@ class JsonCallsReader:
         self._is_array: bool | None = None
         """Whether the calls are in an array; None until the first character is known."""
         self._call: JsonCallReader | None = None
-        """The call that is being read; None between the calls of an array."""
+        """The call that is being read, or whose end was read last; None between the calls of an
+        array."""
         self._num_complete = 0
+        """Number of complete calls before the present one."""
         self.is_done = False
 
     @property
     def num_calls(self) -> int:
         """See `CallReader`."""
-        return self._num_complete + bool(self._call is not None and self._call.has_begun)
+        return self._num_complete + self.is_in_call
+
+    @property
+    def is_in_call(self) -> bool:
+        """See `CallReader`."""
+        return self._call is not None and self._call.has_begun
 
     def read(self, text: str, start: int, events: list[OutputEvent]) -> int:
         """See `CallReader`."""
         position = start
+        if self._call is not None and self._call.is_done:
+            self._call, self._num_complete = None, self._num_complete + 1
         while position < len(text) and not self.is_done:
             if self._call is not None:
                 position = self._call.read(text, position, events)
                 if self._call.is_done:
-                    self._call, self._num_complete = None, self._num_complete + 1
                     self.is_done = not self._is_array
+                    break
             elif text[position].isspace():
                 position = skip_space(text, position)
             elif self._is_array is None and text[position] == "[":
@@ -117,7 +133,12 @@ class NamedCallReader:
     @property
     def num_calls(self) -> int:
         """See `CallReader`."""
-        return int(self._scanner is not None)
+        return int(self.is_in_call)
+
+    @property
+    def is_in_call(self) -> bool:
+        """See `CallReader`."""
+        return self._scanner is not None
 
     def read(self, text: str, start: int, events: list[OutputEvent]) -> int:
         """See `CallReader`."""
@@ -217,6 +238,11 @@ class MistralCallsReader:
     def num_calls(self) -> int:
         """See `CallReader`."""
         return 0 if self._reader is None else self._reader.num_calls
+
+    @property
+    def is_in_call(self) -> bool:
+        """See `CallReader`."""
+        return self._reader is not None and self._reader.is_in_call
 
     @property
     def is_done(self) -> bool:

@@ -8,7 +8,7 @@ from outrider.text.output_parsers.call_readers import CallReader, MakeReader
 from outrider.text.output_parsers.content import ContentText
 from outrider.text.output_parsers.events import OutputEvent
 from outrider.text.output_parsers.json_value import MalformedCallError
-from outrider.text.output_parsers.markers import HeldText
+from outrider.text.output_parsers.markers import HeldText, is_separator
 from outrider.text.output_parsers.stepping import SteppingParser
 
 
@@ -23,7 +23,8 @@ class LeadingCallParser(SteppingParser):
     """Output parser of answers that are either calls or content.
 
     An answer whose first character is `opening`, or that begins with `marker`, is read as calls. If
-    that fails before a call begins, the text of this call is content, and so is all further text.
+    that fails before a call begins, the text behind the call before it is content, and so is all
+    further text.
     """
 
     def __init__(
@@ -40,12 +41,12 @@ class LeadingCallParser(SteppingParser):
         self._num_calls = 0
         """Number of calls before those that are being read."""
         self._raw = HeldText()
-        """Text that is content if no call begins with it."""
+        """Text behind the last call that is content if no call begins with it."""
 
     def flush(self) -> list[OutputEvent]:
         """See `OutputParser`."""
         events: list[OutputEvent] = []
-        is_undecided = self._state is _LeadingState.CALLS and self._reader.num_calls == 0
+        is_undecided = self._state is _LeadingState.CALLS and not self._reader.is_in_call
         if is_undecided or self._state is _LeadingState.BEGIN:
             self._push_raw(self._text.take_all(), events)
         self._content.flush(events)
@@ -95,23 +96,25 @@ class LeadingCallParser(SteppingParser):
 
     def _read_calls(self, events: list[OutputEvent]) -> bool:
         text, start = self._text.text, self._text.position
+        is_malformed = False
         try:
             position = self._reader.read(text, start, events)
         except MalformedCallError as error:
-            self._text.move_to(error.position)
+            position, is_malformed = error.position, True
+        self._text.move_to(position)
+        if self._reader.is_in_call:
+            self._raw.take_all()
+        else:
+            self._raw.push_text(text[start:position])
+        if is_malformed:
             self._state = _LeadingState.CONTENT
             if self._reader.num_calls:
                 self._content.record_call()
-            else:
-                self._push_raw(text[start : error.position], events)
+            self._content.push_text(self._raw.take_all(), events)
             return True
-        self._text.move_to(position)
-        if self._reader.num_calls == 0:
-            self._raw.push_text(text[start:position])
-        else:
-            self._raw.take_all()
         if not self._reader.is_done:
-            return False
+            return position > start
+        self._raw.take_all()
         self._num_calls += self._reader.num_calls
         self._content.record_call()
         self._state = _LeadingState.AFTER_CALLS if self._separator else _LeadingState.CONTENT
@@ -121,5 +124,6 @@ class LeadingCallParser(SteppingParser):
         """Pass on the text that is no call as content. A separator of calls that nothing follows is
         left out."""
         raw = self._raw.take_all() + text
-        if self._num_calls == 0 or raw.strip() != self._separator:
+        has_calls = self._num_calls + self._reader.num_calls > 0
+        if not has_calls or not is_separator(raw, self._separator):
             self._content.push_text(raw, events)

@@ -9,7 +9,7 @@ from outrider.text.output_parsers.call_readers import CallReader, MakeReader
 from outrider.text.output_parsers.content import ContentText
 from outrider.text.output_parsers.events import OutputEvent
 from outrider.text.output_parsers.json_value import MalformedCallError
-from outrider.text.output_parsers.markers import MAX_HELD_CHARS, HeldText
+from outrider.text.output_parsers.markers import MAX_HELD_CHARS, HeldText, is_separator
 from outrider.text.output_parsers.stepping import SteppingParser
 
 
@@ -24,9 +24,9 @@ class _MarkedCallState(Enum):
 class MarkedCallParser(SteppingParser):
     """Output parser of calls between a begin marker and an end marker.
 
-    A call whose name cannot be read is content, with its marker. Text between a call and its end
-    marker is left out: it is the rest of a malformed call. Without an end marker in the next
-    `MAX_HELD_CHARS` characters, this text is content.
+    A call whose name cannot be read is content, with its marker if no call is between them. Text
+    between a call and its end marker is left out: it is the rest of a malformed call. Without an
+    end marker in the next `MAX_HELD_CHARS` characters, this text is content.
 
     Calls of tools that the request does not have are passed on, as vLLM does: the markers say that
     the model means a call, and the client can tell the model that there is no such tool.
@@ -46,14 +46,20 @@ class MarkedCallParser(SteppingParser):
         """Number of calls before the present marker."""
         self._reader: CallReader = reader(0)
         self._held = HeldText()
-        """The marker and the text behind it, as long as no call behind it has begun; then the text
-        behind the calls, as long as there is no end marker."""
+        """Text that may be content: the marker, or the end of a call, and the text behind it, as
+        long as the next call has not begun; then the text behind the calls, as long as there is no
+        end marker."""
 
     def flush(self) -> list[OutputEvent]:
         """See `OutputParser`."""
         events: list[OutputEvent] = []
-        if self._state is not _MarkedCallState.CALLS or self._reader.num_calls == 0:
-            self._content.push_text(self._held.take_all() + self._text.take_all(), events)
+        has_calls = self._state is _MarkedCallState.CALLS and self._reader.num_calls > 0
+        if has_calls:
+            self._content.record_call()
+        rest = self._held.take_all() + self._text.take_all()
+        # An array of calls may end behind a comma.
+        if not has_calls or not (self._reader.is_in_call or is_separator(rest)):
+            self._content.push_text(rest, events)
         self._content.flush(events)
         return events
 
@@ -83,19 +89,20 @@ class MarkedCallParser(SteppingParser):
         except MalformedCallError as error:
             position, is_malformed = error.position, True
         self._text.move_to(position)
-        if self._reader.num_calls == 0:
-            self._held.push_text(text[start:position])
-            if is_malformed:
-                self._content.push_text(self._held.take_all(), events)
-                self._state = _MarkedCallState.CONTENT
-                return True
-        else:
+        if self._reader.is_in_call:
             self._held.take_all()
+        else:
+            self._held.push_text(text[start:position])
         if not is_malformed and not self._reader.is_done:
-            return False
-        self._held.take_all()
+            return position > start
+        if self._reader.num_calls:
+            self._content.record_call()
         self._num_calls += self._reader.num_calls
-        self._content.record_call()
+        rest = self._held.take_all()
+        if is_malformed and not self._reader.is_in_call:
+            self._content.push_text(rest, events)
+            self._state = _MarkedCallState.CONTENT
+            return True
         self._state = _MarkedCallState.AFTER_CALLS if self._end else _MarkedCallState.CONTENT
         return True
 

@@ -35,6 +35,11 @@ def skip_space(text: str, start: int) -> int:
     return found.end()
 
 
+def is_separator(text: str, separator: str = "") -> bool:
+    """Return whether a text only separates calls: a comma in an array, `separator`, or space."""
+    return text.strip() in ("", ",", separator)
+
+
 class HeldText:
     """Text that is held back in pieces until it is known what it belongs to."""
 

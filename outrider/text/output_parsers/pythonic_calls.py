@@ -47,6 +47,8 @@ class PythonicCallsReader:
         self._first_index, self._names = index, names
         self.num_calls = 0
         """Number of complete calls."""
+        self.is_in_call = False
+        """Whether a call was completed by the last text. Before its end, it may be no call."""
         self._state = _PythonicState.BEFORE_LIST
         self._name = ""
         self._arguments = HeldText()
@@ -64,8 +66,8 @@ class PythonicCallsReader:
 
     def read(self, text: str, start: int, events: list[OutputEvent]) -> int:
         """See `CallReader`."""
-        position = start
-        while position < len(text) and not self.is_done:
+        position, self.is_in_call = start, False
+        while position < len(text) and not (self.is_done or self.is_in_call):
             if self._state is _PythonicState.ARGUMENTS:
                 position = self._read_arguments(text, position, events)
             elif self._state is _PythonicState.NAME:
@@ -148,7 +150,7 @@ class PythonicCallsReader:
             raise MalformedCallError(f"no keyword arguments: {error}", position) from None
         index = self._first_index + self.num_calls
         events += (ToolCallStart(index, self._name), ArgumentsDelta(index, arguments))
-        self.num_calls += 1
+        self.num_calls, self.is_in_call = self.num_calls + 1, True
         self._state = _PythonicState.AFTER_CALL
 
 

@@ -197,6 +197,46 @@ def test_a_call_without_a_name_is_content(name: str, text: str) -> None:
         assert events == [ContentDelta(text)]
 
 
+F = '{"name": "f", "arguments": {"a": 1}}'
+LATER: list[tuple[str, str, str]] = [
+    # (format, text before the first character that is no call of the first one, that text)
+    ("hermes", f"<tool_call>[{F}", ', {"nam": 5} x]</tool_call> after'),
+    ("hermes", f"<tool_call>[{F}", ', {"name": "g'),
+    ("hermes", f"<tool_call>[{F}", ", 5]</tool_call>"),
+    ("mistral", f"[TOOL_CALLS] [{F}", ' {"arguments": {"x": 2}, "name": ""}] after'),
+    ("mistral", f"[TOOL_CALLS] [{F}", ', {"arguments": {"x": 2'),
+    ("granite", f"<|tool_call|>[{F}", ', {"name": 5, "arguments": {}}]'),
+    ("llama3_json", f"<|python_tag|>[{F}", ', {"arguments": {"x": 2}, "nam'),
+    ("llama3_json", F, '; {"name": "g", "x": 5, "y'),
+    ("llama3_json", F, '; {"name": "g" "x"}'),
+    ("pythonic", "[f(a=1)", ", g(b="),
+    ("pythonic", "[f(a=1)", ", g(b 2), h(c=3)]"),
+    ("pythonic", "[f(a=1)", " and g(b=2)]"),
+    ("pythonic", "[f(a=1)", ", 5]"),
+]
+
+
+@pytest.mark.parametrize(("name", "before", "rest"), LATER)
+def test_a_later_call_that_is_malformed_before_its_name_is_content(
+    name: str, before: str, rest: str
+) -> None:
+    call = [ToolCallStart(0, "f"), ArgumentsDelta(0, '{"a": 1}')]
+    assert check_cuts(name, before + rest) == [*call, ContentDelta(rest.lstrip())]
+    # An answer that was cut off between two calls has no content.
+    for end in ("", ",", ", ", ",\n"):
+        if before.startswith("{"):
+            end = end.replace(",", ";")
+        assert check_cuts(name, before + end) == call
+
+
+def test_white_space_before_a_call_that_is_cut_off_is_no_content() -> None:
+    assert check_cuts("hermes", f"Hm. \n<tool_call>{F[:-4]}") == [
+        ContentDelta("Hm."),
+        ToolCallStart(0, "f"),
+        ArgumentsDelta(0, '{"a":'),
+    ]
+
+
 def test_a_call_after_a_malformed_one_is_read() -> None:
     text = f"<tool_call>hm {ANSWERS['hermes']}"
     assert check_cuts("hermes", text) == [ContentDelta("<tool_call>hm"), *TWO_CALLS]
