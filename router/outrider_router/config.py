@@ -169,8 +169,8 @@ class HttpConfig:
     Transfer-Encoding: chunked."""
     max_stored_responses: int = 4096
     """Maximum number of responses of /v1/responses that the router stores in memory; the least
-    recently used ones are dropped. 0 stores none, so that conversations cannot be continued by
-    `previous_response_id` and responses cannot run in the background."""
+    recently used one of the tenant with the most is dropped. 0 stores none, so that conversations
+    cannot be continued by `previous_response_id` and responses cannot run in the background."""
     max_stored_response_bytes: int = 256 << 20
     """Maximum memory in bytes of all stored responses, with the items of their conversations."""
     stored_response_ttl_s: float = 86400.0

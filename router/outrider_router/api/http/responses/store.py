@@ -59,9 +59,22 @@ def _items(turns: tuple[Turn, ...]) -> Iterator[Item]:
         yield from turn.items
 
 
+class _TenantResponses:
+    """Responses of one tenant."""
+
+    __slots__ = ("num_bytes", "responses")
+
+    def __init__(self) -> None:
+        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        """Responses by their ids, the least recently used first."""
+        self.num_bytes = 0
+        """Memory in bytes that they take. Tenants share no turns."""
+
+
 class ResponseStore:
-    """Responses of all tenants. At each limit, the response that was used least recently is
-    dropped."""
+    """Responses of all tenants. At each limit, a response is dropped of the tenant that has the
+    most, in number or in bytes, so that no tenant pushes out those of others: the one that was used
+    least recently. Of tenants that have equally many, the one that was idle longest loses one."""
 
     def __init__(
         self, *, max_responses: int, max_bytes: int, ttl_s: float, clock: Callable[[], float]
@@ -70,8 +83,10 @@ class ResponseStore:
         `clock` returns monotonic seconds."""
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._ttl_s, self._clock = ttl_s, clock
-        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        """Responses by their ids, the least recently used first."""
+        self._tenants: OrderedDict[TenantId, _TenantResponses] = OrderedDict()
+        """Tenants that have responses, the least recently active first."""
+        self._responses: dict[str, StoredResponse] = {}
+        """Responses of all tenants by their ids."""
         self._added_at: dict[str, float] = {}
         """Clock times at which responses were added, the oldest first."""
         self._turns: Counter[Turn] = Counter()
@@ -95,15 +110,22 @@ class ResponseStore:
             return
         self._responses[response.response_id] = response
         self._added_at[response.response_id] = self._clock()
-        self._num_bytes += len(response.body)
+        tenant = self._tenants.setdefault(response.tenant, _TenantResponses())
+        tenant.responses[response.response_id] = response
+        self._tenants.move_to_end(response.tenant)
+        num_bytes = len(response.body)
         for turn in response.turns:
             if not self._turns[turn]:
-                self._num_bytes += turn.num_bytes
+                num_bytes += turn.num_bytes
                 for item in turn.items:
                     self._items[response.tenant, item["id"]] = turn, item
             self._turns[turn] += 1
-        while len(self._responses) > self._max_responses or self._num_bytes > self._max_bytes:
-            self._drop(next(iter(self._responses)))
+        tenant.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+        while len(self._responses) > self._max_responses:
+            self._drop_one(max(self._tenants.values(), key=lambda each: len(each.responses)))
+        while self._num_bytes > self._max_bytes:
+            self._drop_one(max(self._tenants.values(), key=lambda each: each.num_bytes))
 
     def get_response(self, tenant: TenantId, response_id: str) -> StoredResponse | None:
         """Return a response of a tenant, which counts as a use; None if there is none."""
@@ -111,7 +133,8 @@ class ResponseStore:
         found = self._responses.get(response_id)
         if found is None or found.tenant != tenant:
             return None
-        self._responses.move_to_end(response_id)
+        self._tenants[tenant].responses.move_to_end(response_id)
+        self._tenants.move_to_end(tenant)
         return found
 
     def get_item(self, tenant: TenantId, item_id: str) -> Item | None:
@@ -135,19 +158,28 @@ class ResponseStore:
                 return
             self._drop(response_id)
 
+    def _drop_one(self, tenant: _TenantResponses) -> None:
+        self._drop(next(iter(tenant.responses)))
+
     def _drop(self, response_id: str) -> None:
         response = self._responses.pop(response_id)
         del self._added_at[response_id]
-        self._num_bytes -= len(response.body)
+        num_bytes = len(response.body)
         for turn in response.turns:
             self._turns[turn] -= 1
             if self._turns[turn]:
                 continue
             del self._turns[turn]
-            self._num_bytes -= turn.num_bytes
+            num_bytes += turn.num_bytes
             for item in turn.items:
                 key = response.tenant, item["id"]
                 newest = self._items.get(key)
                 # A later turn may have an item of the same id.
                 if newest is not None and newest[0] is turn:
                     del self._items[key]
+        tenant = self._tenants[response.tenant]
+        del tenant.responses[response_id]
+        tenant.num_bytes -= num_bytes
+        self._num_bytes -= num_bytes
+        if not tenant.responses:
+            del self._tenants[response.tenant]

@@ -87,6 +87,45 @@ def test_responses_take_at_most_so_many_bytes() -> None:
     assert store.get_response(ALICE, "huge") is None and len(store) in (4, 5)
 
 
+def test_a_tenant_pushes_out_only_its_own_responses() -> None:
+    store = make_store(max_responses=10)
+    for number in range(3):
+        store.add_response(response(f"b{number}", tenant=BOB))
+    for number in range(100):
+        store.add_response(response(f"a{number}"))
+    assert all(store.get_response(BOB, f"b{number}") for number in range(3))
+    assert [n for n in range(100) if store.get_response(ALICE, f"a{n}")] == [*range(93, 100)]
+    # Tenants that need more get an equal share.
+    for number in range(3, 100):
+        store.add_response(response(f"b{number}", tenant=BOB))
+    assert [n for n in range(100) if store.get_response(ALICE, f"a{n}")] == [*range(95, 100)]
+
+
+def test_a_tenant_with_large_responses_pushes_out_only_its_own() -> None:
+    one = response("x", body=b"0" * 1000).num_bytes
+    store = make_store(max_responses=1000, max_bytes=10 * one)
+    for number in range(5):
+        store.add_response(response(f"b{number}", tenant=BOB, body=b"0" * 100))
+    for number in range(100):
+        store.add_response(response(f"a{number}", body=b"0" * 1000))
+        assert store.num_bytes <= 10 * one
+    assert all(store.get_response(BOB, f"b{number}") for number in range(5))
+    # A single large response of a tenant with few is no reason to drop small ones of others.
+    store.add_response(response("huge", tenant=BOB, body=b"0" * 8 * one))
+    assert store.get_response(BOB, "huge") is None and store.get_response(ALICE, "a99")
+
+
+def test_among_equal_tenants_the_one_that_was_idle_longest_loses_a_response() -> None:
+    store = make_store(max_responses=2)
+    store.add_response(response("a"))
+    store.add_response(response("b", tenant=BOB))
+    store.get_response(ALICE, "a")
+    store.add_response(response("c", tenant=TenantId("carol")))
+    assert store.get_response(BOB, "b") is None
+    assert store.get_response(ALICE, "a") and store.get_response(TenantId("carol"), "c")
+    assert len(store) == 2
+
+
 def test_a_conversation_counts_its_turns_once() -> None:
     store = make_store(max_responses=100)
     turns: tuple[Turn, ...] = ()
