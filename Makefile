@@ -23,7 +23,7 @@ FLEETS := tests/chaos tests/integration
 # time. A test that fails twice fails.
 AGAIN := --last-failed --last-failed-no-failures none
 
-.PHONY: setup setup-serve demo test test-fast test-thorough test-compiled test-ray test-real check format proto generated helm docs bench compiled clean
+.PHONY: setup setup-serve demo test test-fast test-thorough test-compiled test-ray test-real check format proto generated helm browser docs bench compiled clean
 
 setup: $(STAMP)
 
@@ -59,8 +59,12 @@ demo: setup
 helm: setup
 	@$(BIN)/python deploy/tools/fetch_helm.py || true
 
+# For the tests of the status page, which are skipped where it cannot be had.
+browser: setup
+	@$(BIN)/python tools/fetch_browser.py || true
+
 # All test layers but `gpu`: unit, statistical, wire; then integration and chaos.
-test: setup helm
+test: setup helm browser
 	@$(BIN)/outrider models pull smollm2-135m
 	$(PYTEST_X2) --durations 15 -m "not gpu" tests $(addprefix --ignore=,$(FLEETS)) || \
 	  $(PYTEST_X2) -n 0 $(AGAIN) -m "not gpu" tests $(addprefix --ignore=,$(FLEETS))

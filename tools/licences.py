@@ -86,6 +86,7 @@ WHY = {
     "openai": "client in tests of the HTTP API",
     "opentelemetry-exporter-otlp-proto-grpc": "sends traces",
     "opentelemetry-sdk": "creates traces",
+    "playwright": "drives a browser in tests of the status page",
     "prometheus-client": "metrics",
     "protobuf": "wire format",
     "pyright": "type checks",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shutil
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,13 +22,16 @@ from tests.fakes.router import running_router
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import collect, text_request
 from tests.waiting import until
+from tools.fetch_browser import find_browser
 
 if TYPE_CHECKING:
     from playwright.async_api import Page
 
-CHROMIUM = shutil.which("chromium") or ""
+BROWSER = find_browser()
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="there is no chromium on the PATH")
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="there is no Chromium on the PATH: `make browser` installs one as root"
+)
 
 HOSTILE = '<img src=x onerror="document.title=1">'
 PATIENCE_MS = 30_000
@@ -88,7 +90,7 @@ async def serving(directory: Path, *, key: str = "") -> AsyncGenerator[Site]:
 async def browsing(site: Site, **options: object) -> AsyncGenerator[Page]:
     """A page in Chromium that shows the site."""
     async with playwright.async_playwright() as driver:
-        browser = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = await driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         page = await browser.new_page(**options)
         page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: site.problems.append(str(error)))
@@ -177,7 +179,7 @@ async def test_it_says_when_the_router_is_gone(tmp_path: Path) -> None:
         site.verifier.change_info(model_name="fake")
         async with browsing(site, viewport=PHONE) as page:
             await says(page, "#connection", "live")
-            await page.route("**/status.json", lambda route: route.abort_requests())
+            await page.route("**/status.json", lambda route: route.abort())
             await says(page, "#connection", "does not answer")
             await page.unroute("**/status.json")
             await says(page, "#connection", "live")
