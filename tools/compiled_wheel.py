@@ -148,6 +148,7 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
         "messages",
         "pool_codec",
         "server_info",
+        "speculation_summary",
         "stats",
     ),
     "verifier/outrider_verifier/engine": (

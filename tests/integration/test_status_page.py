@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from outrider_router.api.status_page import status_router
+from outrider_router.api.status_page.figures import MIN_INTERVAL_S
 from outrider_router.requests.service import RouterService
 
 from outrider.wire.messages import SpecStats
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.skipif(
 HOSTILE = '<img src=x onerror="document.title=1">'
 PATIENCE_MS = 30_000
 PHONE, DESK = {"width": 375, "height": 740}, {"width": 1400, "height": 900}
+NARROW, TABLET = {"width": 320, "height": 640}, {"width": 820, "height": 1180}
 
 
 @dataclass
@@ -52,10 +54,12 @@ class Site:
 
 
 @asynccontextmanager
-async def serving(directory: Path, *, key: str = "") -> AsyncGenerator[Site]:
-    """A router with two verifiers, one of them unreachable, on a free port."""
-    fleet = {"v": FakeVerifier(), "away": FakeVerifier()}
-    fleet["away"].lost.set()
+async def serving(directory: Path, *, key: str = "", away: bool = True) -> AsyncGenerator[Site]:
+    """A router with a verifier, and with another one that is unreachable, on a free port."""
+    fleet = {"v": FakeVerifier()}
+    if away:
+        fleet["away"] = FakeVerifier()
+        fleet["away"].lost.set()
     fleet["v"].change_info(
         kv_free_blocks=64,
         round_ms_p50=4.5,
@@ -116,8 +120,18 @@ async def says(page: Page, selector: str, text: str) -> None:
     await page.locator(selector, has_text=text).first.wait_for()
 
 
-@pytest.mark.parametrize("viewport", [PHONE, DESK], ids=["phone", "desk"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("viewport", "scheme"),
+    [
+        (PHONE, "light"),
+        (PHONE, "dark"),
+        (DESK, "light"),
+        (DESK, "dark"),
+        (NARROW, "light"),
+        (TABLET, "dark"),
+    ],
+    ids=["phone-light", "phone-dark", "desk-light", "desk-dark", "narrow", "tablet"],
+)
 async def test_the_fleet_fits_every_screen(
     tmp_path: Path, viewport: dict[str, int], scheme: str
 ) -> None:
@@ -143,6 +157,53 @@ async def test_what_peers_call_themselves_is_shown_and_does_nothing(tmp_path: Pa
         assert await page.title() == "Outrider"
         assert await page.locator("main img").count() == 0
         assert site.problems == []
+
+
+async def test_what_is_wrong_comes_first_with_what_to_do(tmp_path: Path) -> None:
+    async with serving(tmp_path) as site, browsing(site, viewport=PHONE) as page:
+        await says(page, "#problems li", "Verifier away has not answered yet")
+        await says(page, "#problems .warning .severity", "Warning")
+        await says(page, "#problems .advice", "What to do:")
+        await says(page, "#verdict", "One thing needs attention.")
+        assert await page.locator("main section").first.locator("#problems").count() == 1
+        site.verifier.change_info(kv_free_blocks=1, waiting_sessions=5)
+        await says(page, "#problems li", "v0 has no memory for more requests")
+        await says(page, "#verdict", "2 things need attention.")
+
+
+async def test_it_says_when_nothing_is_wrong(tmp_path: Path) -> None:
+    async with serving(tmp_path, away=False) as site, browsing(site, viewport=DESK) as page:
+        await says(page, "#verdict", "Nothing is wrong.")
+        assert await page.locator("#problems li").count() == 0
+        site.verifier.lost.set()
+        await says(page, "#problems .critical", "No verifier is ready")
+
+
+async def test_speculation_is_told_in_words(tmp_path: Path) -> None:
+    async with serving(tmp_path) as site, browsing(site, viewport=DESK) as page:
+        await says(page, "#speculation li", "No tokens were generated")
+        planner = "eagle3 chain of 4, greedy, T 0.0: chain of 4 (faster, 1.90x of plain)"
+        site.verifier.change_info(planner=planner)
+        await says(page, "#verifiers .sentences", "tokens come 1.9 times as fast")
+        assert "eagle3 chain" not in await page.locator("#verifiers").inner_text()
+        site.verifier.change_info(planner=planner.replace("(", HOSTILE))
+        await page.locator("#verifiers .sentences", has_text="1.9 times").wait_for(state="detached")
+        assert await page.locator("main img").count() == 0
+
+
+async def test_the_history_of_the_router_is_there_when_the_page_opens(tmp_path: Path) -> None:
+    async with serving(tmp_path) as site:
+        for _ in range(3):
+            await collect(site.service, text_request(max_tokens=20))
+        await asyncio.sleep(MIN_INTERVAL_S)
+        async with browsing(site, viewport=DESK, reduced_motion="reduce") as page:
+            median = page.locator('#tiles .tile:has-text("Time to first token")')
+            await median.locator(".legend", has_text="95th percentile").wait_for()
+            await median.locator("path.first").wait_for(state="attached")
+            await median.locator("path.second").wait_for(state="attached")
+            # One value alone is a short stroke.
+            assert " L " in (await median.locator("path.first").get_attribute("d") or "")
+            assert await page.evaluate("document.getAnimations().length") == 0
 
 
 async def test_figures_follow_the_requests(tmp_path: Path) -> None:
@@ -179,9 +240,9 @@ async def test_it_says_when_the_router_is_gone(tmp_path: Path) -> None:
         site.verifier.change_info(model_name="fake")
         async with browsing(site, viewport=PHONE) as page:
             await says(page, "#connection", "live")
-            await page.route("**/status.json", lambda route: route.abort())
+            await page.route("**/status.json*", lambda route: route.abort())
             await says(page, "#connection", "does not answer")
-            await page.unroute("**/status.json")
+            await page.unroute("**/status.json*")
             await says(page, "#connection", "live")
 
 

@@ -4,6 +4,7 @@ api_keys.py                API keys: the key file, and the caller that a credent
 dns_names.py               DNS names among the peer addresses, and the addresses that they have
                            resolved to.
 metrics.py                 Prometheus metrics of the router.
+metrics_history.py         History of the router's metrics: samples of the last minutes, in memory.
 readiness.py               Readiness of a router: whether it can serve requests, and the listeners
                            of changes.
 reasons.py                 Reasons of failovers, session moves and drafter quarantines: label values

@@ -61,6 +61,11 @@ class BatchHistogram(Collector):
         registry.register(self)
 
     @property
+    def bucket_counts(self) -> tuple[int, ...]:
+        """Number of observed values in each bucket; the last bucket has no upper bound."""
+        return tuple(self._counts.tolist())
+
+    @property
     def count(self) -> int:
         """Number of observed values."""
         return int(self._counts.sum())

@@ -36,6 +36,12 @@ from outrider_router.admission.access_control import AccessControl, AccessGrant
 from outrider_router.admission.queue import AdmissionQueue, ArrivalQueue
 from outrider_router.admission.request_group import RequestGroup
 from outrider_router.base.metrics import RouterMetrics
+from outrider_router.base.metrics_history import (
+    MetricsHistory,
+    MetricsSample,
+    VerifierTotals,
+    make_sample,
+)
 from outrider_router.base.readiness import Readiness
 from outrider_router.base.tenants import ANONYMOUS, Caller
 from outrider_router.config import RouterConfig
@@ -155,8 +161,14 @@ class RouterService:
             clock=clock,
             on_emitted=self.resumables.log_emitted,
         )
+        self.history = MetricsHistory(self._sample_metrics)
         self._restored = False
         self._draining = False
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the router is shutting down and refuses new requests."""
+        return self._draining
 
     def restore_journal(self) -> None:
         """Restore the requests in the journal, so that their streams can be resumed. Idempotent.
@@ -174,6 +186,7 @@ class RouterService:
         self.registry.start()
         self.discovery.start()
         self.mover.start()
+        self.history.start()
 
     async def close(self) -> None:
         """End every request with UnavailableError and stop. Requests in the journal stay there."""
@@ -182,6 +195,7 @@ class RouterService:
         for entry in self.running_requests:
             entry.fail_request(_stopping())
         await self.resumables.close()
+        await self.history.stop()
         await self.mover.stop()
         await self.discovery.stop()
         await self.registry.stop()
@@ -204,6 +218,20 @@ class RouterService:
                 return False
             await asyncio.sleep(0.05)
         return all(map(self.resumables.survives_restart, self.running_requests))
+
+    def _sample_metrics(self) -> MetricsSample:
+        infos = {peer.address: peer.info for peer in self.registry.verifiers.values()}
+        return make_sample(
+            self.metrics,
+            time_s=self._clock(),
+            running=self.admission.num_running,
+            waiting=self.admission.num_waiting,
+            verifiers={
+                address: VerifierTotals.of(info)
+                for address, info in infos.items()
+                if info is not None
+            },
+        )
 
     def check_accepting(self) -> None:
         """Raise UnavailableError if the router is shutting down and refuses new requests."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from outrider.spec.decoding_mode import DecodingModeReason
+from outrider.wire.speculation_summary import IN_PROCESS_DRAFTS
 from outrider_verifier.model_runner.interface import DraftShapeTimes
 from outrider_verifier.model_runner.results import PlainRows, RowResult
 from outrider_verifier.planner.speculation_controller import (
@@ -168,8 +169,8 @@ class InProcessPlanner:
         return controller.reason(self._loads.load)
 
     def summaries(self) -> Iterator[str]:
-        """Yield a summary of the running workload classes, their draft shape and its gain, in
-        ASCII. Yields nothing if no session runs."""
+        """Yield the draft shape of the running workload classes and its gain, as a text of
+        `SpeculationChoice`. Yields nothing if no session runs."""
         if not self._sessions or self._shape is None:
             return
         names = list(self._sessions)
@@ -177,7 +178,7 @@ class InProcessPlanner:
         device_s = self._device_s(self._loads.sessions)
         controller = self._controllers.get(self._key)
         gain = math.nan if controller is None else controller.gain(self._loads.load, device_s)
-        yield f"in-process drafts, {name}: {self._shape} ({self.reason()}{format_gain(gain)})"
+        yield str(self._shape.as_choice(f"{IN_PROCESS_DRAFTS}, {name}", self.reason(), gain))
 
     @property
     def _key(self) -> WorkloadClass | None:
@@ -209,9 +210,3 @@ class InProcessPlanner:
             device_s[OFF] = math.nan if plain_s is None else plain_s
             self._tables[rows] = device_s
         return device_s
-
-
-def format_gain(gain: float) -> str:
-    """Return a gain as text for summaries, such as ", 1.50x of plain"; "" if the gain is nan
-    (unknown)."""
-    return "" if math.isnan(gain) else f", {gain:.2f}x of plain"

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from outrider.spec.decoding_mode import DecodingModeReason
+from outrider.wire.speculation_summary import SpeculationChoice
 from outrider_verifier.planner.statistics import RoundMean, TokenCounts
 
 MIN_GAIN: Final = 1.03
@@ -90,11 +91,18 @@ class CandidateShape(NamedTuple):
     is_ahead: bool = False
     """Whether look-ahead makes the drafts, before the verdict is known."""
 
-    def __str__(self) -> str:
-        if not self.nodes:
-            return "plain"
-        kind = "tree" if self.is_tree else "chain"
-        return f"{kind} of {self.nodes}{', look-ahead' if self.is_ahead else ''}"
+    def as_choice(
+        self, sessions: str, reason: DecodingModeReason, gain: float
+    ) -> SpeculationChoice:
+        """Return the report that `sessions` have this shape for a reason, with its gain."""
+        return SpeculationChoice(
+            sessions=sessions,
+            draft_tokens=self.nodes,
+            is_tree=self.is_tree,
+            is_look_ahead=self.is_ahead,
+            reason=reason,
+            gain=gain,
+        )
 
     @property
     def tokens_ratio(self) -> float:

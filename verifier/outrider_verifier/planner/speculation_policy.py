@@ -18,12 +18,12 @@ from outrider.ids import DrafterId
 from outrider.spec.plan import FEATURE_METHODS
 from outrider.wire.messages import PAUSED
 from outrider.wire.spec_stats_accumulator import REASON_FLAGS
+from outrider.wire.speculation_summary import SEPARATOR
 from outrider_verifier.model_runner.results import NO_ROWS, PlainRows, RowResult
 from outrider_verifier.planner.draft_length import AcceptanceByDepth
 from outrider_verifier.planner.in_process_planner import (
     DraftShapes,
     InProcessPlanner,
-    format_gain,
     in_process_rows,
 )
 from outrider_verifier.planner.proposal_wait import MIN_WAIT_ROUNDS, proposal_timeout_s
@@ -487,7 +487,7 @@ class SpeculationPolicy:
     def describe(self) -> str:
         """Return a summary in ASCII: for each workload class with sessions, the draft shape, the
         reason for it, and its gain."""
-        return "; ".join(chain(self._in_process.summaries(), self._summaries()))
+        return SEPARATOR.join(chain(self._in_process.summaries(), self._summaries()))
 
     def _summaries(self) -> Iterator[str]:
         load = self._loads.load
@@ -495,8 +495,8 @@ class SpeculationPolicy:
             if workload.sessions:
                 controller = workload.controller
                 gain = controller.gain(load, self._device_s(workload))
-                why = f"{controller.reason(load)}{format_gain(gain)}"
-                yield f"{workload.workload_class}: {workload.shape} ({why})"
+                reason = controller.reason(load)
+                yield str(workload.shape.as_choice(str(workload.workload_class), reason, gain))
 
     @property
     def is_automatic(self) -> bool:

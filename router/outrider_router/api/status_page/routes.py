@@ -35,7 +35,7 @@ _HEADERS = {
 
 def status_router(service: RouterService, guards: Sequence[Depends] = ()) -> APIRouter:
     """Create the routes GET /, /status.css, /status.js and /status.json of a router, which the
-    OpenAPI description omits.
+    OpenAPI description omits. `/status.json?history=true` includes the curves of the last minutes.
 
     `guards` are dependencies that refuse callers who may not see the state. They protect only
     /status.json; the page itself asks for another key if `guards` refuse the caller.
@@ -60,7 +60,8 @@ def status_router(service: RouterService, guards: Sequence[Depends] = ()) -> API
         return file("status.js")
 
     @router.get("/status.json", dependencies=guards)
-    async def state() -> Response:
-        return JSONResponse(make_snapshot(service), headers={"Cache-Control": "no-store"})
+    async def state(history: bool = False) -> Response:
+        snapshot = make_snapshot(service, with_history=history)
+        return JSONResponse(snapshot, headers={"Cache-Control": "no-store"})
 
     return router

@@ -1,77 +1,92 @@
-"""Snapshot of the router's state as plain data, for the status page.
-
-Totals only grow; the page computes differences.
-"""
+"""Snapshot of the router's state as plain data, for the status page."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from outrider.wire.inference import DrafterSummary, VerifierSummary
-from outrider.wire.messages import FinishReason, SpecStats, VerifierInfo
+from outrider.wire.messages import SpecStats
 from outrider_router.api import server_status
-from outrider_router.base.metrics import RouterMetrics
+from outrider_router.api.status_page.figures import (
+    WINDOW_S,
+    Interval,
+    last_interval,
+    make_curves,
+    make_figures,
+    ratio,
+)
+from outrider_router.api.status_page.problems import RouterState, find_problems
+from outrider_router.api.status_page.speculation_text import describe_fleet, describe_verifier
+from outrider_router.base.metrics_history import MetricsSample
+from outrider_router.fleet.peers import VerifierPeer
 from outrider_router.requests.service import RouterService
 
-_NO_ERRORS = {reason.value for reason in FinishReason}
 
-
-def make_snapshot(service: RouterService) -> dict[str, Any]:
+def make_snapshot(service: RouterService, *, with_history: bool = False) -> dict[str, Any]:
     """Return all data of the status page, in types that JSON has.
 
     Names of times end with their unit. `*_total` are sums since the router's start, or for a
-    verifier since the verifier's start.
+    verifier since the verifier's start. `with_history` adds the curves of the last minutes.
     """
     info = server_status.make_server_info(service)
-    infos = {p.address: p.info for p in list(service.registry.verifiers.values())}
-    return {
+    registry, history = service.registry, service.history
+    peers = list(registry.verifiers.values())
+    now = history.read_now()
+    recent = last_interval(history.samples, now, WINDOW_S)
+    problems = find_problems(
+        RouterState(
+            info=info,
+            verifiers=peers,
+            drafters=list(registry.drafters.values()),
+            desired_verifiers=registry.desired_verifiers,
+            desired_drafters=registry.desired_drafters,
+            recent=recent,
+            is_draining=service.is_draining,
+            is_journal_failing=_is_set(service.metrics.journal_failing),
+            are_keys_failing=_is_set(service.metrics.keys_failing),
+        )
+    )
+    state = {
         "version": info.version,
         "time_s": time.time(),
         "models": [model.name for model in server_status.make_model_list(service)],
+        "problems": [asdict(problem) for problem in problems],
         "queued": info.queued,
         "queue_bound": info.queue_bound,
         "running": info.running,
-        "totals": _totals(service.metrics),
-        "verifiers": [_verifier(v, infos.get(v.address)) for v in info.verifiers],
+        "window_s": recent.seconds,
+        "figures": make_figures(history.samples, now),
+        "totals": _totals(service, now),
+        "speculation": describe_fleet(info, recent),
+        "verifiers": [
+            _verifier(summary, peer, recent)
+            for summary, peer in zip(info.verifiers, peers, strict=True)
+        ],
         "drafters": [_drafter(d) for d in info.drafters],
     }
+    if with_history:
+        state["history"] = make_curves(history.samples, now)
+    return state
 
 
-def _totals(metrics: RouterMetrics) -> dict[str, float]:
-    ended = errors = 0.0
-    for metric in metrics.requests.collect():
-        for sample in metric.samples:
-            if sample.name.endswith("_total"):
-                ended += sample.value
-                errors += sample.value * (sample.labels["outcome"] not in _NO_ERRORS)
-    rounds = {
-        "rounds_total": metrics.rounds,
-        "round_tokens_total": metrics.round_tokens,
-        "drafts_total": metrics.drafts,
-        "draft_tokens_total": metrics.draft_tokens,
-        "accepted_tokens_total": metrics.accepted_tokens,
-        "fallback_rounds_total": metrics.fallback_rounds,
-        "generation_tokens_total": metrics.generation_tokens,
-        "prompt_tokens_total": metrics.prompt_tokens,
-        "failovers_total": metrics.failovers,
-    }
-    sums = {name: _value(counter) for name, counter in rounds.items()}
-    return sums | {
-        "requests_total": ended,
-        "errors_total": errors,
-        "first_tokens_total": metrics.time_to_first_token.count,
-        "first_token_s_total": metrics.time_to_first_token.sum,
+def _totals(service: RouterService, now: MetricsSample) -> dict[str, float]:
+    first = service.metrics.time_to_first_token
+    return {f"{name}_total": value for name, value in now.totals.items()} | {
+        "first_tokens_total": first.count,
+        "first_token_s_total": first.sum,
     }
 
 
-def _value(counter: Any) -> float:
-    """Return the value of a counter without labels."""
-    samples = (s for metric in counter.collect() for s in metric.samples)
-    return next((s.value for s in samples if s.name.endswith("_total")), 0.0)
+def _is_set(gauge: Any) -> bool:
+    """Return whether a gauge without labels is not 0."""
+    return any(sample.value for metric in gauge.collect() for sample in metric.samples)
 
 
-def _verifier(summary: VerifierSummary, info: VerifierInfo | None) -> dict[str, Any]:
+def _verifier(summary: VerifierSummary, peer: VerifierPeer, recent: Interval) -> dict[str, Any]:
+    info = peer.info
+    stats = recent.verifier_stats(summary.address)
     return {
         "id": summary.verifier_id,
         "address": summary.address,
@@ -91,6 +106,13 @@ def _verifier(summary: VerifierSummary, info: VerifierInfo | None) -> dict[str, 
         "forward_ms": info.forward_ms_p50 if info is not None else 0.0,
         "overhead_ms": info.overhead_ms_p50 if info is not None else 0.0,
         "hit_idle_us": summary.hit_idle_us_p50,
+        "speculation": describe_verifier(summary, stats),
+        "recent": {
+            "acceptance": ratio(stats.accepted, stats.proposed),
+            "tokens_per_round": ratio(stats.emitted, stats.rounds),
+            "look_ahead_hits": ratio(stats.hit_rounds, stats.look_ahead_rounds),
+            "without_draft": ratio(stats.fallback_rounds, stats.rounds),
+        },
         "stats": _stats(summary.stats),
     }
 

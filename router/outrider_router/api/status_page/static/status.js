@@ -1,15 +1,18 @@
 // Draws the router's state, once a second. Names come from other processes: everything is set as
-// text, nothing as HTML.
+// text, nothing as HTML. The router computes all figures.
 "use strict";
 
-const KEPT = 120; // samples, one a second
-const SPAN_S = 5; // rates and shares are of so long
 const PERIOD_MS = 1000;
+const HISTORY_PERIODS = 5; // the curves change slowly
+const HISTORY_S = 900;
+const MAX_PROBLEMS = 50; // shown
 const SVG = "http://www.w3.org/2000/svg";
+const SEVERITIES = { critical: "✕ Critical", warning: "▲ Warning", notice: "● Notice" };
 
-const samples = [];
-const curves = new Map();
 let token = "";
+let periods = 0;
+let curves = { ages_s: [] };
+let shownProblems = "";
 
 const byId = (id) => document.getElementById(id);
 
@@ -41,73 +44,132 @@ function decimals(value, digits) {
 
 const percent = (value) => (value === null ? "–" : `${decimals(100 * value, 0)} %`);
 const idle = (us) => (us < 1000 ? `${decimals(us, 0)} µs` : `${decimals(us / 1000, 1)} ms`);
-const share = (part, whole) => (whole > 0 ? part / whole : null);
+const rate = (value) => decimals(value, value !== null && value > 0 && value < 10 ? 1 : 0);
 
-// The sample before the span that rates are of, or the oldest one.
-function earlier() {
-  const now = samples[samples.length - 1].time_s;
-  return samples.findLast((sample) => sample.time_s <= now - SPAN_S) ?? samples[0];
+// Two digits, because times are estimated from histograms.
+function time(ms) {
+  if (ms === null) return "–";
+  const [value, unit] = ms < 1000 ? [ms, "ms"] : [ms / 1000, "s"];
+  const digits = value < 10 ? 1 : 0;
+  return `${decimals(value >= 100 ? 10 * Math.round(value / 10) : value, digits)} ${unit}`;
 }
 
-// How much a sum grew; a sum that fell began anew.
-function growth(now, before, name) {
-  const grown = now[name] - (before?.[name] ?? now[name]);
-  return grown < 0 ? now[name] : grown;
+function latency(name, key, about, state) {
+  const median = state.figures[`${key}_ms_p50`];
+  const tail = state.figures[`${key}_ms_p95`];
+  return {
+    name, text: time(median), format: time, about,
+    note: median === null ? `none in the last ${minutes(state.window_s)}` : "",
+    lines: [["median", `${key}_ms_p50`], [`95th percentile ${time(tail)}`, `${key}_ms_p95`]],
+  };
 }
 
-function figures() {
-  const now = samples[samples.length - 1];
-  const before = earlier();
-  const seconds = now.time_s - before.time_s;
-  const grown = (name) => growth(now.totals, before.totals, name);
-  const rate = (name) => (seconds > 0 ? grown(name) / seconds : null);
-  const drafted = grown("draft_tokens_total");
-  const rounds = grown("rounds_total");
-  const wait = share(grown("first_token_s_total"), grown("first_tokens_total"));
+function minutes(seconds) {
+  const count = Math.round(seconds / 60);
+  return count > 1 ? `${count} minutes` : "minute";
+}
+
+function figures(state) {
+  const now = state.figures;
+  const accepted = `${decimals(now.accepted_per_draft, 1)} of ${decimals(now.draft_tokens_per_draft, 1)} draft tokens`;
   return [
-    { name: "Tokens", unit: "/s", value: rate("generation_tokens_total"), digits: 0 },
-    { name: "Running", value: now.running, digits: 0, note: `${decimals(rate("requests_total"), 1)} ended a second` },
-    { name: "Waiting", value: now.queued, digits: 0, note: `of at most ${now.queue_bound}` },
-    { name: "Acceptance", value: share(grown("accepted_tokens_total"), drafted), percent: true, note: `${decimals(share(grown("accepted_tokens_total"), grown("drafts_total")), 2)} of a draft stand` },
-    { name: "Tokens a round", value: share(grown("round_tokens_total"), rounds), digits: 2, note: `${percent(share(grown("fallback_rounds_total"), rounds))} without a draft` },
-    { name: "First token", unit: "ms", value: wait === null ? null : 1000 * wait, digits: 0, note: "after a request came" },
-    { name: "Errors", unit: "/s", value: rate("errors_total"), digits: 1, note: `${decimals(now.totals.errors_total, 0)} in all` },
-    { name: "Failovers", value: now.totals.failovers_total, digits: 0, note: "since the start" },
+    latency("Time to first token", "time_to_first_token", "median", state),
+    latency("Time per output token", "time_per_output_token", "median", state),
+    { name: "Tokens", text: rate(now.tokens_per_s), unit: "/s", format: rate, note: "sent to clients", lines: [["tokens per second", "tokens_per_s"]] },
+    {
+      name: "Requests", text: decimals(state.running, 0), about: "running", format: rate,
+      note: `${rate(now.requests_per_min)} ended a minute`,
+      lines: [["running", "running"], [`${state.queued} waiting`, "waiting"]],
+    },
+    { name: "Acceptance", text: percent(now.acceptance), format: percent, note: now.acceptance === null ? "no drafts" : accepted, lines: [["accepted", "acceptance"]], top: 1 },
+    { name: "Tokens a round", text: decimals(now.tokens_per_round, 2), format: (value) => decimals(value, 2), note: "1 without speculation", lines: [["tokens a round", "tokens_per_round"]] },
   ];
 }
 
 // ---- drawing ---------------------------------------------------------------------------------
 
-function spark(name, text) {
-  const values = curves.get(name);
-  const top = Math.max(...values.filter((value) => value !== null), 1e-9);
-  const at = (value, place) => {
-    const x = 100 - (values.length - 1 - place) * (100 / (KEPT - 1));
-    return `${x.toFixed(2)} ${(32 - 29 * (value / top)).toFixed(2)}`;
-  };
-  const known = values.map((value, place) => [value, place]).filter(([value]) => value !== null);
-  const points = known.map(([value, place]) => at(value, place));
-  const drawing = shape("svg", {
-    class: "spark", viewBox: "0 0 100 34", preserveAspectRatio: "none", role: "img", "aria-label": `${name} lately, now ${text}`,
+// A line over the last minutes, broken where there is no value.
+function line(values, top, kind) {
+  let path = "";
+  let isBroken = true;
+  values.forEach((value, place) => {
+    if (value === null) {
+      isBroken = true;
+      return;
+    }
+    const x = (300 * (1 - curves.ages_s[place] / HISTORY_S)).toFixed(1);
+    const y = (57 - 54 * Math.min(1, value / top)).toFixed(1);
+    // The short stroke before a value shows one that stands alone.
+    path += isBroken ? `M ${(Number(x) - 3).toFixed(1)} ${y} L ${x} ${y}` : ` L ${x} ${y}`;
+    isBroken = false;
   });
-  if (points.length > 1) {
-    const left = points[0].split(" ")[0];
-    const right = points[points.length - 1].split(" ")[0];
-    drawing.append(
-      shape("path", { class: "area", d: `M ${left} 34 L ${points.join(" L ")} L ${right} 34 Z` }),
-      shape("path", { d: `M ${points.join(" L ")}` }),
-    );
-  }
-  return drawing;
+  return shape("path", { class: kind, d: path });
+}
+
+function spark(figure) {
+  const drawing = shape("svg", {
+    class: "spark", viewBox: "0 0 300 60", preserveAspectRatio: "none", role: "img",
+  });
+  const columns = figure.lines.map(([, key]) => curves[key] ?? []);
+  const known = columns.flat().filter((value) => value !== null);
+  const top = figure.top ?? Math.max(...known, 1e-9);
+  const now = `${figure.text} ${figure.unit ?? ""}`.trim();
+  const most = known.length ? `, at most ${figure.format(Math.max(...known))} in 15 minutes` : "";
+  drawing.setAttribute("aria-label", `${figure.name} lately, now ${now}${most}`);
+  columns.forEach((values, place) => {
+    if (values.some((value) => value !== null)) drawing.append(line(values, top, place ? "second" : "first"));
+  });
+  const axis = element("p", { class: "axis", "aria-hidden": "true" },
+    element("span", { text: "−15 min" }),
+    element("span", { text: known.length ? `max ${figure.format(Math.max(...known))}` : "" }),
+    element("span", { text: "now" }),
+  );
+  return element("div", { class: "curve" }, drawing, axis);
+}
+
+function key(figure) {
+  if (figure.lines.length < 2) return [];
+  const items = figure.lines.map(([name], place) =>
+    element("span", {}, element("i", { class: place ? "dash" : "solid", "aria-hidden": "true" }), name));
+  return [element("p", { class: "legend" }, ...items)];
 }
 
 function tile(figure) {
-  const text = figure.percent ? percent(figure.value) : decimals(figure.value, figure.digits);
-  const value = element("p", { class: "value", text });
-  if (figure.unit && figure.value !== null) value.append(element("span", { class: "unit", text: figure.unit }));
-  const note = element("p", { class: "note", text: figure.note ?? "" });
+  const value = element("p", { class: "value", text: figure.text });
+  const unit = figure.unit ?? figure.about;
+  if (unit && figure.text !== "–") value.append(element("span", { class: "unit", text: unit }));
+  const note = element("p", { class: "note", text: figure.note });
   const name = element("p", { class: "name", text: figure.name });
-  return element("div", { class: "tile" }, name, value, note, spark(figure.name, `${text} ${figure.unit ?? ""}`.trim()));
+  const words = element("div", {}, name, value, note, ...key(figure));
+  return element("div", { class: "tile" }, words, spark(figure));
+}
+
+function problem(item) {
+  const severity = element("span", { class: "severity", text: SEVERITIES[item.severity] });
+  return element("li", { class: `problem ${item.severity in SEVERITIES ? item.severity : "warning"}` },
+    element("h3", {}, severity, item.title),
+    element("p", { text: item.detail }),
+    element("p", { class: "advice" }, element("strong", { text: "What to do: " }), item.advice),
+  );
+}
+
+// Drawn only if it changed, so that it can be read, selected and listened to.
+function drawProblems(items) {
+  const text = JSON.stringify(items);
+  if (text === shownProblems) return;
+  shownProblems = text;
+  const count = items.length === 1 ? "One thing needs" : `${items.length} things need`;
+  const verdict = items.length ? `${count} attention.` : "Nothing is wrong.";
+  const said = byId("verdict");
+  if (said.textContent !== verdict) said.textContent = verdict;
+  said.className = items.length ? "verdict" : "verdict fine";
+  const rows = items.slice(0, MAX_PROBLEMS).map(problem);
+  if (items.length > MAX_PROBLEMS) rows.push(element("li", { class: "problem", text: `and ${items.length - MAX_PROBLEMS} more` }));
+  byId("problems").replaceChildren(...rows);
+}
+
+function sentences(texts) {
+  return element("ul", { class: "sentences" }, ...texts.map((text) => element("li", { text })));
 }
 
 function badge(text, kind) {
@@ -161,23 +223,21 @@ function stateOf(peer) {
 }
 
 function verifierCard(verifier) {
-  const before = earlier().verifiers.find((other) => other.address === verifier.address);
-  const grown = (name) => growth(verifier.stats, before?.stats, name);
   const [state, kind] = stateOf(verifier);
   const used = verifier.kv_total_blocks - verifier.kv_free_blocks;
-  const rounds = grown("rounds_total");
-  const ahead = grown("look_ahead_rounds_total");
-  const card = element("article", { class: "card" }, heading(verifier, state, kind, `${verifier.model} at ${verifier.address}`));
+  const recent = verifier.recent;
+  const model = verifier.model ? `${verifier.model} at ${verifier.address}` : verifier.address;
+  const card = element("article", { class: "card" }, heading(verifier, state, kind, model));
   if (!verifier.healthy) return card;
   card.append(
     meter("Sessions", verifier.sessions, verifier.max_sessions, `${verifier.sessions} / ${verifier.max_sessions}`),
     meter("KV blocks", used, verifier.kv_total_blocks, `${used} / ${verifier.kv_total_blocks}`),
     pipeline(verifier),
     facts([
-      ["Acceptance", percent(share(grown("accepted_total"), grown("proposed_total")))],
-      ["Tokens a round", decimals(share(grown("emitted_total"), rounds), 2)],
-      ["Look-ahead hits", percent(share(grown("hit_rounds_total"), ahead))],
-      ["Without a draft", percent(share(grown("fallback_rounds_total"), rounds))],
+      ["Acceptance", percent(recent.acceptance)],
+      ["Tokens a round", decimals(recent.tokens_per_round, 2)],
+      ["Look-ahead hits", percent(recent.look_ahead_hits)],
+      ["Without a draft", percent(recent.without_draft)],
       ["Idle before a hit", verifier.hit_idle_us ? idle(verifier.hit_idle_us) : "–"],
       ["Preempted", decimals(verifier.preemptions_total, 0)],
       ["Without KV", decimals(verifier.waiting_sessions, 0)],
@@ -187,7 +247,7 @@ function verifierCard(verifier) {
   if (verifier.simulated_acceptance) {
     card.append(element("p", {}, badge(`simulated acceptance ${verifier.simulated_acceptance}`, "warn")));
   }
-  if (verifier.planner) card.append(facts([["Planner", verifier.planner]], "whole"));
+  if (verifier.speculation.length) card.append(sentences(verifier.speculation));
   return card;
 }
 
@@ -220,20 +280,16 @@ function drafterCard(drafter) {
   return card;
 }
 
-function draw() {
-  const now = samples[samples.length - 1];
-  const shown = figures();
-  for (const figure of shown) {
-    const values = curves.get(figure.name) ?? [];
-    values.push(figure.value);
-    curves.set(figure.name, values.slice(-KEPT));
-  }
-  byId("model").textContent = now.models.length ? now.models.join(", ") : "no healthy verifier";
-  byId("version").textContent = `Outrider ${now.version}`;
-  byId("tiles").replaceChildren(...shown.map(tile));
+function draw(state) {
+  byId("model").textContent = state.models.length ? state.models.join(", ") : "no healthy verifier";
+  byId("version").textContent = `Outrider ${state.version}`;
+  byId("window").textContent = minutes(state.window_s);
+  drawProblems(state.problems);
+  byId("tiles").replaceChildren(...figures(state).map(tile));
+  byId("speculation").replaceChildren(sentences(state.speculation));
   const none = (what) => element("p", { class: "empty", text: `no ${what}` });
-  const verifiers = now.verifiers.map(verifierCard);
-  const drafters = now.drafters.map(drafterCard);
+  const verifiers = state.verifiers.map(verifierCard);
+  const drafters = state.drafters.map(drafterCard);
   byId("verifiers").replaceChildren(...(verifiers.length ? verifiers : [none("verifiers")]));
   byId("drafters").replaceChildren(...(drafters.length ? drafters : [none("drafters: sessions decode plainly, or verifiers draft themselves")]));
 }
@@ -246,17 +302,21 @@ function say(text, kind) {
   if (line.textContent !== text) {
     line.textContent = text;
     line.className = `badge ${kind}`;
+    byId("main").classList.toggle("stale", kind === "bad");
   }
 }
 
 async function look() {
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
-  const answer = await fetch("status.json", { headers, cache: "no-store" });
+  const wantsCurves = periods % HISTORY_PERIODS === 0 || !curves.ages_s.length;
+  const query = wantsCurves ? "?history=true" : "";
+  const answer = await fetch(`status.json${query}`, { headers, cache: "no-store" });
   byId("login").hidden = answer.status !== 401 && answer.status !== 403;
   if (!answer.ok) throw new Error(`the router answered ${answer.status}`);
-  samples.push(await answer.json());
-  if (samples.length > KEPT) samples.shift();
-  draw();
+  const state = await answer.json();
+  curves = state.history ?? curves;
+  periods += 1;
+  draw(state);
 }
 
 async function run() {
