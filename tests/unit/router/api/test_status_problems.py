@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from outrider_router.api.server_status import make_server_info
 from outrider_router.api.status_page import make_snapshot
+from outrider_router.api.status_page import problems as status_problems
 from outrider_router.api.status_page.figures import Interval
 from outrider_router.api.status_page.problems import (
     MAX_DETAIL_LEN,
@@ -205,3 +208,24 @@ async def test_a_running_router_names_the_verifier_that_it_lost(tmp_path: Path) 
         await until(lambda: bool(make_snapshot(service)["problems"]))
         (problem,) = make_snapshot(service)["problems"]
     assert Problem(**problem).title == "Verifier v1 no longer answers"
+
+
+@pytest.mark.parametrize(
+    ("alert", "name"),
+    [
+        ("OutriderQueueFilling", "MAX_QUEUE_SHARE"),
+        ("OutriderSlowFirstToken", "MAX_FIRST_TOKEN_S"),
+        ("OutriderSlowTokens", "MAX_TOKEN_S"),
+        ("OutriderErrors", "MAX_FAILED_SHARE"),
+        ("OutriderKvCacheFull", "MAX_KV_SHARE"),
+        ("OutriderPreemptionStorm", "MAX_PREEMPTIONS_PER_S"),
+        ("OutriderFallbackRounds", "MAX_FALLBACK_SHARE"),
+        ("OutriderAcceptanceCollapsed", "MIN_ACCEPTANCE"),
+    ],
+)
+def test_limits_are_those_of_the_alerts(alert: str, name: str) -> None:
+    file = Path(__file__).resolve().parents[4] / "deploy/monitoring/rules/outrider.alerts.yml"
+    groups = yaml.safe_load(file.read_text("utf-8"))["groups"]
+    rules = {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+    limit = re.search(r"[<>] ([0-9.]+)", rules[alert])
+    assert limit is not None and float(limit[1]) == getattr(status_problems, name)

@@ -138,9 +138,9 @@ function tile(figure) {
   const value = element("p", { class: "value", text: figure.text });
   const unit = figure.unit ?? figure.about;
   if (unit && figure.text !== "–") value.append(element("span", { class: "unit", text: unit }));
-  const note = element("p", { class: "note", text: figure.note });
   const name = element("p", { class: "name", text: figure.name });
-  const words = element("div", {}, name, value, note, ...key(figure));
+  const note = figure.note ? [element("p", { class: "note", text: figure.note })] : [];
+  const words = element("div", {}, name, value, ...note, ...key(figure));
   return element("div", { class: "tile" }, words, spark(figure));
 }
 
