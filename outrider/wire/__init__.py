@@ -30,6 +30,7 @@ logprobs.py                Log-probabilities of emitted tokens: per token, and a
 messages.py                Internal messages between router, verifier and drafter, as plain
                            dataclasses.
 pool_codec.py              Codec of the messages of `PoolService`: adding and removing drafters.
+protocol_check.py          Check of the protocol version that a peer reports in a handshake.
 round_codec.py             Codec of `Verdicts` and `Proposals` that avoids copies of arrays.
 rounds.py                  Messages with the verdicts of a round or the proposals of a draft batch,
                            as columns.

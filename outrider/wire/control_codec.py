@@ -141,6 +141,7 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
         prefix_cache_hit_tokens=info.prefix_cache_hit_tokens,
         engine_steps=info.engine_steps,
         device_exchange=device_exchange_to_pb(info.device_exchange),
+        version=info.version,
     ).SerializeToString(deterministic=True)
 
 
@@ -213,6 +214,7 @@ def decode_verifier_info(data: bytes | memoryview) -> VerifierInfo:
         device_exchange=device_exchange_from_pb(message.device_exchange)
         if message.HasField("device_exchange")
         else None,
+        version=check_text(message.version, "version", empty=True),
     )
 
 
@@ -233,6 +235,7 @@ def encode_drafter_info(info: DrafterInfo) -> bytes:
         handicap=info.handicap,
         draining=info.draining,
         max_sessions=info.max_sessions,
+        version=info.version,
     ).SerializeToString(deterministic=True)
 
 
@@ -260,4 +263,5 @@ def decode_drafter_info(data: bytes | memoryview) -> DrafterInfo:
         handicap=check_text(message.handicap, "handicap", empty=True),
         draining=message.draining,
         max_sessions=message.max_sessions,
+        version=check_text(message.version, "version", empty=True),
     )

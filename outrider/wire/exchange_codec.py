@@ -229,6 +229,7 @@ def encode_verifier_message(message: VerifierMessage) -> bytes:
                     verifier_id=message.verifier_id,
                     incarnation=message.incarnation,
                     shm_offer=_shm_channel_to_pb(message.shm_offer),
+                    version=message.version,
                 )
             )
     return frame.SerializeToString(deterministic=True)
@@ -292,6 +293,7 @@ def _verifier_message(data: EncodedFrame) -> VerifierMessage:
                 verifier_id=VerifierId(check_text(frame.welcome.verifier_id, "verifier_id")),
                 incarnation=check_text(frame.welcome.incarnation, "incarnation", empty=True),
                 shm_offer=_shm_channel_from_pb(frame.welcome),
+                version=check_text(frame.welcome.version, "version", empty=True),
             )
         case _:
             raise_invalid("a verifier's message must hold exactly one message")
@@ -320,6 +322,7 @@ def _hello_to_pb(hello: Hello) -> pb.Hello:
         feature_fingerprint=hello.feature_fingerprint,
         supports_shm=hello.supports_shm,
         feature_offsets=hello.feature_offsets,
+        version=hello.version,
     )
 
 
@@ -337,6 +340,7 @@ def _hello_from_pb(message: pb.Hello) -> Hello:
         ),
         supports_shm=message.supports_shm,
         feature_offsets=message.feature_offsets,
+        version=check_text(message.version, "version", empty=True),
     )
 
 

@@ -343,6 +343,10 @@ class VerifierSummary:
     """Number of tokens found in the prefix cache since the start."""
     device_exchange: DeviceExchangeInfo | None = None
     """State of the device exchange; None if it is off."""
+    problem: str = ""
+    """Why the router does not use the verifier, at most `MAX_PROBLEM_BYTES`; empty if it is healthy
+    or was not polled yet.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,6 +385,10 @@ class DrafterSummary:
     """Whether the drafter is being removed."""
     links: tuple[DrafterLink, ...] = ()
     """One entry for each verifier that the drafter is connected to."""
+    problem: str = ""
+    """Why the router does not use the drafter, at most `MAX_PROBLEM_BYTES`; empty if it is healthy
+    or the router knows no reason.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,8 @@ MAX_PLANNER_BYTES = 4096
 MAX_ADDRESS_BYTES = 1024
 MAX_EVENT_ROWS = 1 << 16
 """Largest number of sessions in one message of events."""
+MAX_PROBLEM_BYTES = 1024
+"""Largest size in bytes of the reason for which a router does not use a peer."""
 MAX_ERROR_BYTES = 8192
 """Largest size in bytes of a session's error message, and of a drafter's reason to refuse a
 replica.

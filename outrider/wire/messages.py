@@ -47,9 +47,9 @@ from outrider.wire.server_info import FeatureLayout as FeatureLayout
 from outrider.wire.server_info import VerifierInfo as VerifierInfo
 from outrider.wire.stats import SpecStats as SpecStats
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of the wire protocol. It increases with every incompatible change. Peers with another
-version are refused.
+version are refused (`check_protocol`). 0.1 speaks version 1.
 """
 
 # ---- exchange: drafter -> verifier -------------------------------------------------------------
@@ -82,6 +82,8 @@ class Hello:
     """Whether the drafter can use a shared-memory channel (`outrider.transport.shm`)."""
     feature_offsets: bool = False
     """Whether the drafter supports `Verdicts.feature_offsets`."""
+    version: str = ""
+    """Version of the drafter's package; "" from 0.1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,8 @@ class Welcome:
     """Offer of a shared-memory channel that a drafter on the same host may join; None if there is
     none.
     """
+    version: str = ""
+    """Version of the verifier's package; "" from 0.1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,6 +135,8 @@ class VerifierInfo:
     """
     device_exchange: DeviceExchangeInfo | None = None
     """State of the device exchange; None if it is off."""
+    version: str = ""
+    """Version of the verifier's package; "" from 0.1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,3 +161,5 @@ class DrafterInfo:
     """Whether the drafter is about to stop. Its sessions should then move to other drafters."""
     max_sessions: int = 0
     """Largest number of sessions that the drafter can serve at the same time; 0 if unknown."""
+    version: str = ""
+    """Version of the drafter's package; "" from 0.1."""

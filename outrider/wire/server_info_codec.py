@@ -22,7 +22,12 @@ from outrider.wire.inference import (
     ServerInfo,
     VerifierSummary,
 )
-from outrider.wire.limits import MAX_ADDRESS_BYTES, MAX_PEERS, MAX_PLANNER_BYTES
+from outrider.wire.limits import (
+    MAX_ADDRESS_BYTES,
+    MAX_PEERS,
+    MAX_PLANNER_BYTES,
+    MAX_PROBLEM_BYTES,
+)
 from outrider.wire.v1 import inference_pb2 as pb
 
 
@@ -81,6 +86,7 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 prefix_cache_query_tokens=verifier.prefix_cache_query_tokens,
                 prefix_cache_hit_tokens=verifier.prefix_cache_hit_tokens,
                 device_exchange=device_exchange_to_pb(verifier.device_exchange),
+                problem=verifier.problem,
             )
             for verifier in info.verifiers
         ],
@@ -103,6 +109,7 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                     )
                     for link in drafter.links
                 ],
+                problem=drafter.problem,
             )
             for drafter in info.drafters
         ],
@@ -149,6 +156,9 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                 device_exchange=device_exchange_from_pb(verifier.device_exchange)
                 if verifier.HasField("device_exchange")
                 else None,
+                problem=check_text(
+                    verifier.problem, "problem", limit=MAX_PROBLEM_BYTES, empty=True
+                ),
             )
             for verifier in message.verifiers
         ),
@@ -162,6 +172,7 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                 handicap=check_text(drafter.handicap, "handicap", empty=True),
                 draining=drafter.draining,
                 links=_links(drafter.links),
+                problem=check_text(drafter.problem, "problem", limit=MAX_PROBLEM_BYTES, empty=True),
             )
             for drafter in message.drafters
         ),

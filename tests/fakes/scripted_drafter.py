@@ -84,6 +84,7 @@ class ScriptedDrafter:
         layout: FeatureLayout = FeatureLayout.PROJECTED,
         fingerprint: str = "fake-projection",
         protocol_version: int = PROTOCOL_VERSION,
+        version: str = "",
         tokenizer_hash: str = "",
         predict: PredictFn | None = None,
     ) -> None:
@@ -108,6 +109,7 @@ class ScriptedDrafter:
         self._task: asyncio.Task[None] | None = None
         self._hello = Hello(
             protocol_version=protocol_version,
+            version=version,
             drafter_id=DrafterId(drafter_id),
             incarnation=incarnation,
             vocab_size=vocab_size,

@@ -30,11 +30,19 @@ from outrider.wire.messages import (
 class ScriptedVerifier:
     """The verifier's end of exchanges, driven by a test. Serves no sessions."""
 
-    def __init__(self, *, refuse: bool = False, welcome: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        refuse: bool = False,
+        welcome: bool = True,
+        protocol_version: int = PROTOCOL_VERSION,
+        version: str = "",
+    ) -> None:
         self.refuse = refuse
         """Answer Hello with FailedPreconditionError."""
         self.welcome = welcome
         """Answer Hello at all."""
+        self._protocol_version, self._version = protocol_version, version
         self.hellos: list[Hello] = []
         self.proposals: asyncio.Queue[Proposal] = asyncio.Queue()
         self._connections: asyncio.Queue[VerifierConnection] = asyncio.Queue()
@@ -50,7 +58,8 @@ class ScriptedVerifier:
         if self.welcome:
             await connection.send(
                 Welcome(
-                    protocol_version=PROTOCOL_VERSION,
+                    protocol_version=self._protocol_version,
+                    version=self._version,
                     verifier_id=VerifierId("scripted"),
                     incarnation="1",
                 )

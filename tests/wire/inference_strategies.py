@@ -223,6 +223,7 @@ SERVER_INFOS = st.builds(
             prefix_cache_query_tokens=UINT32,
             prefix_cache_hit_tokens=UINT32,
             device_exchange=DEVICE_EXCHANGES,
+            problem=MAYBE_NAMES,
         ),
         max_size=2,
     ).map(tuple),
@@ -236,6 +237,7 @@ SERVER_INFOS = st.builds(
             sessions=UINT32,
             handicap=MAYBE_NAMES,
             draining=st.booleans(),
+            problem=MAYBE_NAMES,
             links=st.lists(
                 st.builds(
                     inference.DrafterLink,

@@ -760,3 +760,44 @@ SAMPLES["exchange_server_info"] = (
         ),
     ),
 )
+
+
+for _name in ("hello", "welcome", "verifier_info", "drafter_info"):
+    _kind, _message = SAMPLES[_name]
+    SAMPLES[f"{_name}_version"] = (
+        _kind,
+        replace(_message, protocol_version=2, version="0.2.0"),
+    )
+SAMPLES["server_info_problem"] = (
+    "server_info",
+    api.ServerInfo(
+        version="0.2.0",
+        protocol_version=2,
+        queued=0,
+        queue_bound=256,
+        running=0,
+        verifiers=(
+            api.VerifierSummary(
+                verifier_id=VerifierId("verifier-a"),
+                address="10.0.0.2:7000",
+                healthy=False,
+                model="m",
+                sessions=0,
+                max_sessions=8,
+                kv_free_blocks=4,
+                kv_total_blocks=4,
+                problem="verifier verifier-a speaks protocol 1",
+            ),
+        ),
+        drafters=(
+            api.DrafterSummary(
+                drafter_id=DrafterId("drafter-a"),
+                address="10.0.0.3:7001",
+                healthy=False,
+                methods=(),
+                sessions=0,
+                problem="no answer in time",
+            ),
+        ),
+    ),
+)

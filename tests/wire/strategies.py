@@ -201,6 +201,7 @@ HELLOS = st.builds(
     feature_fingerprint=MAYBE_NAMES,
     supports_shm=st.booleans(),
     feature_offsets=st.booleans(),
+    version=MAYBE_NAMES,
 )
 SHM_ANSWERS = st.builds(messages.ShmAnswer, st.booleans())
 LANES = st.builds(
@@ -275,6 +276,7 @@ VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
         verifier_id=NAMES.map(VerifierId),
         incarnation=MAYBE_NAMES,
         shm_offer=st.none() | LANES,
+        version=MAYBE_NAMES,
     ),
     st.builds(
         messages.SessionStart,
@@ -450,6 +452,7 @@ VERIFIER_INFOS = st.builds(
     prefix_cache_hit_tokens=UINT64,
     engine_steps=UINT64,
     device_exchange=DEVICE_EXCHANGES,
+    version=MAYBE_NAMES,
 )
 DRAFTER_INFOS = st.builds(
     messages.DrafterInfo,
@@ -467,5 +470,6 @@ DRAFTER_INFOS = st.builds(
     handicap=MAYBE_NAMES,
     draining=st.booleans(),
     max_sessions=UINT32,
+    version=MAYBE_NAMES,
 )
 REMOVED = st.builds(RemovedDrafter, num_moved=UINT32, num_remaining=UINT32)

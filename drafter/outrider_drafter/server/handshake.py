@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from outrider.errors import FailedPreconditionError, OutriderError, UnavailableError
+from outrider.errors import OutriderError, UnavailableError
 from outrider.transport.interface import DrafterConnection
 from outrider.transport.shm import ShmChannel, ShmChannelJoiner
-from outrider.wire.messages import PROTOCOL_VERSION, Hello, ShmAnswer, ShmOffer, Welcome
+from outrider.wire.messages import Hello, ShmAnswer, ShmOffer, Welcome
+from outrider.wire.protocol_check import check_protocol
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +31,11 @@ async def connect_to_verifier(
         raise UnavailableError("the verifier did not answer Hello in time") from None
     if not isinstance(answer, Welcome):
         raise UnavailableError(f"the verifier began with {type(answer).__name__}, not Welcome")
-    if answer.protocol_version != PROTOCOL_VERSION:
-        raise FailedPreconditionError(
-            f"the verifier speaks protocol {answer.protocol_version}, not {PROTOCOL_VERSION}",
-            reason="PROTOCOL_MISMATCH",
-        )
+    check_protocol(
+        f"verifier {answer.verifier_id}",
+        protocol_version=answer.protocol_version,
+        version=answer.version,
+    )
     if answer.shm_offer is None:
         return None
     shm_channel = await _joined(answer.shm_offer, join)

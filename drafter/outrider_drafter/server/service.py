@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import outrider
 from outrider.busy_polling import BusyCores
 from outrider.errors import (
     ConnectionLostError,
@@ -126,6 +127,7 @@ class DrafterService:
             feature_fingerprint=fed[0].feature_fingerprint if fed else "",
             supports_shm=config.shared_memory and is_shm_supported(),
             feature_offsets=True,
+            version=outrider.__version__,
         )
         limits = VerdictLimits(
             vocab_size=identity.vocab_size,
@@ -215,6 +217,7 @@ class DrafterService:
             handicap=self._handicap,
             draining=self.draining,
             max_sessions=self._config.max_sessions,
+            version=outrider.__version__,
         )
 
     async def attach(self, verifier_address: str) -> None:

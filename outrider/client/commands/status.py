@@ -61,7 +61,7 @@ def simulation_note(info: ServerInfo) -> str:
 
 def _verifier(verifier: VerifierSummary) -> str:
     parts = [
-        f"verifier {verifier.verifier_id} at {verifier.address}: {_health(verifier.healthy)}",
+        f"verifier {verifier.verifier_id} at {verifier.address}: {_health(verifier)}",
         verifier.model,
         f"{verifier.sessions} of {verifier.max_sessions} sessions",
         f"{verifier.kv_free_blocks} of {verifier.kv_total_blocks} KV blocks free",
@@ -117,7 +117,7 @@ def _look_ahead(verifier: VerifierSummary) -> str:
 
 def _drafter(drafter: DrafterSummary) -> str:
     parts = [
-        f"drafter {drafter.drafter_id} at {drafter.address}: {_health(drafter.healthy)}",
+        f"drafter {drafter.drafter_id} at {drafter.address}: {_health(drafter)}",
         ", ".join(drafter.methods) or "no methods",
         f"{drafter.sessions} sessions",
     ]
@@ -138,5 +138,7 @@ def _quarantine(link: DrafterLink) -> str:
     return f", in quarantine ({link.quarantine}, {then})"
 
 
-def _health(healthy: bool) -> str:
-    return "healthy" if healthy else "NOT HEALTHY"
+def _health(peer: VerifierSummary | DrafterSummary) -> str:
+    if peer.healthy:
+        return "healthy"
+    return f"NOT HEALTHY ({peer.problem})" if peer.problem else "NOT HEALTHY"

@@ -12,7 +12,7 @@ class VerifierServiceGetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifierServiceGetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "verifier_id", "incarnation", "model_name", "vocab_size", "tokenizer_hash", "max_context_len", "kv_block_tokens", "kv_total_blocks", "kv_free_blocks", "sessions", "max_sessions", "drafters", "feature_fingerprint", "rounds_total", "tokens_total", "dtype", "round_ms_p50", "forward_ms_p50", "overhead_ms_p50", "in_process_methods", "in_process_draft_length", "simulated_acceptance", "planner", "stats", "hit_idle_us_p50", "draining", "waiting_sessions", "preemptions_swap", "preemptions_recompute", "prefix_cache_query_tokens", "prefix_cache_hit_tokens", "engine_steps", "device_exchange")
+    __slots__ = ("protocol_version", "verifier_id", "incarnation", "model_name", "vocab_size", "tokenizer_hash", "max_context_len", "kv_block_tokens", "kv_total_blocks", "kv_free_blocks", "sessions", "max_sessions", "drafters", "feature_fingerprint", "rounds_total", "tokens_total", "dtype", "round_ms_p50", "forward_ms_p50", "overhead_ms_p50", "in_process_methods", "in_process_draft_length", "simulated_acceptance", "planner", "stats", "hit_idle_us_p50", "draining", "waiting_sessions", "preemptions_swap", "preemptions_recompute", "prefix_cache_query_tokens", "prefix_cache_hit_tokens", "engine_steps", "device_exchange", "version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class VerifierServiceGetInfoResponse(_message.Message):
     PREFIX_CACHE_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_STEPS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     verifier_id: str
     incarnation: str
@@ -81,7 +82,8 @@ class VerifierServiceGetInfoResponse(_message.Message):
     prefix_cache_hit_tokens: int
     engine_steps: int
     device_exchange: _common_pb2.DeviceExchangeInfo
-    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_context_len: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[AttachedDrafter, _Mapping]]] = ..., feature_fingerprint: _Optional[str] = ..., rounds_total: _Optional[int] = ..., tokens_total: _Optional[int] = ..., dtype: _Optional[str] = ..., round_ms_p50: _Optional[float] = ..., forward_ms_p50: _Optional[float] = ..., overhead_ms_p50: _Optional[float] = ..., in_process_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., in_process_draft_length: _Optional[int] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ..., stats: _Optional[_Union[_common_pb2.SpecDecodeStats, _Mapping]] = ..., hit_idle_us_p50: _Optional[float] = ..., draining: bool = ..., waiting_sessions: _Optional[int] = ..., preemptions_swap: _Optional[int] = ..., preemptions_recompute: _Optional[int] = ..., prefix_cache_query_tokens: _Optional[int] = ..., prefix_cache_hit_tokens: _Optional[int] = ..., engine_steps: _Optional[int] = ..., device_exchange: _Optional[_Union[_common_pb2.DeviceExchangeInfo, _Mapping]] = ...) -> None: ...
+    version: str
+    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_context_len: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[AttachedDrafter, _Mapping]]] = ..., feature_fingerprint: _Optional[str] = ..., rounds_total: _Optional[int] = ..., tokens_total: _Optional[int] = ..., dtype: _Optional[str] = ..., round_ms_p50: _Optional[float] = ..., forward_ms_p50: _Optional[float] = ..., overhead_ms_p50: _Optional[float] = ..., in_process_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., in_process_draft_length: _Optional[int] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ..., stats: _Optional[_Union[_common_pb2.SpecDecodeStats, _Mapping]] = ..., hit_idle_us_p50: _Optional[float] = ..., draining: bool = ..., waiting_sessions: _Optional[int] = ..., preemptions_swap: _Optional[int] = ..., preemptions_recompute: _Optional[int] = ..., prefix_cache_query_tokens: _Optional[int] = ..., prefix_cache_hit_tokens: _Optional[int] = ..., engine_steps: _Optional[int] = ..., device_exchange: _Optional[_Union[_common_pb2.DeviceExchangeInfo, _Mapping]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class AttachedDrafter(_message.Message):
     __slots__ = ("drafter_id", "incarnation", "methods", "sessions", "answer_ms", "same_host", "answers", "proposal_timeouts", "invalid", "silent_ms")
@@ -290,7 +292,7 @@ class DrafterServiceGetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DrafterServiceGetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint", "sessions", "verifiers", "draft_ms_p50", "handicap", "draining", "max_sessions")
+    __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint", "sessions", "verifiers", "draft_ms_p50", "handicap", "draining", "max_sessions", "version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +307,7 @@ class DrafterServiceGetInfoResponse(_message.Message):
     HANDICAP_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     drafter_id: str
     incarnation: str
@@ -319,7 +322,8 @@ class DrafterServiceGetInfoResponse(_message.Message):
     handicap: str
     draining: bool
     max_sessions: int
-    def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ..., sessions: _Optional[int] = ..., verifiers: _Optional[_Iterable[str]] = ..., draft_ms_p50: _Optional[float] = ..., handicap: _Optional[str] = ..., draining: bool = ..., max_sessions: _Optional[int] = ...) -> None: ...
+    version: str
+    def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ..., sessions: _Optional[int] = ..., verifiers: _Optional[_Iterable[str]] = ..., draft_ms_p50: _Optional[float] = ..., handicap: _Optional[str] = ..., draining: bool = ..., max_sessions: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("verifier_address",)

@@ -56,7 +56,7 @@ class ExchangeResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., session_start: _Optional[_Union[SessionStart, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., plan_change: _Optional[_Union[PlanChange, _Mapping]] = ..., session_end: _Optional[_Union[SessionEnd, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., replica_offer: _Optional[_Union[ReplicaOffer, _Mapping]] = ..., replica_session_begin: _Optional[_Union[ReplicaSessionBegin, _Mapping]] = ..., replica_blocks_added: _Optional[_Union[ReplicaBlocksAdded, _Mapping]] = ..., replica_session_end: _Optional[_Union[ReplicaSessionEnd, _Mapping]] = ..., replica_round_launched: _Optional[_Union[ReplicaRoundLaunched, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeResponse, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint", "supports_shm", "feature_offsets")
+    __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint", "supports_shm", "feature_offsets", "version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class Hello(_message.Message):
     FEATURE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SUPPORTS_SHM_FIELD_NUMBER: _ClassVar[int]
     FEATURE_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     drafter_id: str
     incarnation: str
@@ -77,7 +78,8 @@ class Hello(_message.Message):
     feature_fingerprint: str
     supports_shm: bool
     feature_offsets: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ..., supports_shm: bool = ..., feature_offsets: bool = ...) -> None: ...
+    version: str
+    def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ..., supports_shm: bool = ..., feature_offsets: bool = ..., version: _Optional[str] = ...) -> None: ...
 
 class Proposals(_message.Message):
     __slots__ = ("columns", "digests", "tokens", "parents", "logprobs", "has_distribution", "distribution_lens", "distribution_token_ids", "distribution_counts", "draft_us")
@@ -110,16 +112,18 @@ class SessionsLost(_message.Message):
     def __init__(self, handles: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "verifier_id", "incarnation", "shm_offer")
+    __slots__ = ("protocol_version", "verifier_id", "incarnation", "shm_offer", "version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SHM_OFFER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     verifier_id: str
     incarnation: str
     shm_offer: ShmOffer
-    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., shm_offer: _Optional[_Union[ShmOffer, _Mapping]] = ...) -> None: ...
+    version: str
+    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., shm_offer: _Optional[_Union[ShmOffer, _Mapping]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ShmOffer(_message.Message):
     __slots__ = ("name", "token")

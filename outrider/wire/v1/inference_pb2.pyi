@@ -332,7 +332,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., queued: _Optional[int] = ..., queue_bound: _Optional[int] = ..., running: _Optional[int] = ..., verifiers: _Optional[_Iterable[_Union[VerifierSummary, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterSummary, _Mapping]]] = ...) -> None: ...
 
 class VerifierSummary(_message.Message):
-    __slots__ = ("verifier_id", "address", "healthy", "model", "sessions", "max_sessions", "kv_free_blocks", "kv_total_blocks", "in_process_methods", "simulated_acceptance", "planner", "stats", "hit_idle_us_p50", "draining", "waiting_sessions", "preemptions_swap", "preemptions_recompute", "prefix_cache_query_tokens", "prefix_cache_hit_tokens", "device_exchange")
+    __slots__ = ("verifier_id", "address", "healthy", "model", "sessions", "max_sessions", "kv_free_blocks", "kv_total_blocks", "in_process_methods", "simulated_acceptance", "planner", "stats", "hit_idle_us_p50", "draining", "waiting_sessions", "preemptions_swap", "preemptions_recompute", "prefix_cache_query_tokens", "prefix_cache_hit_tokens", "device_exchange", "problem")
     VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
@@ -353,6 +353,7 @@ class VerifierSummary(_message.Message):
     PREFIX_CACHE_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
     verifier_id: str
     address: str
     healthy: bool
@@ -373,10 +374,11 @@ class VerifierSummary(_message.Message):
     prefix_cache_query_tokens: int
     prefix_cache_hit_tokens: int
     device_exchange: _common_pb2.DeviceExchangeInfo
-    def __init__(self, verifier_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., model: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., in_process_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ..., stats: _Optional[_Union[_common_pb2.SpecDecodeStats, _Mapping]] = ..., hit_idle_us_p50: _Optional[float] = ..., draining: bool = ..., waiting_sessions: _Optional[int] = ..., preemptions_swap: _Optional[int] = ..., preemptions_recompute: _Optional[int] = ..., prefix_cache_query_tokens: _Optional[int] = ..., prefix_cache_hit_tokens: _Optional[int] = ..., device_exchange: _Optional[_Union[_common_pb2.DeviceExchangeInfo, _Mapping]] = ...) -> None: ...
+    problem: str
+    def __init__(self, verifier_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., model: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., in_process_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ..., stats: _Optional[_Union[_common_pb2.SpecDecodeStats, _Mapping]] = ..., hit_idle_us_p50: _Optional[float] = ..., draining: bool = ..., waiting_sessions: _Optional[int] = ..., preemptions_swap: _Optional[int] = ..., preemptions_recompute: _Optional[int] = ..., prefix_cache_query_tokens: _Optional[int] = ..., prefix_cache_hit_tokens: _Optional[int] = ..., device_exchange: _Optional[_Union[_common_pb2.DeviceExchangeInfo, _Mapping]] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class DrafterSummary(_message.Message):
-    __slots__ = ("drafter_id", "address", "healthy", "methods", "sessions", "draining", "links", "handicap")
+    __slots__ = ("drafter_id", "address", "healthy", "methods", "sessions", "draining", "links", "handicap", "problem")
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
@@ -385,6 +387,7 @@ class DrafterSummary(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     HANDICAP_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
     drafter_id: str
     address: str
     healthy: bool
@@ -393,7 +396,8 @@ class DrafterSummary(_message.Message):
     draining: bool
     links: _containers.RepeatedCompositeFieldContainer[DrafterLink]
     handicap: str
-    def __init__(self, drafter_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., draining: bool = ..., links: _Optional[_Iterable[_Union[DrafterLink, _Mapping]]] = ..., handicap: _Optional[str] = ...) -> None: ...
+    problem: str
+    def __init__(self, drafter_id: _Optional[str] = ..., address: _Optional[str] = ..., healthy: bool = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., draining: bool = ..., links: _Optional[_Iterable[_Union[DrafterLink, _Mapping]]] = ..., handicap: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class DrafterLink(_message.Message):
     __slots__ = ("verifier_id", "sessions", "answer_ms", "quarantine", "probe_in_s")

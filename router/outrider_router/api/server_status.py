@@ -11,10 +11,11 @@ from outrider.wire.inference import (
     ServerInfo,
     VerifierSummary,
 )
+from outrider.wire.limits import MAX_PROBLEM_BYTES
 from outrider.wire.messages import PROTOCOL_VERSION, AttachedDrafter, DrafterInfo, SpecStats
 from outrider_router.fleet.compatibility import PeerState
 from outrider_router.fleet.drafter_assignment import is_attached
-from outrider_router.fleet.peers import DrafterPeer, VerifierPeer
+from outrider_router.fleet.peers import DrafterPeer, PeerStatus, VerifierPeer
 from outrider_router.requests.request import max_session_len, served_model_name
 from outrider_router.requests.service import RouterService
 
@@ -72,6 +73,7 @@ def _verifier(peer: VerifierPeer, service: RouterService) -> VerifierSummary:
         prefix_cache_query_tokens=info.prefix_cache_query_tokens if info is not None else 0,
         prefix_cache_hit_tokens=info.prefix_cache_hit_tokens if info is not None else 0,
         device_exchange=info.device_exchange if info is not None else None,
+        problem=_problem(peer, healthy=peer.state is PeerState.HEALTHY),
     )
 
 
@@ -86,7 +88,17 @@ def _drafter(peer: DrafterPeer, service: RouterService) -> DrafterSummary:
         handicap=info.handicap if info is not None else "",
         draining=peer.is_leaving,
         links=_links(info, service) if info is not None else (),
+        problem=_problem(peer, healthy=peer.is_serving),
     )
+
+
+def _problem(peer: PeerStatus, *, healthy: bool) -> str:
+    """Return why a peer is not used; "" if it is healthy. Part of the text comes from the peer, so
+    its length is limited.
+    """
+    if healthy:
+        return ""
+    return peer.problem.encode()[:MAX_PROBLEM_BYTES].decode(errors="ignore")
 
 
 def _links(drafter: DrafterInfo, service: RouterService) -> tuple[DrafterLink, ...]:

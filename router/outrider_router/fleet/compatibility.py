@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from outrider.errors import FailedPreconditionError
-from outrider.wire.messages import PROTOCOL_VERSION, DrafterInfo, FeatureLayout, VerifierInfo
+from outrider.wire.messages import DrafterInfo, FeatureLayout, VerifierInfo
+from outrider.wire.protocol_check import check_protocol
 
 
 class PeerState(StrEnum):
@@ -53,7 +54,11 @@ def check_verifier_fits(info: VerifierInfo, tokenizer: TokenizerIdentity) -> Non
     """Raise FailedPreconditionError unless this verifier's protocol, vocabulary and tokenizer match
     those of the router.
     """
-    _check_protocol("verifier", info.verifier_id, info.protocol_version)
+    check_protocol(
+        f"verifier {info.verifier_id}",
+        protocol_version=info.protocol_version,
+        version=info.version,
+    )
     if info.vocab_size < tokenizer.num_ids:
         raise FailedPreconditionError(
             f"verifier {info.verifier_id} has {info.vocab_size} token ids, but the router's "
@@ -84,20 +89,16 @@ def check_drafter_fits(info: DrafterInfo, tokenizer: TokenizerIdentity) -> None:
     """Raise FailedPreconditionError unless this drafter's protocol and tokenizer match those of the
     router.
     """
-    _check_protocol("drafter", info.drafter_id, info.protocol_version)
+    check_protocol(
+        f"drafter {info.drafter_id}",
+        protocol_version=info.protocol_version,
+        version=info.version,
+    )
     if info.tokenizer_hash and info.tokenizer_hash != tokenizer.hash:
         raise FailedPreconditionError(
             f"drafter {info.drafter_id} has tokenizer {info.tokenizer_hash[:12]}, "
             f"the router {tokenizer.hash[:12]}",
             reason="TOKENIZER_MISMATCH",
-        )
-
-
-def _check_protocol(kind: str, name: str, version: int) -> None:
-    if version != PROTOCOL_VERSION:
-        raise FailedPreconditionError(
-            f"{kind} {name} speaks protocol version {version}, the router {PROTOCOL_VERSION}",
-            reason="PROTOCOL_MISMATCH",
         )
 
 

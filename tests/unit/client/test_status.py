@@ -46,12 +46,12 @@ def test_a_drafter_that_is_slowed_down_is_never_taken_for_a_usual_one() -> None:
     assert "SLOWED" not in line("")
 
 
-def told(**more: Any) -> str:
+def told(*, healthy: bool = True, **more: Any) -> str:
     """What is said of a verifier."""
     verifier = VerifierSummary(
         verifier_id=VerifierId("v"),
         address="a:1",
-        healthy=True,
+        healthy=healthy,
         model="m",
         sessions=3,
         max_sessions=8,
@@ -72,6 +72,13 @@ def test_a_verifier_that_drains_or_preempts_is_told_from_a_usual_one() -> None:
     )
     assert "were there" not in told()
     assert "stop" not in told() and "preempted" not in told()
+
+
+def test_the_reason_for_which_a_verifier_is_not_used_is_told() -> None:
+    assert "NOT HEALTHY (it speaks protocol 1)," in told(
+        healthy=False, problem="it speaks protocol 1"
+    )
+    assert "NOT HEALTHY," in told(healthy=False)
 
 
 def test_how_a_verifier_exchanges_between_devices_is_told() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 
 from outrider.errors import FailedPreconditionError, InvalidMessageError
 from outrider.wire.messages import (
-    PROTOCOL_VERSION,
     DrafterMessage,
     EncodedMessage,
     FeatureLayout,
@@ -23,6 +22,7 @@ from outrider.wire.messages import (
     ShmAnswer,
     Welcome,
 )
+from outrider.wire.protocol_check import check_protocol
 from outrider.wire.rounds import valid_proposals
 from outrider_verifier.state.commands import (
     Command,
@@ -51,10 +51,10 @@ class VerifierIdentity:
 def check_hello(hello: Hello, identity: VerifierIdentity) -> None:
     """Raise FailedPreconditionError if the drafter that sent this hello message does not match the
     verifier."""
-    _fit(
-        hello.protocol_version == PROTOCOL_VERSION,
-        f"protocol version {hello.protocol_version}, this verifier speaks {PROTOCOL_VERSION}",
-        "PROTOCOL_MISMATCH",
+    check_protocol(
+        f"drafter {hello.drafter_id}",
+        protocol_version=hello.protocol_version,
+        version=hello.version,
     )
     _fit(
         hello.vocab_size == identity.vocab_size,

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, assert_never
 
+import outrider
 from outrider.busy_polling import BusyCores
 from outrider.engine.kv_cache import KVPool
 from outrider.errors import OutriderError, ResourceExhaustedError, UnavailableError
@@ -274,6 +275,7 @@ class VerifierService(SessionIteratorMixin):
             protocol_version=PROTOCOL_VERSION,
             verifier_id=VerifierId(self._config.verifier_id),
             incarnation=self._incarnation,
+            version=outrider.__version__,
             model_name=self._model_name,
             vocab_size=self._vocab_size,
             tokenizer_hash=self._tokenizer_hash,
@@ -481,6 +483,7 @@ class VerifierService(SessionIteratorMixin):
                 protocol_version=PROTOCOL_VERSION,
                 verifier_id=VerifierId(self._config.verifier_id),
                 incarnation=self._incarnation,
+                version=outrider.__version__,
             ),
             vocab_size=self._vocab_size,
             tokenizer_hash=self._tokenizer_hash,

@@ -11,6 +11,7 @@ import pytest
 from outrider_drafter.proposers.ngram import NgramProposer
 from outrider_drafter.server.service import DRAIN_NOTICE_S
 
+import outrider
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.tree import validate_tree
@@ -120,6 +121,22 @@ async def test_a_misfit_is_refused_at_once_and_not_tried_again() -> None:
         await asyncio.sleep(0.1)
         assert len(verifier.hellos) == 1
         verifier.refuse = False
+        await service.attach(ADDRESS)
+        await verifier.connected()
+
+
+async def test_a_verifier_of_another_protocol_is_refused_with_both_versions() -> None:
+    scripted = ScriptedVerifier(protocol_version=1, version="")
+    async with running(verifier=scripted) as (service, verifier, _):
+        with pytest.raises(FailedPreconditionError, match=r"protocol 1; .*second fleet") as caught:
+            await service.attach(ADDRESS)
+        assert caught.value.reason == "PROTOCOL_MISMATCH"
+        assert len(verifier.hellos) == 1
+        assert verifier.hellos[0].version == (await service.info()).version == outrider.__version__
+
+
+async def test_a_verifier_of_another_version_with_the_same_protocol_is_connected() -> None:
+    async with running(verifier=ScriptedVerifier(version="9.1.0")) as (service, verifier, _):
         await service.attach(ADDRESS)
         await verifier.connected()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from outrider_router.fleet.compatibility import (
@@ -16,6 +17,7 @@ from outrider_router.fleet.compatibility import (
 )
 from outrider_router.fleet.drafter_assignment import missing_attachments
 
+import outrider
 from outrider.errors import FailedPreconditionError
 from outrider.ids import DrafterId, VerifierId
 from outrider.spec.plan import DraftMethod
@@ -110,6 +112,27 @@ def test_a_drafter_of_another_tokenizer_is_refused(changes: dict[str, object], r
     with pytest.raises(FailedPreconditionError) as caught:
         check_drafter_fits(replace(DRAFTER, **changes), TOKENIZER)  # type: ignore[arg-type]
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("version", ["0.1.7", ""])
+def test_a_refusal_of_another_protocol_says_both_versions_and_what_to_do(version: str) -> None:
+    checks = (
+        lambda: check_verifier_fits(replace(VERIFIER, **other), TOKENIZER),
+        lambda: check_drafter_fits(replace(DRAFTER, **other), TOKENIZER),
+    )
+    other: dict[str, Any] = {"protocol_version": PROTOCOL_VERSION - 1, "version": version}
+    for check in checks:
+        with pytest.raises(FailedPreconditionError) as caught:
+            check()
+        message = caught.value.message
+        assert version in message and f"protocol {PROTOCOL_VERSION - 1};" in message
+        assert f"version {outrider.__version__} and speaks protocol {PROTOCOL_VERSION}" in message
+        assert "second fleet" in message
+
+
+def test_another_version_of_the_package_with_the_same_protocol_fits() -> None:
+    check_verifier_fits(replace(VERIFIER, version="9.1.0"), TOKENIZER)
+    check_drafter_fits(replace(DRAFTER, version="9.1.0"), TOKENIZER)
 
 
 def test_features_must_match_only_where_features_are_fed() -> None:

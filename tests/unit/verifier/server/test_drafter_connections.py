@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from outrider_verifier.state.effects import CompleteCommand, SendMessage
 
+import outrider
 from outrider.errors import FailedPreconditionError
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, SpeculationPlan
@@ -55,6 +57,36 @@ async def test_a_drafter_that_does_not_fit_is_refused(options: dict[str, Any], r
             await drafter.attach()
         assert caught.value.reason == reason
         assert (await rig.service.info()).drafters == ()
+
+
+async def test_a_refusal_of_another_protocol_says_both_versions() -> None:
+    async with verifier() as rig:
+        drafter = ScriptedDrafter(
+            rig.network.dialer(),
+            ADDRESS,
+            lambda _f: None,
+            vocab_size=rig.target.vocab_size,
+            protocol_version=1,
+            version="0.1.7",
+        )
+        both = rf"version 0\.1\.7 and speaks protocol 1; .* {re.escape(outrider.__version__)} "
+        with pytest.raises(FailedPreconditionError, match=both):
+            await drafter.attach()
+
+
+async def test_a_drafter_of_another_version_with_the_same_protocol_is_welcome() -> None:
+    async with verifier() as rig:
+        drafter = ScriptedDrafter(
+            rig.network.dialer(),
+            ADDRESS,
+            lambda _f: None,
+            vocab_size=rig.target.vocab_size,
+            version="9.1.0",
+        )
+        await drafter.attach()
+        info = await rig.service.info()
+        assert len(info.drafters) == 1 and info.version == outrider.__version__
+        await drafter.detach()
 
 
 async def test_features_are_refused_where_no_projection_runs() -> None:
