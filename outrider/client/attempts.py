@@ -31,6 +31,9 @@ and 1/70 with eight.
 SHUTDOWN = "SHUTDOWN"
 """Error reason of a router that shuts down. The router may soon be back. If it has a journal, its
 requests continue then."""
+ROUTER_UNREACHABLE = "ROUTER_UNREACHABLE"
+"""Error reason of a router that does not have a request, if another router of the fleet does not
+answer and may have it. That router may soon be back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,9 @@ class RequestAttempts:
         if is_elsewhere(error) and self._looks < MAX_ROUTER_LOOKUPS:
             self._looks += 1
             return RetryDecision(MIN_BACKOFF_S, resume=True)
-        if self._probing and isinstance(error, NotFoundError):
+        is_gone = isinstance(error, NotFoundError) or error.reason == ROUTER_UNREACHABLE
+        if self._probing and is_gone:
+            # If the request did arrive at a router that is unreachable, it ends there by itself.
             self._probing = False
             return RetryDecision(0.0, resume=False)
         if self._resumable and self._openings > 1 and isinstance(error, AlreadyExistsError):
@@ -125,4 +130,4 @@ def is_elsewhere(error: OutriderError) -> bool:
 
 
 def _is_break(error: OutriderError) -> bool:
-    return isinstance(error, ConnectionLostError) or error.reason == SHUTDOWN
+    return isinstance(error, ConnectionLostError) or error.reason in (SHUTDOWN, ROUTER_UNREACHABLE)

@@ -96,6 +96,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="Address of a drafter; may be repeated.",
     )
     parser.add_argument(
+        "--router",
+        metavar="ADDR",
+        action="append",
+        dest="routers",
+        help="Address of a router of the same fleet, where streams are looked for that a client "
+        "resumes here; may be repeated.",
+    )
+    parser.add_argument(
         "--method",
         choices=[method.value for method in DraftMethod],
         dest="speculation.method",

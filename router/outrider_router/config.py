@@ -28,6 +28,8 @@ from outrider_router.base.tenants import MAX_TENANT_CHARS, TenantLimits, TenantS
 
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")
+MAX_ROUTERS = 64
+"""Largest number of routers of a fleet that a router calls for a resumed stream."""
 MAX_SLOW_READER_S = 86400.0
 """Largest `slow_reader_timeout_s`, a day: the kernel takes the timeout in milliseconds and keeps
 unsent data for as long."""
@@ -242,6 +244,10 @@ class RouterConfig:
     stands for all addresses of HOST."""
     drafters: tuple[str, ...] = ()
     """Addresses of the drafters, in the same format."""
+    routers: tuple[str, ...] = ()
+    """Addresses of the gRPC APIs of the fleet's routers, in the same format; this router may be
+    among them. A client that resumes a stream at another router than the one that has it gets it
+    through that other router."""
     discovery_interval_s: float = 5.0
     """Interval at which dns:/// names are resolved again."""
     pool_listen: str = ""
@@ -323,7 +329,14 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if not self.verifiers:
             raise ValueError("at least one verifier address is needed (--verifier)")
-        split_addresses((*self.verifiers, *self.drafters))
+        split_addresses((*self.verifiers, *self.drafters, *self.routers))
+        if len(self.routers) > MAX_ROUTERS:
+            raise ValueError(f"at most {MAX_ROUTERS} routers are allowed, got {len(self.routers)}")
+        if self.routers and self.reuse_ports:
+            raise ValueError(
+                "routers and reuse_ports exclude each other: routers that share an address cannot "
+                "be called one by one"
+            )
         self._check_times()
         if self.reuse_ports and self.journal is not None:
             raise ValueError(

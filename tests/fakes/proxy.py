@@ -12,8 +12,7 @@ class Proxy:
     """Passes bytes on to one address, until it is told not to."""
 
     def __init__(self, target: str) -> None:
-        self._host, _, port = target.rpartition(":")
-        self._port = int(port)
+        self._target = target
         self._writers: set[asyncio.StreamWriter] = set()
         self.address = ""
         self.refusing = False
@@ -26,13 +25,18 @@ class Proxy:
         for writer in list(self._writers):
             writer.transport.abort()
 
+    def redirect(self, target: str) -> None:
+        """Pass new connections on to another address."""
+        self._target = target
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
         if self.refusing:
             writer.close()
             return
         self.connections += 1
-        far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
+        host, _, port = self._target.rpartition(":")
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
         self._writers |= {writer, far_writer}
         try:
             await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))

@@ -10,6 +10,7 @@ from typing import Any
 
 from outrider_router.api.inference_grpc import inference_service
 from outrider_router.api.metrics_export import register_fleet_metrics
+from outrider_router.api.stream_forwarding import StreamForwarder
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.config import RouterConfig
 from outrider_router.requests.service import RouterService
@@ -81,10 +82,14 @@ async def running_router(
 
 
 @asynccontextmanager
-async def grpc_router(service: RouterService, address: str = "127.0.0.1:0") -> AsyncGenerator[str]:
+async def grpc_router(
+    service: RouterService,
+    address: str = "127.0.0.1:0",
+    forwarder: StreamForwarder | None = None,
+) -> AsyncGenerator[str]:
     """Serve a router, on a free port or at an address that it shares; its address."""
     config = GrpcConfig(share_port=service.config.reuse_ports)
-    server = GrpcServer(address, [inference_service(service)], config=config)
+    server = GrpcServer(address, [inference_service(service, forwarder)], config=config)
     try:
         yield await server.start()
     finally:

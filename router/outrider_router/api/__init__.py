@@ -13,6 +13,8 @@ pool_grpc.py               PoolService over gRPC: adds drafters to a running rou
                            them.
 server_status.py           Server info and model list, built from the state of the router and its
                            fleet.
+stream_forwarding.py       Forwarding of resumed streams to the router of the fleet that has the
+                           request.
 vllm_metrics.py            Exports the router's metrics under vLLM's names (`--metrics-compat
                            vllm`).
 """

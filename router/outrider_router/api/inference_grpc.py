@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -25,6 +25,7 @@ from outrider.wire.server_info_codec import (
 from outrider.wire.v1 import inference_pb2 as pb
 from outrider.wire.v1 import inference_pb2_grpc as pb_grpc
 from outrider_router.api import server_status
+from outrider_router.api.stream_forwarding import FOUND_KEY, StreamForwarder, is_forwarded
 from outrider_router.base.slow_readers import SLOW_READER, with_write_timeout
 from outrider_router.base.tenants import Caller
 from outrider_router.requests.parsed_answer import EventWriter
@@ -33,13 +34,18 @@ from outrider_router.requests.service import RouterService
 INFERENCE_SERVICE = "outrider.wire.v1.InferenceService"
 
 
-def inference_service(service: RouterService) -> GrpcService:
-    """Create the gRPC service InferenceService of a router."""
-    servicer = _InferenceServicer(service)
+def inference_service(
+    service: RouterService, forwarder: StreamForwarder | None = None
+) -> GrpcService:
+    """Create the gRPC service InferenceService of a router. `forwarder` finds streams that clients
+    resume here and that other routers have; with None they are refused.
+    """
+    servicer = _InferenceServicer(service, forwarder)
     return GrpcService(
         name=INFERENCE_SERVICE,
         register=partial(pb_grpc.add_InferenceServiceServicer_to_server, servicer),
-        roles=(CertificateRole.CLIENT, CertificateRole.OPERATOR),
+        # Routers forward resumed streams.
+        roles=(CertificateRole.CLIENT, CertificateRole.OPERATOR, CertificateRole.ROUTER),
     )
 
 
@@ -48,8 +54,9 @@ class _InferenceServicer(pb_grpc.InferenceServiceServicer):
     to gRPC statuses.
     """
 
-    def __init__(self, service: RouterService) -> None:
+    def __init__(self, service: RouterService, forwarder: StreamForwarder | None) -> None:
         self._service = service
+        self._forwarder = forwarder
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """Serve a request and return the whole output."""
@@ -80,20 +87,34 @@ class _InferenceServicer(pb_grpc.InferenceServiceServicer):
             )
 
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
-        """Send the rest of a resumable request's stream."""
-        async with self._timely(context, resumed_event_to_pb) as write:
-            await self._service.resume_stream(
-                position_from_pb(request), write, self._caller(context)
-            )
+        """Send the rest of a resumable request's stream, through the router that has it if it is
+        not this one.
+        """
+        position, caller = position_from_pb(request), self._caller(context)
+        metadata = context.invocation_metadata() or ()
+        forwarded = is_forwarded(metadata)
+        is_here = self._service.has_stream(position.request_id, caller)
+        if not (is_here or forwarded) and self._forwarder is not None:
+            self._service.check_accepting()
+            async with self._timely(context, resumed_event_to_pb) as write:
+                await self._forwarder.forward_stream(
+                    request, metadata, write, timeout_s=context.time_remaining()
+                )
+            return
+        async with self._timely(context, resumed_event_to_pb, found=forwarded and is_here) as write:
+            await self._service.resume_stream(position, write, caller, is_forwarded=forwarded)
 
     def _caller(self, context: Context) -> Caller:
         return self._service.access_control.identify_caller(context.invocation_metadata() or ())
 
     @asynccontextmanager
     async def _timely(
-        self, context: Context, encode: Callable[[StreamEvent], Message]
+        self, context: Context, encode: Callable[[StreamEvent], Message], *, found: bool = False
     ) -> AsyncGenerator[EventWriter, None]:
-        begun = _Beginning(context)
+        """Yield a function that writes the messages of a stream. With `found` the initial metadata
+        tell another router at once that the request is here.
+        """
+        begun = _Beginning(context, ((FOUND_KEY, "1"),) if found else ())
 
         async def write(event: StreamEvent) -> None:
             await begun.begin()
@@ -102,6 +123,8 @@ class _InferenceServicer(pb_grpc.InferenceServiceServicer):
         slow_reader_timeout_s = self._service.config.overload.slow_reader_timeout_s
         try:
             try:
+                if found:
+                    await begun.begin()
                 async with with_write_timeout(
                     write, slow_reader_timeout_s=slow_reader_timeout_s
                 ) as timed:
@@ -139,14 +162,15 @@ class _Beginning:
     when the call arrives, because opening the session on the verifier comes first.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, metadata: Sequence[tuple[str, str]]) -> None:
         self._context = context
+        self._metadata = metadata
         self._sending: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
         """Send the initial metadata on the first call. Cancelling this does not cancel sending."""
         if self._sending is None:
-            self._sending = asyncio.create_task(self._context.send_initial_metadata(()))
+            self._sending = asyncio.create_task(self._context.send_initial_metadata(self._metadata))
         if not self._sending.done():
             await asyncio.shield(self._sending)
 

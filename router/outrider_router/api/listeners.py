@@ -14,12 +14,13 @@ import logging
 import resource
 
 from outrider.metrics_port import serve_metrics
-from outrider.transport.grpc import AccessRules, GrpcConfig, GrpcServer
+from outrider.transport.grpc import AccessRules, GrpcConfig, GrpcDialer, GrpcServer
 from outrider.transport.grpc.access import Metadata
 from outrider.wire.inference import MAX_PROMPT_BYTES
 from outrider_router.admission.access_control import authorization_of
 from outrider_router.api.inference_grpc import inference_service
 from outrider_router.api.pool_grpc import pool_service
+from outrider_router.api.stream_forwarding import StreamForwarder
 from outrider_router.requests.service import RouterService
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def make_client_server(service: RouterService) -> GrpcServer:
     )
     server = GrpcServer(
         service.config.listen,
-        [inference_service(service)],
+        [inference_service(service, _make_forwarder(service))],
         config=GrpcConfig(
             max_receive_bytes=MAX_REQUEST_BYTES,
             share_port=service.config.reuse_ports,
@@ -62,6 +63,19 @@ def make_client_server(service: RouterService) -> GrpcServer:
     )
     service.readiness.subscribe(server.set_serving)
     return server
+
+
+def _make_forwarder(service: RouterService) -> StreamForwarder | None:
+    """Create the forwarder of resumed streams, or return None if no other routers are configured.
+    Other routers are called as a client would, on their client APIs.
+    """
+    if not service.config.routers:
+        return None
+    return StreamForwarder(
+        service.discovery.router_addresses,
+        GrpcDialer(tls=service.config.client_tls),
+        service.metrics,
+    )
 
 
 def _max_connections() -> int:

@@ -7,8 +7,8 @@ metrics.py                 Prometheus metrics of the router.
 metrics_history.py         History of the router's metrics: samples of the last minutes, in memory.
 readiness.py               Readiness of a router: whether it can serve requests, and the listeners
                            of changes.
-reasons.py                 Reasons of failovers, session moves and drafter quarantines: label values
-                           of metrics.
+reasons.py                 Label values of metrics: reasons of failovers, session moves and drafter
+                           quarantines, and outcomes of forwarded streams.
 retry_hints.py             Retry-after hints for refused clients, each for a separate queue
                            position.
 slow_readers.py            Write timeout of response streams: disconnects clients that stop reading.

@@ -35,7 +35,7 @@ from outrider.wire.messages import (
     FinishReason,
     SessionEvents,
 )
-from outrider_router.base.reasons import FailoverCause, MoveReason, QuarantineReason
+from outrider_router.base.reasons import FailoverCause, ForwardOutcome, MoveReason, QuarantineReason
 from outrider_router.base.slow_readers import SLOW_READER
 
 MAX_SINGLE_VALUES: Final = 8
@@ -192,6 +192,12 @@ class RouterMetrics:
     def _surviving(self) -> None:
         self.resumed_streams = self._counter(
             "resumed_streams_total", "Streams that clients resumed."
+        )
+        self.forwarded_streams = self._counter(
+            "forwarded_streams_total",
+            "Requests that a client resumed here and that were looked for on the other routers, by "
+            "outcome: found, not_found, unreachable (a router that may have it did not answer).",
+            "outcome",
         )
         self.restored_requests = self._counter(
             "restored_requests_total",
@@ -358,6 +364,7 @@ class RouterMetrics:
             self.requests: (*FinishReason, *codes),
             self.queue_depth: ("0",),
             self.restored_requests: ("running", "ended", "dropped"),
+            self.forwarded_streams: ForwardOutcome,
             self.refusals: ("RATE_LIMITED", "QUEUE_FULL", "DISPLACED", SLOW_READER),
             self.accepted_per_position: ("0",),
             self.look_ahead_drafted_rounds: ("hit", "fresh"),

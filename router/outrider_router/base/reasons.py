@@ -1,4 +1,6 @@
-"""Reasons of failovers, session moves and drafter quarantines: label values of metrics."""
+"""Label values of metrics: reasons of failovers, session moves and drafter quarantines, and
+outcomes of forwarded streams.
+"""
 
 from __future__ import annotations
 
@@ -42,3 +44,12 @@ class QuarantineReason(StrEnum):
     """The drafter sends no proposals."""
     WRONG = "wrong"
     """The drafter sends invalid messages."""
+
+
+class ForwardOutcome(StrEnum):
+    """Outcome of a search for a resumable request on the other routers of the fleet."""
+
+    FOUND = "found"
+    NOT_FOUND = "not_found"
+    UNREACHABLE = "unreachable"
+    """No router has the request, but at least one did not answer."""

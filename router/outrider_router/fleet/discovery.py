@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from outrider.errors import OutriderError
 from outrider_router.base.dns_names import ResolvedName, split_addresses
-from outrider_router.config import RouterConfig
+from outrider_router.config import MAX_ROUTERS, RouterConfig
 from outrider_router.fleet.compatibility import PeerState
 from outrider_router.fleet.peers import DrafterPeer, VerifierPeer
 from outrider_router.fleet.registry import PeerRegistry
@@ -30,6 +30,10 @@ RESOLVE_TIMEOUT_S = 10.0
 Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
 """Function that resolves a host and a port to a set of addresses (HOST:PORT). Raises OSError if DNS
 fails and UnicodeError for an invalid host name.
+"""
+UpdatePeers = Callable[[ResolvedName, frozenset[str]], Awaitable[None]]
+"""Function that is told of each DNS answer, and of the addresses that the previous one did not
+have.
 """
 PeerT = TypeVar("PeerT", VerifierPeer, DrafterPeer)
 
@@ -64,11 +68,23 @@ class PeerDiscovery:
         self._close_channel = close_channel
         self._interval_s = config.discovery_interval_s
         self._resolve = resolve
-        self._names = [
+        plain, names = split_addresses(config.routers)
+        self._routers = {"": frozenset(plain)}
+        """Addresses of routers by the name that resolved to them; "" for configured addresses."""
+        self._names: list[tuple[str, int, UpdatePeers]] = [
             *((*name, self._update_verifiers) for name in split_addresses(config.verifiers)[1]),
             *((*name, self._update_drafters) for name in split_addresses(config.drafters)[1]),
+            *(
+                (host, port, partial(self._update_routers, f"{host}:{port}"))
+                for host, port in names
+            ),
         ]
         self._tasks: list[asyncio.Task[None]] = []
+
+    def router_addresses(self) -> frozenset[str]:
+        """Return the addresses of the fleet's routers, at most `MAX_ROUTERS`."""
+        addresses = sorted(frozenset[str]().union(*self._routers.values()))
+        return frozenset(addresses[:MAX_ROUTERS])
 
     def start(self) -> None:
         """Start polling DNS."""
@@ -85,7 +101,7 @@ class PeerDiscovery:
         self,
         host: str,
         port: int,
-        update: Callable[[ResolvedName, frozenset[str]], Awaitable[None]],
+        update: UpdatePeers,
     ) -> None:
         resolved, problem = ResolvedName(), ""
         while True:
@@ -109,6 +125,11 @@ class PeerDiscovery:
         registry = self._registry
         _add(resolved, joined, registry.add_verifier)
         await self._forget(resolved, registry.verifiers, registry.forget_verifier)
+
+    async def _update_routers(
+        self, name: str, resolved: ResolvedName, _joined: frozenset[str]
+    ) -> None:
+        self._routers[name] = resolved.addresses
 
     async def _update_drafters(self, resolved: ResolvedName, joined: frozenset[str]) -> None:
         registry = self._registry

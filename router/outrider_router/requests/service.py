@@ -333,18 +333,33 @@ class RouterService:
             async for event in events:
                 await write(event)
 
+    def has_stream(self, request_id: RequestId, caller: Caller) -> bool:
+        """Return whether a resumable request of the caller's tenant is running here or ended
+        recently.
+        """
+        answer = self.resumables.get_answer(request_id)
+        return answer is not None and answer.entry.caller.tenant == caller.tenant
+
     async def resume_stream(
-        self, position: StreamPosition, write: EventWriter, caller: Caller = ANONYMOUS
+        self,
+        position: StreamPosition,
+        write: EventWriter,
+        caller: Caller = ANONYMOUS,
+        *,
+        is_forwarded: bool = False,
     ) -> None:
-        """Send a client the rest of a resumable request of its tenant.
+        """Send a client the rest of a resumable request of its tenant. With `is_forwarded` the call
+        comes through another router, and is served even while this router drains: no other router
+        has the request.
 
         Raises NotFoundError if there is no such request, InvalidRequestError for a position that
         the answer has not reached, and the request's own error. A client that listened before gets
         AbortedError.
         """
         answer = self.resumables.get_answer(position.request_id)
-        self.check_accepting()
-        if answer is None or answer.entry.caller.tenant != caller.tenant:
+        if not is_forwarded:
+            self.check_accepting()
+        if answer is None or not self.has_stream(position.request_id, caller):
             # The error does not reveal whether another tenant has a request with this id.
             raise NotFoundError(
                 f"no resumable request {position.request_id!r} is running or ended recently",

@@ -56,6 +56,18 @@ def test_a_router_that_stops_is_waited_for_and_other_errors_are_final() -> None:
             attempts().decide_after(error, informed=True, told=True, now=0.0)
 
 
+def test_a_router_that_others_cannot_reach_is_waited_for_unless_nothing_was_heard() -> None:
+    unreachable = UnavailableError("not here", reason="ROUTER_UNREACHABLE", retry_after_s=1.0)
+    tries = attempts()
+    assert tries.decide_after(LOST, informed=True, told=True, now=0.0).resume
+    assert tries.decide_after(unreachable, informed=True, told=True, now=9.0).resume
+    with pytest.raises(UnavailableError):
+        tries.decide_after(unreachable, informed=True, told=True, now=10.1)
+    tries = attempts()
+    assert tries.decide_after(LOST, now=0.0) == RetryDecision(1.0, resume=True)
+    assert tries.decide_after(unreachable, now=1.0) == RetryDecision(0.0, resume=False)
+
+
 def test_an_attempt_that_broke_is_looked_for_before_it_is_sent_again() -> None:
     tries = attempts()
     assert tries.decide_after(LOST, now=0.0) == RetryDecision(1.0, resume=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from outrider_router.base.dns_names import ResolvedName, split_addresses
-from outrider_router.config import RouterConfig
+from outrider_router.config import MAX_ROUTERS, RouterConfig
 from outrider_router.fleet.compatibility import PeerState
 from outrider_router.fleet.discovery import PeerDiscovery, resolve
 from outrider_router.requests.service import RouterService
@@ -281,3 +281,37 @@ async def test_a_drafter_that_vanished_is_missed_and_one_that_drained_is_not(
         await until(lambda: names.registry.drafters["d0:2"].is_leaving)
         await names.registry.forget_drafter(names.registry.drafters["d0:2"])
         assert names.registry.desired_drafters == 0
+
+
+async def test_routers_are_known_by_address_and_by_name(tmp_path: Path) -> None:
+    answers: dict[str, set[str] | None] = {"r": set()}
+
+    async def resolve(host: str, port: int) -> frozenset[str]:
+        assert port == 7
+        answer = answers[host]
+        if answer is None:
+            raise OSError("it is down")
+        return frozenset(answer)
+
+    async def nothing_to_close(_address: str) -> None:
+        raise AssertionError("routers have no channel of the registry")
+
+    async with running_router(tmp_path, {"s": fake("s")}) as router:
+        config = replace(router.config, routers=("a:7", "dns:///r:7"), discovery_interval_s=0.01)
+        discovery = PeerDiscovery(
+            config, router.registry, close_channel=nothing_to_close, resolve=resolve
+        )
+        assert discovery.router_addresses() == {"a:7"}
+        discovery.start()
+        try:
+            answers["r"] = {"b:7", "c:7"}
+            await until(lambda: discovery.router_addresses() == {"a:7", "b:7", "c:7"})
+            answers["r"] = None
+            await asyncio.sleep(0.05)
+            assert discovery.router_addresses() == {"a:7", "b:7", "c:7"}
+            answers["r"] = {"c:7"}
+            await until(lambda: discovery.router_addresses() == {"a:7", "c:7"})
+            answers["r"] = {f"p{number}:7" for number in range(500)}
+            await until(lambda: len(discovery.router_addresses()) == MAX_ROUTERS)
+        finally:
+            await discovery.stop()
