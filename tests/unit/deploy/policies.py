@@ -127,7 +127,11 @@ def blocked(documents: list[Document]) -> Iterator[str]:
 def _needed(documents: list[Document]) -> Iterator[tuple[Peer, Peer, int, str]]:
     """(source, target, port, protocol) of every connection of a fleet that works."""
     services = {d["metadata"]["name"]: d["spec"] for d in documents if d["kind"] == "Service"}
-    callers = {"router": ("verifier", "drafter"), "drafter": ("verifier",), "verifier": ()}
+    callers = {
+        "router": ("verifier", "drafter", "routers"),
+        "drafter": ("verifier",),
+        "verifier": (),
+    }
     for pod in pods(documents):
         own = _peer(pod, documents)
         yield own, DNS, DNS_PORT, "UDP"

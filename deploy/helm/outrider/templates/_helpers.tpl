@@ -131,6 +131,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- if eq .role "router" -}}
 {{- $set = merge $set (dict "listen" "0.0.0.0:50050" "http" "0.0.0.0:8000" "metrics_port" 9100) -}}
 {{- $peers := dict "verifiers" (list (printf "dns:///%s-verifier:50051" $name)) "drafters" (list (printf "dns:///%s-drafter:50052" $name)) -}}
+{{- $peers = set $peers "routers" (list (printf "dns:///%s-routers:50050" $name)) -}}
 {{- $given = merge $given $peers -}}
 {{- else if eq .role "verifier" -}}
 {{- $set = merge $set (dict "listen" "0.0.0.0:50051" "metrics_port" 9101) -}}

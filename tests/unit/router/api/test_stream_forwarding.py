@@ -104,7 +104,7 @@ async def fleet(directory: Path, **config: Any) -> AsyncGenerator[Fleet]:
             own.mkdir()
             router = running_router(own, {"v": verifier}, **config)
             routers.append(await stack.enter_async_context(router))
-        made = Fleet(*routers, verifiers[0])
+        made = Fleet(routers[0], routers[1], verifiers[0])
         for router in routers:
             forwarder = StreamForwarder(
                 lambda: made.addresses, GrpcDialer(), router.metrics, lookup_timeout_s=0.5
