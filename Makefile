@@ -23,7 +23,7 @@ FLEETS := tests/chaos tests/integration
 # time. A test that fails twice fails.
 AGAIN := --last-failed --last-failed-no-failures none
 
-.PHONY: setup setup-serve demo test test-fast test-thorough test-compiled test-ray test-real check format proto generated helm browser docs bench compiled clean
+.PHONY: setup setup-serve demo test test-fast test-thorough test-compiled test-ray test-real check format proto generated locks helm browser docs bench compiled clean
 
 setup: $(STAMP)
 
@@ -123,6 +123,11 @@ generated: setup
 	cp deploy/monitoring/grafana/outrider.json deploy/helm/outrider/files/outrider.json
 	$(BIN)/python tools/decisions.py > docs/decisions/README.md
 	$(BIN)/python tools/licences.py > docs/licences.md
+
+# What the images install, with hashes (deploy/locks): after a change of pyproject.toml or constraints.txt.
+locks: setup
+	@$(PIP) uv==0.13.9
+	$(BIN)/python deploy/tools/image_locks.py
 
 # The documentation, into build/site; a test builds it too.
 docs: setup

@@ -1,23 +1,24 @@
 # Verifier and drafter: one set of layers, two entry points. Build from the repository root:
-#     docker build -f deploy/engine.Dockerfile --target verifier -t outrider-verifier .
-#     docker build -f deploy/engine.Dockerfile --target drafter -t outrider-drafter .
-# PYTHON_IMAGE: any image with Python 3.11 or newer and its venv module, and apt where it is compiled.
-ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+#     docker build -f deploy/engine.Dockerfile --target verifier -t outrider-verifier:0.1.0 .
+#     docker build -f deploy/engine.Dockerfile --target drafter -t outrider-drafter:0.1.0 .
+# PYTHON_IMAGE: any image with Python 3.11 to 3.14 and its venv module, and apt where it is compiled.
+ARG PYTHON_IMAGE=python:3.12-slim-bookworm@sha256:0f5b26b9518d002b6173fd61daad821fa340635ebfec5bba471013f9ca114579
 
 FROM ${PYTHON_IMAGE} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-# A CPU build: --build-arg EXTRA=cpu (no Triton, a gigabyte less), and TORCH_INDEX_URL=<index of CPU
-# wheels>. The default is what PyPI offers.
+# The lock file: engine is for GPUs, with torch of PyPI; cpu has torch of TORCH_INDEX_URL, or of a mirror
+# of that index, and no Triton, which saves gigabytes.
 ARG EXTRA=engine
-ARG TORCH_INDEX_URL=
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 WORKDIR /src
-COPY constraints.txt pyproject.toml deploy/tools/requirements.py ./
-# Dependencies have layers of their own: a change of the code does not install them anew.
+# Packages of the lock file, whose hashes pip checks, and nothing that would have to be built. A layer
+# of their own: a change of the code does not install them anew.
+COPY deploy/locks/$EXTRA.txt deploy/locks/build.txt ./
 RUN python3 -m venv /opt/venv \
-    && torch="$(grep ^torch== constraints.txt)" \
-    && /opt/venv/bin/pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
-RUN python3 requirements.py pyproject.toml "$EXTRA,trace" > requirements.txt \
-    && /opt/venv/bin/pip install -c constraints.txt -r requirements.txt
+    && if [ "$EXTRA" = cpu ]; then export PIP_EXTRA_INDEX_URL="$TORCH_INDEX_URL"; fi \
+    && /opt/venv/bin/pip install --require-hashes --only-binary :all: -r "$EXTRA.txt"
+RUN python3 -m venv /opt/build \
+    && /opt/build/bin/pip install --require-hashes --only-binary :all: -r build.txt
 # The host's side of a round is compiled here (docs/decisions/0048); --build-arg COMPILED= for Python
 # as it is, without a compiler. BUILD_PACKAGES: what the base lacks for that, Python's headers, too.
 ARG COMPILED=1
@@ -27,7 +28,7 @@ RUN if [ -n "$COMPILED" ]; then \
         apt-get update && apt-get install -y --no-install-recommends $BUILD_PACKAGES \
         && rm -rf /var/lib/apt/lists/*; \
     fi
-COPY README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE ./
 COPY outrider outrider
 COPY drafter/outrider_drafter drafter/outrider_drafter
 COPY verifier/outrider_verifier verifier/outrider_verifier
@@ -39,12 +40,11 @@ COPY tools/compiled_wheel.py tools/compiled_wheel.py
 # The shipped heads are at /opt/outrider/heads, wherever Python keeps its packages; what is in the
 # image is in /opt/outrider/sbom.cdx.json, in CycloneDX.
 RUN if [ -n "$COMPILED" ]; then export HATCH_BUILD_HOOKS_ENABLE=1; fi \
-    && /opt/venv/bin/pip install --no-deps . \
-    && python3 -m venv /opt/sbom \
-    && /opt/sbom/bin/pip install cyclonedx-bom==7.5.0 \
     && mkdir /opt/outrider \
+    && /opt/build/bin/pip wheel --no-deps --no-build-isolation -w /opt/wheel . \
+    && /opt/venv/bin/pip install --no-deps --no-index /opt/wheel/*.whl \
     && ln -s /opt/venv/lib/python3*/site-packages/outrider/heads /opt/outrider/heads \
-    && /opt/sbom/bin/cyclonedx-py environment /opt/venv --pyproject pyproject.toml \
+    && /opt/build/bin/cyclonedx-py environment /opt/venv --pyproject pyproject.toml \
         --output-reproducible -o /opt/outrider/sbom.cdx.json
 
 FROM ${PYTHON_IMAGE} AS engine
@@ -57,6 +57,8 @@ RUN if [ -n "$APT_PACKAGES" ]; then \
     fi
 COPY --from=build /opt/venv /opt/venv
 COPY --from=build /opt/outrider /opt/outrider
+# A new volume takes over the owner.
+RUN install -d -o 10001 -g 10001 /models
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \

@@ -62,9 +62,9 @@ def configs_of(documents: list[Document], directory: Path) -> dict[str, Any]:
 
 
 def dockerfile_of(role: str) -> Path:
-    """What the image of a process is built from."""
-    own = ROOT / role / "Dockerfile"
-    return own if own.exists() else ROOT / "deploy" / "engine.Dockerfile"
+    """What the image of a process, or of "ray", is built from."""
+    own = [ROOT / role / "Dockerfile", ROOT / "deploy" / role / "Dockerfile"]
+    return next((file for file in own if file.exists()), ROOT / "deploy" / "engine.Dockerfile")
 
 
 def stages_of(role: str) -> str:
