@@ -1,6 +1,6 @@
 # Verifier and drafter: one set of layers, two entry points. Build from the repository root:
-#     docker build -f deploy/engine.Dockerfile --target verifier -t outrider-verifier:0.1.0 .
-#     docker build -f deploy/engine.Dockerfile --target drafter -t outrider-drafter:0.1.0 .
+#     docker build -f deploy/engine.Dockerfile --target verifier -t outrider-verifier:0.2.0 .
+#     docker build -f deploy/engine.Dockerfile --target drafter -t outrider-drafter:0.2.0 .
 # PYTHON_IMAGE: any image with Python 3.11 to 3.14 and its venv module, and apt where it is compiled.
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm@sha256:0f5b26b9518d002b6173fd61daad821fa340635ebfec5bba471013f9ca114579
 

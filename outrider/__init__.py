@@ -29,4 +29,4 @@ watchdog.py                Watchdog of a process's worker thread: detects pendin
                            finished step.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -77,7 +77,7 @@ def test_manifests_and_chart_name_the_images_that_the_pages_build() -> None:
     assert {f"outrider-{role}:{chart['appVersion']}" for role in roles} == built(FIRST_STEPS)
     for overlay in ("kuberay", "kuberay-cluster"):
         assert images_of(ROOT / "deploy/k8s/overlays" / overlay) == built(RAY)
-    assert "kind load docker-image outrider-ray:0.1.0" in RAY
+    assert "kind load docker-image outrider-ray:0.2.0" in RAY
 
 
 def test_every_build_argument_is_one_of_its_dockerfile() -> None:
