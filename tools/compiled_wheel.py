@@ -126,6 +126,7 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
         "decoding_mode",
         "plan",
         "sampling",
+        "speculation_summary",
         "structured_output",
         "thinking_budget",
         "token_limits",
@@ -148,7 +149,6 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
         "messages",
         "pool_codec",
         "server_info",
-        "speculation_summary",
         "stats",
     ),
     "verifier/outrider_verifier/engine": (

@@ -17,6 +17,8 @@ noise.py                   Counter-based noise: a pure function of (seed, stream
 plan.py                    Speculation plan of a session: draft method, tree shape and look-ahead
                            (torch-free).
 sampling.py                Sampling parameters and acceptance rules of a session (torch-free).
+speculation_summary.py     Text in which a verifier reports the choices of its speculation
+                           controller, and its parser.
 structured_output.py       Structured-output constraint of a request: kind and text of its grammar
                            (torch-free).
 thinking_budget.py         Thinking budget of a session: how many tokens of reasoning its answer may

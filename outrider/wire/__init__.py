@@ -41,8 +41,6 @@ server_info_codec.py       Codec of abort requests, server info and the model li
 session_codec.py           Codec of the session stream between router and verifier.
 spec_stats_accumulator.py  Accumulation of a session's speculation statistics, and texts of the
                            planner's decisions.
-speculation_summary.py     Text in which a verifier reports the choices of its speculation
-                           controller, and its parser.
 stats.py                   Speculation statistics of a session.
 tensors.py                 Array element types on the wire and in numpy, and packing of vectors as
                            bytes.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from outrider.spec.decoding_mode import DecodingModeReason
-from outrider.wire.speculation_summary import IN_PROCESS_DRAFTS
+from outrider.spec.speculation_summary import IN_PROCESS_DRAFTS
 from outrider_verifier.model_runner.interface import DraftShapeTimes
 from outrider_verifier.model_runner.results import PlainRows, RowResult
 from outrider_verifier.planner.speculation_controller import (

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from outrider.spec.decoding_mode import DecodingModeReason
-from outrider.wire.speculation_summary import SpeculationChoice
+from outrider.spec.speculation_summary import SpeculationChoice
 from outrider_verifier.planner.statistics import RoundMean, TokenCounts
 
 MIN_GAIN: Final = 1.03

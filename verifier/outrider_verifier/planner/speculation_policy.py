@@ -16,9 +16,9 @@ from typing import Final
 
 from outrider.ids import DrafterId
 from outrider.spec.plan import FEATURE_METHODS
+from outrider.spec.speculation_summary import SEPARATOR
 from outrider.wire.messages import PAUSED
 from outrider.wire.spec_stats_accumulator import REASON_FLAGS
-from outrider.wire.speculation_summary import SEPARATOR
 from outrider_verifier.model_runner.results import NO_ROWS, PlainRows, RowResult
 from outrider_verifier.planner.draft_length import AcceptanceByDepth
 from outrider_verifier.planner.in_process_planner import (

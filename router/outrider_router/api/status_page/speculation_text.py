@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from typing import Final
 
 from outrider.spec.decoding_mode import DecodingModeReason
-from outrider.wire.inference import ServerInfo, VerifierSummary
-from outrider.wire.speculation_summary import (
+from outrider.spec.speculation_summary import (
     IN_PROCESS_DRAFTS,
     SpeculationChoice,
     parse_choices,
 )
+from outrider.wire.inference import ServerInfo, VerifierSummary
 from outrider.wire.stats import SpecStats
 from outrider_router.api.status_page.figures import Interval, ratio
 

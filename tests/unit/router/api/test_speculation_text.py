@@ -12,9 +12,9 @@ from outrider_router.base.metrics_history import make_sample
 
 from outrider.ids import VerifierId
 from outrider.spec.decoding_mode import DecodingModeReason
+from outrider.spec.speculation_summary import SEPARATOR, SpeculationChoice, parse_choices
 from outrider.wire.inference import ServerInfo, VerifierSummary
 from outrider.wire.messages import SpecStats
-from outrider.wire.speculation_summary import SEPARATOR, SpeculationChoice, parse_choices
 
 REASON = DecodingModeReason
 GREEDY, SAMPLED = "eagle3 chain of 4, greedy, T 0.0", "eagle3 chain of 4, coupled, T 0.7, grammar"

@@ -52,7 +52,7 @@ BODIES: list[tuple[str, object, str, str]] = [
     (CHAT, turns(ASKED, called("[1]")), "messages[1].tool_calls[0].function.arguments",
      "must be a JSON object, got '[1]'"),
     (CHAT, turns(ASKED, called("[" * 10_000)), "messages[1].tool_calls[0].function.arguments",
-     "must be a JSON object"),
+     "may be nested at most 64 levels deep"),
     (CHAT, turns(ASKED | {"tool_call_id": "a"}), "messages[0].tool_call_id", "of the role tool"),
     (CHAT, turns(called("{}") | {"role": "user", "content": "a"}), "messages[0].tool_calls",
      "only messages of the assistant"),
