@@ -24,11 +24,11 @@ from outrider.client.async_calls import (
     wait_attempt,
     wait_retry,
 )
-from outrider.client.attempts import RequestAttempts
+from outrider.client.attempts import ROUTER_UNREACHABLE, RequestAttempts
 from outrider.client.channels import ChannelPool
 from outrider.client.collected_stream import CollectedStream, left_error
 from outrider.client.connection import RouterConnector, call_metadata, check_metadata
-from outrider.client.options import GenerateOptions, PromptLike, make_request
+from outrider.client.options import GenerateOptions, PromptLike, make_request, with_new_id
 from outrider.client.retry import RetryPolicy, remaining
 from outrider.client.rpcs import (
     ABORT,
@@ -391,6 +391,10 @@ class AsyncStream:
                 now=time.monotonic(),
             )
             self._resume = await wait_attempt(again, problem, self._deadline)
+            if not self._resume and problem.reason == ROUTER_UNREACHABLE:
+                # The request may still run on the router that is unreachable. If both had the same
+                # id, the stream could later be resumed with the answer of the wrong one.
+                self._request = with_new_id(self._request)
         except OutriderError as error:
             self._collected.fail(error)
             self._end()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Final, TypedDict, TypeVar
 
 from outrider.client.arguments import invalid_argument, is_text
 from outrider.client.tools import choose_tools, make_tools
@@ -30,6 +31,7 @@ from outrider.wire.inference import (
     TokenPrompt,
 )
 
+_GENERATED_ID: Final = re.compile(r"req-[0-9a-f]{24}")
 PromptLike = str | Sequence[int] | Sequence[ChatMessage] | Prompt
 """Prompt of a request: a text, a sequence of token ids, a conversation, or a `Prompt`."""
 
@@ -193,6 +195,17 @@ def assistant(answer: str | GenerateResult) -> ChatMessage:
     )
 
 
+def with_new_id(request: GenerateRequest) -> GenerateRequest:
+    """Return a request with a new id. An id that the caller has chosen is kept."""
+    if request.request_id is None or not _GENERATED_ID.fullmatch(request.request_id):
+        return request
+    return replace(request, request_id=RequestId(_generate_id()))
+
+
+def _generate_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
 def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateRequest:
     """Return the request for a prompt and options. Raises InvalidRequestError for unknown options
     and invalid values.
@@ -207,7 +220,7 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
     drafter = options.get("drafter")
     resume = _flag(options, "resume", True)
     # Chosen here, so that it is known even if the first message never comes.
-    request_id = options.get("request_id", f"req-{secrets.token_hex(12)}" if resume else None)
+    request_id = options.get("request_id", _generate_id() if resume else None)
     rule = options.get("rule")
     return GenerateRequest(
         prompt=_apply_chat_options(make_prompt(prompt), options),

@@ -187,6 +187,32 @@ async def test_a_channel_with_a_replaced_certificate_is_closed_after_its_last_st
         await control.info()
 
 
+async def test_a_stream_of_responses_goes_on_when_the_certificate_is_replaced(
+    authority: Authority,
+) -> None:
+    own, other = authority.issue("router"), authority.issue("renewed", "router.outrider.internal")
+    access = AccessRules(tls=authority.role(CertificateRole.VERIFIER))
+    async with verifier(access) as address, dialer(own) as made:
+        watch = made.server_stream(
+            address,
+            "/grpc.health.v1.Health/Watch",
+            health_pb2.HealthCheckRequest().SerializeToString(),
+            role=CertificateRole.VERIFIER,
+        )
+        assert isinstance(await watch.read(), bytes)
+        for file, new in zip(_files(own), _files(other), strict=True):
+            file.write_bytes(new.read_bytes())
+        await (await made.verifier(address)).info()
+        made.retire_channels()
+        await (await made.verifier(address)).info()
+        await asyncio.sleep(0.1)
+        assert not watch.done() and made.num_retired_channels == 1
+        watch.cancel()
+        async with asyncio.timeout(30.0):
+            while made.num_retired_channels:
+                await asyncio.sleep(0.01)
+
+
 def _files(config: TlsConfig) -> tuple[Path, ...]:
     assert config.cert is not None and config.key is not None and config.ca is not None
     return config.cert, config.key, config.ca

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import grpc
@@ -13,7 +13,7 @@ from outrider.ids import SessionId
 from outrider.spec.plan import SpeculationPlan
 from outrider.transport.framed_connection import FrameStream, drafter_end, router_end
 from outrider.transport.grpc.credentials import channel_credentials
-from outrider.transport.grpc.draining_channel import DrainingChannel, Metadata
+from outrider.transport.grpc.draining_channel import DrainingChannel, Metadata, ServerStream
 from outrider.transport.grpc.error_status import to_lost_error
 from outrider.transport.grpc.options import GrpcConfig, channel_options
 from outrider.transport.grpc.servicers import (
@@ -158,8 +158,7 @@ class GrpcDialer:
         """Certificates and keys with which the channels were opened, by address."""
         self._listener: ShmListener | None = None
         self._retired: set[DrainingChannel] = set()
-        """Channels whose certificates were replaced, kept open for the calls that still run on
-        them."""
+        """Channels that are closed when the calls that still run on them have ended."""
 
     def channel(
         self, address: str, role: CertificateRole = CertificateRole.VERIFIER
@@ -178,8 +177,7 @@ class GrpcDialer:
         ):
             self._shown[address] = self._files.current_material()
             if line is not None:
-                self._retired.add(line)
-                line.close_after_calls(self._retired.discard)
+                self._retire(line)
             line = None
         if line is None:
             line = self._lines[address] = DrainingChannel(self._dial(address, role))
@@ -218,15 +216,43 @@ class GrpcDialer:
             self._listener = ShmListener.open()
         return self._listener
 
+    def server_stream(
+        self,
+        address: str,
+        path: str,
+        request: bytes,
+        *,
+        role: CertificateRole,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
+        timeout_s: float | None = None,
+    ) -> ServerStream:
+        """Begin a call with one request and a stream of responses, both as bytes. `path` is the
+        method's path (/SERVICE/METHOD) and `timeout_s` the call's timeout in seconds. With TLS, the
+        peer's certificate must have this role."""
+        return self._line(address, role).server_stream(path, request, timeout_s, metadata)
+
+    def retire_channels(self) -> None:
+        """Close every channel as soon as its running calls have ended. Later calls open new
+        channels."""
+        lines, self._lines = self._lines, {}
+        self._shown.clear()
+        for line in lines.values():
+            self._retire(line)
+
+    def _retire(self, line: DrainingChannel) -> None:
+        self._retired.add(line)
+        line.close_after_calls(self._retired.discard)
+
     async def close_channel(self, address: str) -> None:
         """Close the channel to an address, if there is one."""
+        self._shown.pop(address, None)
         line = self._lines.pop(address, None)
         if line is not None:
             await line.close()
 
     @property
     def num_retired_channels(self) -> int:
-        """Number of channels that were replaced and still have running calls."""
+        """Number of channels that are closed when the calls that still run on them have ended."""
         return len(self._retired)
 
     async def close(self) -> None:

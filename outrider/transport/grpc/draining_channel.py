@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
 
 Metadata = tuple[tuple[str, str], ...]
-Call = grpc.aio.UnaryUnaryCall[bytes, bytes] | grpc.aio.StreamStreamCall[bytes, bytes]
+ServerStream = grpc.aio.UnaryStreamCall[bytes, bytes]
+Call = (
+    grpc.aio.UnaryUnaryCall[bytes, bytes] | ServerStream | grpc.aio.StreamStreamCall[bytes, bytes]
+)
 
 
 class DrainingChannel:
@@ -28,6 +31,20 @@ class DrainingChannel:
         """Begin a unary call with a timeout in seconds."""
         rpc: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(path)
         call = rpc(request, timeout=timeout_s)
+        self._begun(call)
+        return call
+
+    def server_stream(
+        self,
+        path: str,
+        request: bytes,
+        timeout_s: float | None,
+        metadata: Sequence[tuple[str, str | bytes]],
+    ) -> ServerStream:
+        """Begin a call with one request and a stream of responses. `timeout_s` is its timeout in
+        seconds; None for none."""
+        rpc: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self.channel.unary_stream(path)
+        call = rpc(request, timeout=timeout_s, metadata=tuple(metadata))
         self._begun(call)
         return call
 

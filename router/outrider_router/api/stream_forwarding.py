@@ -10,12 +10,11 @@ from clients.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from outrider.errors import (
     InternalError,
@@ -25,6 +24,7 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.transport.grpc import GrpcDialer
+from outrider.transport.grpc.draining_channel import ServerStream
 from outrider.transport.grpc.error_status import to_lost_error
 from outrider.transport.tls import CertificateRole
 from outrider.wire.inference_response_codec import resumed_event_from_pb
@@ -35,16 +35,16 @@ from outrider_router.base.tenants import AUTHORIZATION_KEY, TENANT_KEY
 from outrider_router.requests.parsed_answer import EventWriter
 
 Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]]"
-ResumedStream: TypeAlias = (
-    "grpc.aio.UnaryStreamCall[pb.ResumeStreamRequest, pb.ResumeStreamResponse]"
-)
+OpenCall: TypeAlias = "Callable[[str], ServerStream]"
+"""Function that calls ResumeStream of the router at an address."""
 
 FORWARDED_KEY: Final = "x-outrider-forwarded"
 """Metadata key of calls that a router forwards. They are answered here or not at all."""
 FOUND_KEY: Final = "x-outrider-found"
 """Key of the initial metadata of forwarded calls whose request this router has."""
 LOOKUP_TIMEOUT_S = 2.0
-"""Time in seconds within which another router must say whether it has a request."""
+"""Time in seconds within which the other routers must say whether they have a request. It includes
+the time that the lookup waits for others (`MAX_LOOKUPS`)."""
 MAX_LOOKUPS = 32
 """Largest number of requests that are looked up on other routers at the same time. Further ones
 wait.
@@ -73,15 +73,16 @@ class StreamForwarder:
         lookup_timeout_s: float = LOOKUP_TIMEOUT_S,
     ) -> None:
         """Create a forwarder. `addresses` returns the addresses (HOST:PORT) of the fleet's routers;
-        this router's own may be among them. `dialer` opens channels to them.
+        this router's own may be among them. `dialer` opens channels to them and is used for nothing
+        else.
         """
         self._addresses = addresses
         self._dialer = dialer
         self._metrics = metrics
         self._lookup_timeout_s = lookup_timeout_s
         self._lookups = asyncio.Semaphore(MAX_LOOKUPS)
-        self._users: Counter[str] = Counter()
-        """Number of streams that use the channel to an address."""
+        self._num_running = 0
+        """Number of lookups that are running. They share channels."""
 
     async def forward_stream(
         self,
@@ -98,61 +99,33 @@ class StreamForwarder:
         router has the request, and UnavailableError (ROUTER_UNREACHABLE) if a router that may have
         it does not answer.
         """
-        passed = tuple((key, value) for key, value in metadata if key in _CREDENTIALS)
-        passed = (*passed, (FORWARDED_KEY, "1"))
+        passed = [(key, value) for key, value in metadata if key in _CREDENTIALS]
+        message = request.SerializeToString()
 
-        def open_call(channel: grpc.aio.Channel) -> ResumedStream:
-            method: grpc.aio.UnaryStreamMultiCallable[
-                pb.ResumeStreamRequest, pb.ResumeStreamResponse
-            ] = channel.unary_stream(
+        def open_call(address: str) -> ServerStream:
+            return self._dialer.server_stream(
+                address,
                 _RESUME_STREAM,
-                request_serializer=pb.ResumeStreamRequest.SerializeToString,
-                response_deserializer=pb.ResumeStreamResponse.FromString,
+                message,
+                role=CertificateRole.ROUTER,
+                metadata=[*passed, (FORWARDED_KEY, "1")],
+                timeout_s=timeout_s,
             )
-            return method(request, metadata=passed, timeout=timeout_s)
 
-        async with self._open_channels(sorted(self._addresses())) as channels:
-            address, stream = await self._find(channels, open_call, request.request_id)
-            try:
-                await _pass_on(address, stream, write)
-            finally:
-                stream.cancel()
-
-    @asynccontextmanager
-    async def _open_channels(
-        self, addresses: Collection[str]
-    ) -> AsyncGenerator[dict[str, grpc.aio.Channel]]:
-        """Yield a channel to each address. Streams share the channels, which are closed after the
-        last one: resumptions are rare, and a later one connects at once to a router that was down.
-        """
-        self._users.update(addresses)
+        address, stream = await self._find_stream(open_call, request.request_id)
         try:
-            yield {
-                address: self._dialer.channel(address, CertificateRole.ROUTER)
-                for address in addresses
-            }
+            await _copy_events(address, stream, write)
         finally:
-            self._users.subtract(addresses)
-            unused = [address for address in addresses if not self._users[address]]
-            for address in unused:
-                del self._users[address]
-                await self._dialer.close_channel(address)
+            stream.cancel()
 
-    async def _find(
-        self,
-        channels: Mapping[str, grpc.aio.Channel],
-        open_call: Callable[[grpc.aio.Channel], ResumedStream],
-        request_id: str,
-    ) -> tuple[str, ResumedStream]:
-        """Ask all routers, and return the stream of the one that has the request, with its
-        address.
-        """
+    async def _find_stream(self, open_call: OpenCall, request_id: str) -> tuple[str, ServerStream]:
+        """Ask all routers. Return the address of the one that has the request, and its stream."""
+        addresses = sorted(self._addresses())
         # Without a known address, DNS has not answered yet.
-        unreachable = [] if channels else ["no other router is known yet"]
+        unreachable = [] if addresses else ["no other router is known yet"]
         try:
             async with asyncio.timeout(self._lookup_timeout_s), self._lookups:
-                calls = {address: open_call(channel) for address, channel in channels.items()}
-                found = await _first_found(calls, unreachable)
+                found = await self._ask_routers(addresses, open_call, unreachable)
         except TimeoutError:
             found = None
             unreachable.append("no answer in time")
@@ -172,28 +145,46 @@ class StreamForwarder:
             f"no resumable request {request_id!r} is running or ended recently", reason="NO_STREAM"
         )
 
+    async def _ask_routers(
+        self, addresses: Sequence[str], open_call: OpenCall, unreachable: list[str]
+    ) -> tuple[str, ServerStream] | None:
+        self._num_running += 1
+        try:
+            return await _find_first(addresses, open_call, unreachable)
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                # Lookups are rare. With new channels, a later one connects at once to a router that
+                # was down. The stream that was found goes on, on its channel.
+                self._dialer.retire_channels()
+
     def _count(self, outcome: ForwardOutcome) -> None:
         self._metrics.forwarded_streams.labels(outcome).inc()
 
 
-async def _first_found(
-    calls: Mapping[str, ResumedStream], unreachable: list[str]
-) -> tuple[str, ResumedStream] | None:
-    """Return the first call whose router has the request, with its address, or None. Cancel all
-    others, and add the reasons of routers that do not say whether they have it to `unreachable`.
+async def _find_first(
+    addresses: Sequence[str], open_call: OpenCall, unreachable: list[str]
+) -> tuple[str, ServerStream] | None:
+    """Return the address of the first router that says that it has the request, and its stream;
+    None if none does. Cancel all other calls, and add the reasons of routers that do not say
+    whether they have it to `unreachable`.
     """
-    asked = [asyncio.create_task(_ask(address, call)) for address, call in calls.items()]
+    calls: dict[str, ServerStream] = {}
+    tasks: list[asyncio.Task[str | OutriderError]] = []
     found = None
     try:
-        for answer in asyncio.as_completed(asked):
-            said = await answer
-            if isinstance(said, str):
-                found = said
+        for address in addresses:
+            calls[address] = open_call(address)
+            tasks.append(asyncio.create_task(_ask(address, calls[address])))
+        for next_answer in asyncio.as_completed(tasks):
+            answer = await next_answer
+            if isinstance(answer, str):
+                found = answer
                 break
-            if not isinstance(said, NotFoundError):
-                unreachable.append(said.message)
+            if not isinstance(answer, NotFoundError):
+                unreachable.append(answer.message)
     finally:
-        for task in asked:
+        for task in tasks:
             task.cancel()
         for address, call in calls.items():
             if address != found:
@@ -201,7 +192,7 @@ async def _first_found(
     return None if found is None else (found, calls[found])
 
 
-async def _ask(address: str, call: ResumedStream) -> str | OutriderError:
+async def _ask(address: str, call: ServerStream) -> str | OutriderError:
     """Wait until a router says whether it has the request. Return its address if it has, otherwise
     the error.
     """
@@ -214,13 +205,13 @@ async def _ask(address: str, call: ResumedStream) -> str | OutriderError:
     return UnavailableError(f"{address} does not answer forwarded calls", reason="NOT_FORWARDED")
 
 
-async def _pass_on(address: str, call: ResumedStream, write: EventWriter) -> None:
+async def _copy_events(address: str, call: ServerStream, write: EventWriter) -> None:
     try:
-        while isinstance(message := await call.read(), pb.ResumeStreamResponse):
-            await write(resumed_event_from_pb(message))
+        while isinstance(data := await call.read(), bytes):
+            await write(resumed_event_from_pb(pb.ResumeStreamResponse.FromString(data)))
     except grpc.aio.AioRpcError as error:
         raise to_lost_error(error, peer=address) from None
-    except InvalidMessageError as error:
+    except (InvalidMessageError, DecodeError) as error:
         raise InternalError(
-            f"the answer of {address} is malformed: {error.message}", reason="BAD_RESPONSE"
+            f"the answer of {address} is malformed: {error}", reason="BAD_RESPONSE"
         ) from error

@@ -1,9 +1,10 @@
 """DNS discovery of peers: `dns:///HOST:PORT` stands for every address that HOST resolves to.
 
 The name of a headless Kubernetes Service resolves to the pods behind it. Every address that the
-name resolves to is added to the peer registry. An address that the name no longer resolves to is
-removed once its peer is not healthy. So a draining peer is kept while it serves, and a DNS failure
-removes no peer.
+name of verifiers or drafters resolves to is added to the peer registry. An address that the name no
+longer resolves to is removed once its peer is not healthy. So a draining peer is kept while it
+serves, and a DNS failure removes no peer. Routers are not polled: their addresses are those of the
+last DNS answer.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
 fails and UnicodeError for an invalid host name.
 """
 UpdatePeers = Callable[[ResolvedName, frozenset[str]], Awaitable[None]]
-"""Function that is told of each DNS answer, and of the addresses that the previous one did not
-have.
+"""Function that is called after each DNS query, with the addresses of the last answer and those of
+them that are new.
 """
 PeerT = TypeVar("PeerT", VerifierPeer, DrafterPeer)
 

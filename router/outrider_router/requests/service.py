@@ -337,8 +337,7 @@ class RouterService:
         """Return whether a resumable request of the caller's tenant is running here or ended
         recently.
         """
-        answer = self.resumables.get_answer(request_id)
-        return answer is not None and answer.entry.caller.tenant == caller.tenant
+        return self._find_answer(request_id, caller) is not None
 
     async def resume_stream(
         self,
@@ -356,10 +355,10 @@ class RouterService:
         the answer has not reached, and the request's own error. A client that listened before gets
         AbortedError.
         """
-        answer = self.resumables.get_answer(position.request_id)
         if not is_forwarded:
             self.check_accepting()
-        if answer is None or not self.has_stream(position.request_id, caller):
+        answer = self._find_answer(position.request_id, caller)
+        if answer is None:
             # The error does not reveal whether another tenant has a request with this id.
             raise NotFoundError(
                 f"no resumable request {position.request_id!r} is running or ended recently",
@@ -444,6 +443,14 @@ class RouterService:
             group=group,
         )
         return entry, partial(self._intake.validate_request, allowed, caller)
+
+    def _find_answer(self, request_id: RequestId, caller: Caller) -> ResumableAnswer | None:
+        """Return the answer of a request of the caller's tenant that is running or ended
+        recently.
+        """
+        answer = self.resumables.get_answer(request_id)
+        is_own = answer is not None and answer.entry.caller.tenant == caller.tenant
+        return answer if is_own else None
 
     def _check_owner(self, name: RequestId | None, caller: Caller) -> None:
         """Raise AlreadyExistsError if `name` is the id of an answer of another tenant, which a

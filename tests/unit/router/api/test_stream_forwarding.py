@@ -17,6 +17,7 @@ from outrider_router.base.tenants import TenantSource
 from outrider_router.config import OverloadConfig
 from outrider_router.requests.service import RouterService
 
+from outrider.client import AsyncClient, RetryPolicy
 from outrider.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -30,6 +31,7 @@ from outrider.wire.inference import Delta, FinishInfo, StreamEvent, StreamPositi
 from outrider.wire.inference_codec import position_to_pb, stream_request_to_pb
 from outrider.wire.inference_response_codec import resumed_event_from_pb
 from outrider.wire.v1 import inference_pb2_grpc as pb_grpc
+from tests.fakes.proxy import proxied
 from tests.fakes.router import grpc_router, running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import emitted, text_request
@@ -51,6 +53,8 @@ class Fleet:
     """Addresses that both routers call."""
     first_address: str = ""
     second_address: str = ""
+    dialer: GrpcDialer = field(default_factory=GrpcDialer)
+    """That of the second router."""
 
     async def start_stream(self, *metadata: tuple[str, str], tokens: int = 40) -> list[int]:
         """Open a stream at the first router, and lose its connection after some tokens. Return the
@@ -105,9 +109,9 @@ async def fleet(directory: Path, **config: Any) -> AsyncGenerator[Fleet]:
             router = running_router(own, {"v": verifier}, **config)
             routers.append(await stack.enter_async_context(router))
         made = Fleet(routers[0], routers[1], verifiers[0])
-        for router in routers:
+        for router, dialer in ((made.first, GrpcDialer()), (made.second, made.dialer)):
             forwarder = StreamForwarder(
-                lambda: made.addresses, GrpcDialer(), router.metrics, lookup_timeout_s=0.5
+                lambda: made.addresses, dialer, router.metrics, lookup_timeout_s=0.5
             )
             served = grpc_router(router, forwarder=forwarder)
             made.addresses.append(await stack.enter_async_context(served))
@@ -197,6 +201,27 @@ async def test_a_router_that_does_not_answer_may_have_the_request(tmp_path: Path
             assert both.outcomes() == {"unreachable": 2, "found": 1}
 
 
+@pytest.mark.parametrize("chosen", [None, "mine"])
+async def test_a_request_that_may_run_on_an_unreachable_router_is_sent_again_with_a_new_id(
+    tmp_path: Path, chosen: str | None
+) -> None:
+    async with fleet(tmp_path) as both, proxied(both.first_address) as proxy:
+        both.addresses[:] = ["127.0.0.1:1"]
+        both.verifier.refusals = 1 << 20
+        options: dict[str, Any] = {} if chosen is None else {"request_id": chosen}
+        async with AsyncClient(proxy.address, retry=RetryPolicy(first_delay_s=0.05)) as client:
+            stream = client.stream("abc", max_tokens=40, **options)
+            answer = asyncio.create_task(stream.result())
+            await until(lambda: len(both.first.running_requests) == 1)
+            (entry,) = both.first.running_requests
+            proxy.redirect(both.second_address)
+            proxy.cut()
+            assert (await soon(answer)).text == ("abc" * 20)[:40]
+        assert both.outcomes() == {"unreachable": 1}
+        assert stream.info is not None
+        assert (stream.info.request_id == entry.request_id) == (chosen is not None)
+
+
 async def test_a_router_that_drains_still_gives_what_it_has_to_other_routers(
     tmp_path: Path,
 ) -> None:
@@ -242,3 +267,34 @@ async def test_many_searches_at_once_wait_for_each_other_and_all_end(tmp_path: P
 
         reasons = await soon(asyncio.gather(*(one(number) for number in range(100))))
         assert set(reasons) <= {"NO_STREAM", "ROUTER_UNREACHABLE"} and len(reasons) == 100
+
+
+@pytest.mark.parametrize("has_stream", [False, True])
+async def test_lookups_that_end_while_others_begin_break_neither_those_nor_a_stream(
+    tmp_path: Path, has_stream: bool
+) -> None:
+    async with fleet(tmp_path) as both, grpc.aio.insecure_channel(both.second_address) as channel:
+        # Closing the channels of an ended lookup takes several turns of the event loop.
+        both.addresses += [f"127.0.0.1:{port}" for port in range(1, 9)]
+        resume = pb_grpc.InferenceServiceStub(channel).ResumeStream
+
+        async def look_up(worker: int) -> set[str]:
+            reasons = set()
+            for number in range(30):
+                call = resume(position_to_pb(at(f"x{worker}-{number}", 1, 1)))
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call.read()
+                reasons.add(to_lost_error(caught.value, peer="second").reason)
+            return reasons
+
+        both.verifier.round_s = 0.02
+        heard = await both.start_stream(tokens=80)
+        position = at(NAME, len(heard), len(heard))
+        stream = None
+        if has_stream:
+            stream = asyncio.create_task(read(both.second_address, position))
+        reasons = await soon(asyncio.gather(*(look_up(worker) for worker in range(3))))
+        assert set().union(*reasons) == {"ROUTER_UNREACHABLE"}
+        events = await soon(stream or read(both.second_address, position))
+        assert len(heard) + len(ids_of(events)) == 80
+        await until(lambda: both.dialer.num_retired_channels == 0)
