@@ -99,7 +99,7 @@ def _apt(arguments: Sequence[str], until: float) -> None:
 
 
 def main() -> int:
-    """The exit status."""
+    """Install a browser if there is none, and return the exit status."""
     if find_browser() is not None:
         return 0
     try:

@@ -32,10 +32,9 @@ def pull_from_hub(
     directory.
 
     `revision` is a branch, tag or commit; None means the hub's default branch. With
-    `tokenizer_only`, the weights are left out. Raises NotFoundError
-    (NO_HUB) if the id, revision or files do not exist, if the token gives no access, or if
-    `huggingface_hub` is not installed. Raises UnavailableError (DOWNLOAD_FAILED) if the hub cannot
-    be reached.
+    `tokenizer_only`, the weights are left out. Raises NotFoundError (NO_HUB) if the id, revision or
+    files do not exist, if the token gives no access, or if `huggingface_hub` is not installed.
+    Raises UnavailableError (DOWNLOAD_FAILED) if the hub cannot be reached.
     """
     what = hub_id if revision is None else f"{hub_id} at revision {revision}"
     try:

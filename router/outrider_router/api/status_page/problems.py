@@ -77,15 +77,20 @@ _ORDER: Final = list(Severity)
 
 def find_problems(state: RouterState) -> list[Problem]:
     """Return what is wrong, the most urgent first."""
-    problems = [*_of_router(state), *_of_verifiers(state), *_of_drafters(state), *_of_load(state)]
-    problems += _of_speculation(state)
+    problems = [
+        *_router_problems(state),
+        *_verifier_problems(state),
+        *_drafter_problems(state),
+        *_load_problems(state),
+    ]
+    problems += _speculation_problems(state)
     return sorted(problems, key=lambda each: _ORDER.index(each.severity))
 
 
 # ---- router -------------------------------------------------------------------------------------
 
 
-def _of_router(state: RouterState) -> Iterator[Problem]:
+def _router_problems(state: RouterState) -> Iterator[Problem]:
     if state.is_draining:
         yield Problem(
             Severity.WARNING,
@@ -119,13 +124,15 @@ def _of_router(state: RouterState) -> Iterator[Problem]:
 # ---- verifiers and drafters ---------------------------------------------------------------------
 
 
-def _of_verifiers(state: RouterState) -> Iterator[Problem]:
+def _verifier_problems(state: RouterState) -> Iterator[Problem]:
     for summary, peer in zip(state.info.verifiers, state.verifiers, strict=True):
         name = f"Verifier {summary.verifier_id}"
         if not summary.healthy:
-            yield _away(name, peer, "Its requests continue on other verifiers if there are any.")
+            yield _unavailable_problem(
+                name, peer, "Its requests continue on other verifiers if there are any."
+            )
             continue
-        yield from _of_verifier(name, summary)
+        yield from _serving_verifier_problems(name, summary)
         preemptions = state.recent.preemptions(summary.address)
         if preemptions > MAX_PREEMPTIONS_PER_S * max(state.recent.seconds, 1.0):
             yield Problem(
@@ -137,10 +144,10 @@ def _of_verifiers(state: RouterState) -> Iterator[Problem]:
             )
     missing = state.desired_verifiers - len(state.verifiers)
     if missing > 0:
-        yield _vanished("verifier", missing, "There is less capacity than before.")
+        yield _missing_problem("verifier", missing, "There is less capacity than before.")
 
 
-def _of_verifier(name: str, summary: VerifierSummary) -> Iterator[Problem]:
+def _serving_verifier_problems(name: str, summary: VerifierSummary) -> Iterator[Problem]:
     if summary.draining:
         yield Problem(
             Severity.NOTICE,
@@ -166,20 +173,22 @@ def _of_verifier(name: str, summary: VerifierSummary) -> Iterator[Problem]:
         )
 
 
-def _of_drafters(state: RouterState) -> Iterator[Problem]:
+def _drafter_problems(state: RouterState) -> Iterator[Problem]:
     for summary, peer in zip(state.info.drafters, state.drafters, strict=True):
         name = f"Drafter {summary.drafter_id}"
         if peer.state is not PeerState.HEALTHY:
-            yield _away(name, peer, "Texts stay the same, but tokens may come more slowly.")
+            yield _unavailable_problem(
+                name, peer, "Texts stay the same, but tokens may come more slowly."
+            )
             continue
-        yield from _of_drafter(name, summary, peer, state)
+        yield from _serving_drafter_problems(name, summary, peer, state)
         for link in summary.links:
             if link.quarantine:
-                yield _avoided(name, link)
+                yield _quarantine_problem(name, link)
     has_usable = any(drafter.healthy for drafter in state.info.drafters)
     missing = state.desired_drafters - len(state.drafters)
     if missing > 0:
-        yield _vanished("drafter", missing, "Tokens may come more slowly.")
+        yield _missing_problem("drafter", missing, "Tokens may come more slowly.")
     if state.desired_drafters and not has_usable:
         yield Problem(
             Severity.WARNING,
@@ -190,7 +199,7 @@ def _of_drafters(state: RouterState) -> Iterator[Problem]:
         )
 
 
-def _of_drafter(
+def _serving_drafter_problems(
     name: str, summary: DrafterSummary, peer: DrafterPeer, state: RouterState
 ) -> Iterator[Problem]:
     if summary.draining:
@@ -237,7 +246,7 @@ _FAULTS: Final = {
 }
 
 
-def _avoided(name: str, link: DrafterLink) -> Problem:
+def _quarantine_problem(name: str, link: DrafterLink) -> Problem:
     fault, advice = _FAULTS[QuarantineReason(link.quarantine)]
     again = f"in {link.probe_in_s:.0f} s" if link.probe_in_s >= 1.0 else "now"
     return Problem(
@@ -248,8 +257,8 @@ def _avoided(name: str, link: DrafterLink) -> Problem:
     )
 
 
-def _away(name: str, peer: PeerStatus, effect: str) -> Problem:
-    said = f" The router's last attempt: {_cut(peer.problem)}." if peer.problem else ""
+def _unavailable_problem(name: str, peer: PeerStatus, effect: str) -> Problem:
+    attempt = f" The router's last attempt: {_cut(peer.problem)}." if peer.problem else ""
     if peer.state is PeerState.REFUSED:
         return Problem(
             Severity.WARNING,
@@ -261,19 +270,19 @@ def _away(name: str, peer: PeerStatus, effect: str) -> Problem:
         return Problem(
             Severity.WARNING,
             f"{name} has not answered yet",
-            f"It may be loading its model: it answers once it is ready.{said}",
+            f"It may be loading its model: it answers once it is ready.{attempt}",
             "If it takes longer than usual, see its log, and check address, network policy and "
             "certificates.",
         )
     return Problem(
         Severity.WARNING,
         f"{name} no longer answers",
-        f"{effect}{said}",
+        f"{effect}{attempt}",
         "See its log and its exit status, and restart it if nothing else does.",
     )
 
 
-def _vanished(kind: str, count: int, effect: str) -> Problem:
+def _missing_problem(kind: str, count: int, effect: str) -> Problem:
     return Problem(
         Severity.WARNING,
         f"{_count(count, kind)} vanished",
@@ -315,7 +324,7 @@ _REFUSALS: Final = {
 }
 
 
-def _of_load(state: RouterState) -> Iterator[Problem]:
+def _load_problems(state: RouterState) -> Iterator[Problem]:
     info, recent, minutes = state.info, state.recent, _minutes(state.recent)
     if info.queued > MAX_QUEUE_SHARE * info.queue_bound:
         yield Problem(
@@ -373,7 +382,7 @@ def _of_load(state: RouterState) -> Iterator[Problem]:
         )
 
 
-def _of_speculation(state: RouterState) -> Iterator[Problem]:
+def _speculation_problems(state: RouterState) -> Iterator[Problem]:
     recent = state.recent
     rounds = recent.growth("rounds")
     if rounds < MIN_ROUNDS:
