@@ -1,26 +1,27 @@
-# Verifier and drafter: one set of layers, two entry points. Build from the repository root:
+# Verifier and drafter: the same layers with two entry points. Build in the root of the repository:
 #     docker build -f deploy/engine.Dockerfile --target verifier -t outrider-verifier:0.2.0 .
 #     docker build -f deploy/engine.Dockerfile --target drafter -t outrider-drafter:0.2.0 .
-# PYTHON_IMAGE: any image with Python 3.11 to 3.14 and its venv module, and apt where it is compiled.
+# PYTHON_IMAGE: any image with Python 3.11 to 3.14 and its venv module, and with apt unless COMPILED is empty.
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm@sha256:0f5b26b9518d002b6173fd61daad821fa340635ebfec5bba471013f9ca114579
 
 FROM ${PYTHON_IMAGE} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-# The lock file: engine is for GPUs, with torch of PyPI; cpu has torch of TORCH_INDEX_URL, or of a mirror
-# of that index, and no Triton, which saves gigabytes.
+# Name of the lock file. engine is for GPUs: it has PyPI's torch with CUDA, and Triton. cpu has the CPU build
+# of torch from TORCH_INDEX_URL, and no Triton, which saves several gigabytes.
 ARG EXTRA=engine
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 WORKDIR /src
-# Packages of the lock file, whose hashes pip checks, and nothing that would have to be built. A layer
-# of their own: a change of the code does not install them anew.
+# pip installs the packages of the lock files, checks their hashes, and builds none of them. This layer
+# does not depend on the code, so a change of the code does not install them again.
 COPY deploy/locks/$EXTRA.txt deploy/locks/build.txt ./
 RUN python3 -m venv /opt/venv \
     && if [ "$EXTRA" = cpu ]; then export PIP_EXTRA_INDEX_URL="$TORCH_INDEX_URL"; fi \
     && /opt/venv/bin/pip install --require-hashes --only-binary :all: -r "$EXTRA.txt"
 RUN python3 -m venv /opt/build \
     && /opt/build/bin/pip install --require-hashes --only-binary :all: -r build.txt
-# The host's side of a round is compiled here (docs/decisions/0048); --build-arg COMPILED= for Python
-# as it is, without a compiler. BUILD_PACKAGES: what the base lacks for that, Python's headers, too.
+# mypyc compiles the Python code that runs on the CPU in every round (docs/decisions/0048). With
+# --build-arg COMPILED= nothing is compiled. BUILD_PACKAGES are the Debian packages that the compilation
+# needs and the base image lacks: a C compiler and, for Debian's own Python, its headers.
 ARG COMPILED=1
 ARG BUILD_PACKAGES="gcc libc6-dev"
 # hadolint ignore=DL3008,SC2086
@@ -37,8 +38,8 @@ COPY benchmarks benchmarks
 COPY deploy/ray/outrider_ray deploy/ray/outrider_ray
 COPY heads heads
 COPY tools/compiled_wheel.py tools/compiled_wheel.py
-# The shipped heads are at /opt/outrider/heads, wherever Python keeps its packages; what is in the
-# image is in /opt/outrider/sbom.cdx.json, in CycloneDX.
+# /opt/outrider/heads are the bundled heads, whatever Python's version is. /opt/outrider/sbom.cdx.json is
+# the software bill of materials (CycloneDX).
 RUN if [ -n "$COMPILED" ]; then export HATCH_BUILD_HOOKS_ENABLE=1; fi \
     && mkdir /opt/outrider \
     && /opt/build/bin/pip wheel --no-deps --no-build-isolation -w /opt/wheel . \
@@ -48,7 +49,7 @@ RUN if [ -n "$COMPILED" ]; then export HATCH_BUILD_HOOKS_ENABLE=1; fi \
         --output-reproducible -o /opt/outrider/sbom.cdx.json
 
 FROM ${PYTHON_IMAGE} AS engine
-# A GPU build: --build-arg APT_PACKAGES="gcc libc6-dev"; Triton compiles its launchers where it runs.
+# For GPUs, set --build-arg APT_PACKAGES="gcc libc6-dev": Triton compiles its launchers at run time.
 ARG APT_PACKAGES=
 # hadolint ignore=DL3008,SC2086
 RUN if [ -n "$APT_PACKAGES" ]; then \
@@ -57,7 +58,7 @@ RUN if [ -n "$APT_PACKAGES" ]; then \
     fi
 COPY --from=build /opt/venv /opt/venv
 COPY --from=build /opt/outrider /opt/outrider
-# A new volume takes over the owner.
+# A new volume gets the owner of this directory.
 RUN install -d -o 10001 -g 10001 /models
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
@@ -66,10 +67,10 @@ ENV PATH=/opt/venv/bin:$PATH \
     OUTRIDER_HOME=/models \
     HF_HOME=/models/huggingface \
     TRITON_CACHE_DIR=/tmp/triton
-# For outrider_build_info.
+# The commit that outrider_build_info shows.
 ARG COMMIT=
 ENV OUTRIDER_COMMIT=${COMMIT}
-# A number, so that runAsNonRoot can be checked.
+# The user is a number, because Kubernetes can check runAsNonRoot only then.
 USER 10001:10001
 
 FROM engine AS verifier

@@ -1,10 +1,11 @@
-"""Manifests as `podman play kube` takes them, which knows Pods, Deployments and ConfigMaps.
+"""Converts manifests for `podman play kube`, which supports Pods, Deployments and ConfigMaps.
 
     kubectl kustomize deploy/k8s/overlays/cpu-demo | python deploy/tools/for_podman.py > demo.yaml
 
-A Deployment or StatefulSet becomes its first pod, under the name that a StatefulSet gives it. What
-podman has no notion of is left out: Services, budgets, accounts, gRPC probes, spreading. A claim is
-a volume of its name, made before. Names of Services go into hosts files: --host NAME=ADDRESS.
+A Deployment or StatefulSet becomes one pod with the name that a StatefulSet gives its first pod.
+What podman does not support is left out: Services, PodDisruptionBudgets, ServiceAccounts, probes
+and spreading. A claim is a volume of the same name, which must exist. --host NAME=ADDRESS adds the
+name of a Service to the pods' hosts files.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _PLACING = ("affinity", "topologySpreadConstraints", "serviceAccountName", "enab
 
 
 def convert(documents: list[Document], hosts: dict[str, str], images: str) -> list[Document]:
-    """Pods and what they mount; `hosts` are addresses by the names of Services, `images` is what
-    the names of images begin with."""
+    """Return pods and the objects that they mount. `hosts` maps names of Services to addresses;
+    `images` is the prefix of the names of images."""
     kept = [document for document in documents if document["kind"] in _KEPT]
     for document in kept:
         document["metadata"].pop("namespace", None)

@@ -2,12 +2,12 @@
 
     make locks
 
-writes deploy/locks from pyproject.toml and constraints.txt with uv. A package stays at the version
-that its lock file has as long as that version is allowed; `--upgrade` takes the newest ones.
+writes deploy/locks from pyproject.toml and constraints.txt with uv. A package keeps its locked
+version while pyproject.toml and constraints.txt allow it; `--upgrade` takes the newest allowed ones.
 
-The lock files hold for Python 3.11 to 3.14 on Linux, x86-64 and aarch64. torch of `engine` is the
-CUDA build of PyPI; torch of `cpu` is the build of PyTorch's index of CPU wheels, so that its hashes
-are other ones. They are read from that index when constraints.txt names another torch.
+The lock files are for Python 3.11 to 3.14 on Linux, x86-64 and aarch64. `engine` has the CUDA build
+of torch from PyPI. `cpu` has the CPU build from PyTorch's own index, which has other hashes. They
+are read from that index when the version of torch in constraints.txt changes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ EXTRAS = {
 }
 """Extras of the project by the name of the lock file that installs them."""
 CYCLONEDX = "cyclonedx-bom==7.5.0"
-"""It writes the software bill of materials of an image."""
+"""The package that writes the software bill of materials of an image."""
 _GPU_ONLY = re.compile(r"(torch|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)==")
-"""Packages that PyPI's torch needs and a CPU build does not, and torch itself."""
+"""torch, and the packages that only its CUDA build needs."""
 
 
 class LockError(Exception):
@@ -42,7 +42,7 @@ class LockError(Exception):
 
 
 def requirements(pyproject: str, extras: list[str]) -> list[str]:
-    """Return the requirements of the project and of `extras`, with those that these name included.
+    """Return the requirements of the project and of `extras`, and of the extras that these include.
 
     Raises KeyError for an extra that does not exist.
     """
@@ -71,7 +71,7 @@ def locked_requirements(name: str, pyproject: str) -> list[str]:
 
 
 def entries(lock: str) -> list[str]:
-    """Return the entries of a lock file: a requirement and the lines of its hashes each."""
+    """Return the entries of a lock file: each is a requirement and the lines with its hashes."""
     return re.findall(r"^[a-z0-9].*\n(?:[ \t].*\n)*", lock, re.M)
 
 
@@ -92,8 +92,8 @@ def cpu_torch(page: str, version: str) -> str:
 
 
 def on_cpus(lock: str, torch: str) -> str:
-    """Return `lock`, which was resolved on PyPI, for CPUs: the entry `torch` replaces that of torch
-    with CUDA, and what only that needs is left out."""
+    """Return the lock file `lock`, which was resolved on PyPI, for CPUs: `torch` replaces the entry
+    of torch, and packages that only torch with CUDA needs are left out."""
     kept = [entry for entry in entries(lock) if not _GPU_ONLY.match(entry)]
     return "".join(sorted([*kept, torch], key=lambda entry: entry.partition("==")[0]))
 

@@ -1,5 +1,5 @@
-"""The chart's values.schema.json: deploy/helm/values.schema.in.json with the processes' own schemas
-where it says "CONFIG <role>", less the keys that the chart sets itself.
+"""Writes the chart's values.schema.json: deploy/helm/values.schema.in.json with the schemas of the
+processes in place of "CONFIG <role>". Keys that the chart sets itself are left out.
 
     python deploy/tools/values_schema.py > deploy/helm/outrider/values.schema.json
 """
@@ -23,7 +23,7 @@ _MARK = "CONFIG "
 
 
 def values_schema(template: str) -> str:
-    """The schema as text, from that of the chart's own values."""
+    """Return the schema as text; `template` is the schema of the chart's own values."""
     return json.dumps(_filled(json.loads(template)), indent=1, ensure_ascii=False) + "\n"
 
 

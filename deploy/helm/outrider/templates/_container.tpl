@@ -29,7 +29,7 @@
   env:
     - name: POD_NAME
       valueFrom: {fieldRef: {fieldPath: metadata.name}}
-    # Whoever serves downloads nothing: /models is read-only here.
+    # Processes that serve never download: /models is read-only for them.
     - {name: HF_HUB_OFFLINE, value: "1"}
     {{- with $values.extraEnv }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- with $values.extraEnvFrom }}
@@ -74,7 +74,7 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end -}}
 
-{{/* The kubelet's gRPC probes cannot speak TLS: with it, an open port must do. */}}
+{{/* The kubelet's gRPC probes do not support TLS: with TLS, most probes check only that the port is open. */}}
 {{- define "outrider.probes" -}}
 {{- $values := get .root.Values .role -}}
 {{- $router := eq .role "router" -}}
@@ -85,7 +85,7 @@ capabilities: {drop: [ALL]}
 {{- $alive = dict "tcpSocket" (dict "port" $process.grpcName) -}}
 {{- $serves = $router | ternary (dict "httpGet" (dict "path" "/health" "port" "http" "scheme" "HTTPS")) $alive -}}
 {{- end -}}
-# The port of a {{ .role }} opens when it {{ $router | ternary "has read its journal" "is loaded and warm" }}.
+# The port of a {{ .role }} opens when it {{ $router | ternary "has read its journal" "has loaded its model and warmed up" }}.
 startupProbe:
   {{- toYaml ($router | ternary $alive $serves) | nindent 2 }}
   periodSeconds: 5

@@ -6,7 +6,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What selects the pods of a role: dict "root" $ "role" "router". Never changes in an upgrade. */}}
+{{/* Labels that select the pods of a role: dict "root" $ "role" "router". They never change in an upgrade. */}}
 {{- define "outrider.selector" -}}
 app.kubernetes.io/name: outrider
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -20,8 +20,8 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}
 
-{{/* Facts of a role's processes, as YAML. podRole is the role whose pods hold them. A drafter in a verifier's
-pod has other names of ports, and a suffix for its volumes and paths. */}}
+{{/* Properties of a role's processes, as YAML. podRole is the role of the pods that contain them. A drafter in
+a verifier's pod has other port names, and a suffix for its volumes and paths. */}}
 {{- define "outrider.process" -}}
 {{- $second := and (eq .role "drafter") .root.Values.drafter.inVerifierPod -}}
 podRole: {{ $second | ternary "verifier" .role }}
@@ -40,32 +40,31 @@ yes
 {{- end -}}
 {{- end -}}
 
-{{/* What selects the pods that hold the processes of a role. */}}
+{{/* Labels that select the pods with the processes of a role. */}}
 {{- define "outrider.holders" -}}
 {{ include "outrider.selector" (dict "root" .root "role" (include "outrider.process" . | fromYaml).podRole) }}
 {{- end -}}
 
-{{/* Not empty if the role has an autoscaler; none where there are no pods of drafters. */}}
+{{/* Not empty if the role has an autoscaler. Drafters without pods of their own have none. */}}
 {{- define "outrider.scaled" -}}
 {{- if and .root.Values.autoscaling.by (get .root.Values .role).replicas (include "outrider.hasPods" .) -}}
 yes
 {{- end -}}
 {{- end -}}
 
-{{/* The label of pods that fetch a model from the Internet; a Job does that where there is a volume. */}}
+{{/* The label of pods that download a model: with a shared volume this is only the Job. */}}
 {{- define "outrider.fetches" -}}
 {{- $self := or (eq .role "models") (not .root.Values.models.persistence.enabled) -}}
 outrider.io/fetches-models: {{ if and .root.Values.models.pull $self }}"true"{{ else }}"false"{{ end }}
 {{- end -}}
 
-{{/* The container that fetches a model, or its tokenizer for a router, which has no engine to convert
-weights: dict "root" $ "role" "router". */}}
+{{/* The container that downloads a model, or for a router only the tokenizer: dict "root" $ "role" "router". */}}
 {{- define "outrider.models" -}}
 {{- $models := .root.Values.models -}}
 {{- $router := eq .role "router" -}}
 {{- $env := $models.extraEnv -}}
 {{- if and $models.persistence.enabled (ne .role "models") -}}
-{{- /* The Job fetches: until a model of the hub is there, this container fails and is started again. */ -}}
+{{- /* The Job downloads. Until a hub model is in the volume, this container fails and is restarted. */ -}}
 {{- $env = prepend $env (dict "name" "HF_HUB_OFFLINE" "value" "1") -}}
 {{- else if $models.hubToken.existingSecret -}}
 {{- $secret := dict "name" $models.hubToken.existingSecret "key" $models.hubToken.key -}}
@@ -107,7 +106,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 {{- end -}}
 
-{{/* A TOML value. Helm's numbers are floats, and toToml writes 256.0 where an integer is wanted. */}}
+{{/* A TOML value. Helm's numbers are floats, and toToml would write the integer 256 as 256.0. */}}
 {{- define "outrider.toml" -}}
 {{- if kindIs "map" . -}}
 { {{- $first := true }}
@@ -123,7 +122,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 {{- end -}}
 
-{{/* A process's TOML file: what the chart sets wins over what was given. */}}
+{{/* A process's TOML file. Keys that the chart sets take precedence over the values. */}}
 {{- define "outrider.config" -}}
 {{- $name := include "outrider.name" .root -}}
 {{- $given := deepCopy (get .root.Values .role).config -}}
@@ -145,7 +144,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- end }}
 {{- end -}}
 
-{{/* Not empty if two parentRefs, "a" and "b", may mean the same listener: what one leaves out means all. */}}
+{{/* Not empty if two parentRefs, "a" and "b", may be the same listener. A missing field matches everything. */}}
 {{- define "outrider.sameListener" -}}
 {{- $space := .root.Release.Namespace -}}
 {{- $apart := or (ne .a.name .b.name) (ne (default $space .a.namespace) (default $space .b.namespace)) -}}

@@ -10,7 +10,7 @@ metadata:
     {{- include "outrider.fetches" . | nindent 4 }}
     {{- with $values.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
   annotations:
-    # A change of the configuration rolls the pods.
+    # A change of the configuration restarts the pods.
     outrider.io/config: {{ include "outrider.config" . | sha256sum }}
     {{- with $drafter }}
     outrider.io/drafter-config: {{ include "outrider.config" . | sha256sum }}
@@ -23,7 +23,7 @@ spec:
   {{- with .root.Values.imagePullSecrets }}
   imagePullSecrets: {{ toYaml . | nindent 4 }}
   {{- end }}
-  # preStop, drain_timeout_s and 10 s for what is left to close.
+  # preStop, drain_timeout_s, and 10 s for closing connections.
   {{- $drain := include "outrider.drain" . }}
   {{- with $drafter }}{{ $drain = max $drain (include "outrider.drain" .) }}{{ end }}
   terminationGracePeriodSeconds: {{ add $drain (default 0 $values.preStopSeconds) 10 }}
@@ -51,7 +51,7 @@ spec:
   {{- end }}
   {{- if .root.Values.models.pull }}
   initContainers:
-    # Fetches and converts once, before any probe begins to count; or finds what the Job has fetched.
+    # Downloads and converts the model before probes begin, or finds it in the volume that the Job fills.
     {{- include "outrider.models" . | nindent 4 }}
   {{- end }}
   containers:
@@ -87,7 +87,7 @@ spec:
     - name: tls
       secret: {secretName: {{ $name }}-{{ .role }}-tls, defaultMode: 0440}
     {{- with $drafter }}
-    # Roles are names in certificates: each container has one of its own.
+    # Each container has the certificate of its own role.
     - name: tls-drafter
       secret: {secretName: {{ $name }}-drafter-tls, defaultMode: 0440}
     {{- end }}
@@ -102,7 +102,7 @@ spec:
     {{- end }}
 {{- end -}}
 
-{{/* The longest drain of a process, in whole seconds. */}}
+{{/* drain_timeout_s of a process, rounded up to whole seconds. */}}
 {{- define "outrider.drain" -}}
 {{- default (dict "router" 30 "verifier" 20 "drafter" 10 | dig .role 0) (get .root.Values .role).config.drain_timeout_s | ceil | int -}}
 {{- end -}}
@@ -112,7 +112,7 @@ spec:
 {{- $near := .root.Values.drafter.nearVerifier -}}
 {{- $verifier := include "outrider.selector" (dict "root" .root "role" "verifier") -}}
 affinity:
-  # Drafts and verdicts cross between the two in every round.
+  # Verifier and drafter exchange messages in every round.
   podAffinity:
     {{- if eq $near "required" }}
     requiredDuringSchedulingIgnoredDuringExecution:
