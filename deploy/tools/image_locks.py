@@ -3,7 +3,7 @@
     make locks
 
 writes deploy/locks from pyproject.toml and constraints.txt with uv. A package keeps its locked
-version while pyproject.toml and constraints.txt allow it; `--upgrade` takes the newest allowed ones.
+version while pyproject.toml and constraints.txt allow it; `--upgrade` takes the newest ones.
 
 The lock files are for Python 3.11 to 3.14 on Linux, x86-64 and aarch64. `engine` has the CUDA build
 of torch from PyPI. `cpu` has the CPU build from PyTorch's own index, which has other hashes. They

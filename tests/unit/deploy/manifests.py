@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -322,6 +322,19 @@ def scales_down_blindly(scalers: list[Document]) -> Iterator[str]:
         for trigger in spec["triggers"]:
             if trigger["metadata"].get("ignoreNullValues") != "false":
                 yield f"{name}: {trigger['name']}: no series is a zero"
+
+
+def outlives(authority: Document, certificates: Iterable[Document]) -> bool:
+    """Whether every certificate stays valid when cert-manager renews the authority that signed it:
+    the authority keeps its key, and is renewed earlier before its end than a certificate lasts."""
+    spec = authority["spec"]
+    left_h = _hours(spec["renewBefore"])
+    lasts_h = [_hours(certificate["spec"]["duration"]) for certificate in certificates]
+    return spec["privateKey"]["rotationPolicy"] == "Never" and left_h > max(lasts_h)
+
+
+def _hours(duration: str) -> int:
+    return int(duration.removesuffix("h"))
 
 
 def pre_stop_s(container: Document) -> float:

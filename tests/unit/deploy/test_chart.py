@@ -21,6 +21,7 @@ from tests.unit.deploy.chart import CASES, CHART, HELM, documents, helm, rendere
 from tests.unit.deploy.manifests import (
     TEARDOWN_S,
     config_of,
+    outlives,
     pods,
     pre_stop_s,
     problems,
@@ -103,7 +104,7 @@ def test_a_change_of_configuration_rolls_the_pods_of_that_process_alone() -> Non
 def test_big_numbers_and_strings_of_any_kind_are_written_as_toml(tmp_path: Path) -> None:
     result = template(
         "--set",
-        "verifier.config.kv_tokens=10000000",
+        "models.pull=,verifier.config.kv_tokens=10000000",
         "--set-string",
         'verifier.config.model=a"b\\\\<c>',
     )
@@ -136,6 +137,11 @@ def test_big_numbers_and_strings_of_any_kind_are_written_as_toml(tmp_path: Path)
         ("verifier.extraEnv[0].value=x", "name"),
         ("autoscaling.drafter.min=9,autoscaling.drafter.max=8", "min (9) is greater than max (8)"),
         ("autoscaling.verifier.max=1", "autoscaling.verifier: min (2) is greater than max (1)"),
+        # All of these would be without effect, and nobody would see that.
+        ("tls.certManager=true", "tls.certManager is true and tls.enabled is false"),
+        ("models.persistence.existingClaim=w", "models.persistence.enabled is false"),
+        ("models.pull=owner/name", "router.config.model is smollm2-135m"),
+        ("drafter.config.model=owner/name", "drafter.config.model is owner/name"),
     ],
 )
 def test_wrong_values_are_refused_by_name(setting: str, said: str) -> None:
@@ -175,10 +181,25 @@ def test_the_notes_say_how_to_reach_it(
     assert heard == ["Bearer sk-test" if case else None]
 
 
-def _notes(case: str) -> str:
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("tls.enabled=true", "no API key is required"),
+        ("ingress.enabled=true", "no API key is required. Everybody who reaches the routers, also"),
+        ("apiKeys.existingSecret=keys", "API keys are readable on the way"),
+        ("apiKeys.existingSecret=keys,tls.enabled=true,tls.certManager=true", ""),
+    ],
+)
+def test_the_notes_warn_of_what_is_open(settings: str, said: str) -> None:
+    notes = _notes("", "--set", settings)
+    assert said in notes and ("WARNING" in notes) == bool(said)
+    assert ("Secrets exist: demo-outrider-router-tls" in notes) == (settings == "tls.enabled=true")
+
+
+def _notes(case: str, *flags: str) -> str:
     values = ("--values", str(HELM / "cases" / f"{case}.yaml")) if case else ()
     install = ("install", "demo", str(CHART), "--dry-run=client", "--namespace", "team")
-    result = helm(*install, *values)
+    result = helm(*install, *values, *flags)
     if result.returncode:
         pytest.skip("this Helm renders notes with a cluster only")
     return result.stdout.partition("\nNOTES:\n")[2]
@@ -219,8 +240,10 @@ PAIRS = "drafter.inVerifierPod=true"
     [("apiKeys.existingSecret=keys",), ("tls.enabled=true",), (), (PAIRS, "tls.enabled=true")],
 )
 def test_prometheus_and_the_processes_believe_each_other(flags: tuple[str, ...]) -> None:
-    settings = ["tls.certManager=true", "monitoring.podMonitor=true", *flags]
+    settings = ["monitoring.podMonitor=true", *flags]
     settings.append("monitoring.operatorKeySecret=outrider-operator-key")
+    if "tls.enabled=true" in flags:
+        settings.append("tls.certManager=true")
     result = template("--set", ",".join(settings))
     assert result.returncode == 0, result.stderr
     everything = parse(result.stdout)
@@ -240,6 +263,31 @@ def test_keys_without_one_for_prometheus_are_refused() -> None:
 def test_what_cannot_be_measured_scales_nothing_down() -> None:
     scalers = [d["spec"] for d in documents("keda") if d["kind"] == "ScaledObject"]
     assert len(scalers) == 2 and [*scales_down_blindly(scalers)] == []
+
+
+def test_autoscalers_do_not_count_other_releases_in_the_namespace() -> None:
+    queries = [
+        trigger["metadata"]["query"]
+        for d in documents("keda")
+        if d["kind"] == "ScaledObject"
+        for trigger in d["spec"]["triggers"]
+    ]
+    assert len(queries) == 3
+    for query in queries:
+        (namespace, pattern) = re.findall(r'(?:namespace|pod)=~?"([^"]*)"', query)
+        role = re.findall(r"outrider_(verifier|drafter)_", query) or ["router"]
+        pod = f"demo-outrider-{role[0]}-0"
+        assert namespace == "team" and re.fullmatch(pattern, pod)
+        assert not re.fullmatch(pattern, f"other-outrider-{role[0]}-0")
+    monitored = template("--set", "autoscaling.by=hpa,monitoring.podMonitor=true").stdout
+    labels = [
+        metric["external"]["metric"]["selector"]["matchLabels"]
+        for d in parse(monitored)
+        if d["kind"] == "HorizontalPodAutoscaler"
+        for metric in d["spec"]["metrics"]
+        if metric["type"] == "External"
+    ]
+    assert labels == [{"fleet": "demo"}]
 
 
 def test_fleets_shrink_to_two_at_least_and_nobody_is_scaled_up_from_none() -> None:
@@ -290,6 +338,13 @@ def test_policies_allow_what_is_needed_and_nothing_else(settings: str) -> None:
     result = template("--set", ",".join(filter(None, ["networkPolicy.enabled=true", settings])))
     assert result.returncode == 0, result.stderr
     assert [*blocked(parse(result.stdout))] == []
+
+
+def test_a_renewed_authority_is_the_one_that_the_certificates_are_of() -> None:
+    """cert-manager does not renew the certificates of peers when it renews their authority."""
+    found = {d["metadata"]["name"]: d for d in documents("locked") if d["kind"] == "Certificate"}
+    assert outlives(found.pop("demo-outrider-ca"), found.values())
+    assert found["demo-outrider-operator"]["spec"]["usages"] == ["client auth"]
 
 
 def test_where_names_are_resolved_and_traces_go_is_a_setting() -> None:

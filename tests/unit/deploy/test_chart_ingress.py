@@ -103,6 +103,7 @@ NAMED = "gateway.{0}.hostnames[0]={1}"
         (f"{GATEWAY.format('grpcRoute')},tls.enabled=true", "gateway.backendCaConfigMap"),
         ("ingress.enabled=true,networkPolicy.enabled=true", "networkPolicy.clients is empty"),
         (f"{GATEWAY.format('httpRoute')},networkPolicy.enabled=true", "gateway.httpRoute would"),
+        ("router.service.type=NodePort,networkPolicy.enabled=true", "service.type NodePort would"),
         (BOTH, "share a hostname at a listener of the gateway public"),
         (f"{BOTH},{NAMED.format('httpRoute', 'a.example.com')}", "share a hostname"),
         (

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.unit.deploy.chart import documents, template
 from tests.unit.deploy.manifests import Document, pods, problems
-from tests.unit.deploy.support import parse
+from tests.unit.deploy.support import ROOT, configs_of, parse
 
 PAIRS = "drafter.inVerifierPod=true"
 
@@ -59,6 +60,29 @@ def test_settings_of_drafters_reach_their_container() -> None:
     assert drafter["resources"]["limits"]["cpu"] == "6"
     # The longer drain is the drafter's.
     assert pair.spec["terminationGracePeriodSeconds"] == 50
+
+
+def test_the_values_that_the_docs_show_are_a_whole_fleet_on_gpus(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "deploy-kubernetes.md").read_text("utf-8")
+    shown = page.partition("**Verifier and drafter in one pod.**")[2].partition("\n\n")[2]
+    text = re.sub("^    ", "", re.split(r"\n\n(?! {4})", shown)[0], flags=re.M)
+    (tmp_path / "values.yaml").write_text(text, "utf-8")
+    result = template("--values", str(tmp_path / "values.yaml"))
+    assert result.returncode == 0, result.stderr
+    found = parse(result.stdout)
+    assert problems(found) == []
+    configs = configs_of(found, tmp_path)
+    assert {config.model for config in configs.values()} == {"/models/target"}
+    for role in ("verifier", "drafter"):
+        assert (configs[role].device, configs[role].dtype) == ("cuda", "bfloat16")
+    # Not the demo's: as much as the GPU's memory holds.
+    assert configs["verifier"].kv_tokens == 0
+    assert configs["verifier"].feature_head == configs["drafter"].head == "/models/head"
+    (claim,) = _of("PersistentVolumeClaim", found)
+    for pod in pods(found):
+        (models,) = [volume for volume in pod.spec["volumes"] if volume["name"] == "models"]
+        assert models["persistentVolumeClaim"]["claimName"] == claim
+    assert f"`{claim}`" in page
 
 
 @pytest.mark.parametrize("by", ["hpa", "keda"])

@@ -33,6 +33,13 @@ def test_an_image_runs_as_nobody_special_and_starts_its_process(role: str) -> No
     assert "HEALTHCHECK" not in run
 
 
+@pytest.mark.parametrize("role", [*ROLES, "ray"])
+def test_what_an_image_downloads_is_kept_in_the_volume(role: str) -> None:
+    run = stages_of(role)
+    found = dict(re.findall(r"^(?:ENV | +)(OUTRIDER_HOME|HF_HOME)=(\S+)", run, re.M))
+    assert found == {"OUTRIDER_HOME": "/models", "HF_HOME": "/models/huggingface"}
+
+
 def test_the_image_of_ray_has_a_bill_of_materials_too() -> None:
     built, _, run = stages_of("ray").partition("\nFROM ")[2].partition("\nFROM ")
     assert "-o /opt/outrider/sbom.cdx.json" in built and "COPY --from=build /opt/outrider " in run

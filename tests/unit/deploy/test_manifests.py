@@ -23,6 +23,7 @@ from outrider.client.commands.main import make_parser
 from tests.unit.deploy.manifests import (
     TEARDOWN_S,
     Document,
+    outlives,
     pods,
     pre_stop_s,
     problems,
@@ -117,7 +118,8 @@ def test_routers_find_their_peers_by_headless_services(overlay: str, tmp_path: P
     everything = documents(overlay)
     configs = configs_of(everything, tmp_path)
     services = {d["metadata"]["name"]: d["spec"] for d in everything if d["kind"] == "Service"}
-    for peers in (configs["router"].verifiers, configs["router"].drafters):
+    router = configs["router"]
+    for peers in (router.verifiers, router.drafters, router.routers):
         plain, names = split_addresses(peers)
         assert not plain and names
         for host, port in names:
@@ -222,6 +224,29 @@ def test_the_sizes_of_the_docs_are_taken_by_every_layout(
     assert sizes == (["100Gi"] if {"model-cache", "cuda"} & {*components} else [])
 
 
+def test_the_pod_of_the_docs_fills_the_volume_of_a_fleet_on_gpus() -> None:
+    page = (ROOT / "docs" / "deploy-kubernetes.md").read_text("utf-8")
+    (text,) = re.findall(r"```yaml\n(apiVersion: v1\nkind: Pod\n.*?)```", page, re.S)
+    (pod,) = parse(text)
+    kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    (container,), (volume,) = pod["spec"]["containers"], pod["spec"]["volumes"]
+    assert container["image"] == f"outrider-verifier:{outrider.__version__}"
+    (mount,) = container["volumeMounts"]
+    assert mount == {"name": volume["name"], "mountPath": "/models"}
+    (claim,) = [d for d in documents("gpu") if d["kind"] == "PersistentVolumeClaim"]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    # It is of the user of the fleet's pods, and passes the pod security of their namespace.
+    (verifier,) = [p for p in pods(documents("gpu")) if p.owner == "StatefulSet/outrider-verifier"]
+    asked = pod["spec"]["securityContext"]
+    assert asked.items() <= verifier.spec["securityContext"].items()
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    for name in ("target", "head"):
+        assert f"cp {name} {pod['metadata']['name']}:/models/{name}" in page
+
+
 @pytest.mark.parametrize("overlay", ["autoscaling", "autoscaling-keda"])
 def test_autoscalers_ask_for_metrics_that_there_are(overlay: str) -> None:
     scalers = [
@@ -269,6 +294,11 @@ def test_every_process_is_scraped_once_by_the_name_that_rules_call_it(overlay: s
 @pytest.mark.parametrize("overlay", ["monitoring", "monitoring-tls"])
 def test_prometheus_and_the_processes_believe_each_other(overlay: str) -> None:
     assert [*strangers(documents(overlay))] == []
+
+
+def test_a_renewed_authority_is_the_one_that_the_certificates_are_of() -> None:
+    found = {d["metadata"]["name"]: d for d in documents("tls") if d["kind"] == "Certificate"}
+    assert outlives(found.pop("outrider-ca"), found.values())
 
 
 def test_locked_processes_and_an_open_monitor_are_found_out() -> None:
