@@ -55,10 +55,14 @@ class KillableRouter:
         killed."""
         await self._report_end(self._service.serve_request(request, self._living(write), **kwargs))
 
-    async def resume_stream(self, position: Any, write: EventWriter, caller: Any) -> None:
+    async def resume_stream(
+        self, position: Any, write: EventWriter, caller: Any, **kwargs: Any
+    ) -> None:
         """Serve a call as `RouterService.resume_stream` does, as long as the router is not
         killed."""
-        await self._report_end(self._service.resume_stream(position, self._living(write), caller))
+        await self._report_end(
+            self._service.resume_stream(position, self._living(write), caller, **kwargs)
+        )
 
     def _living(self, write: EventWriter) -> EventWriter:
         async def written(event: StreamEvent) -> None:
