@@ -72,12 +72,13 @@ def test_the_values_that_the_docs_show_are_a_whole_fleet_on_gpus(tmp_path: Path)
     found = parse(result.stdout)
     assert problems(found) == []
     configs = configs_of(found, tmp_path)
-    assert {config.model for config in configs.values()} == {"/models/target"}
+    assert {str(config.model) for config in configs.values()} == {"/models/target"}
     for role in ("verifier", "drafter"):
         assert (configs[role].device, configs[role].dtype) == ("cuda", "bfloat16")
     # Not the demo's: as much as the GPU's memory holds.
     assert configs["verifier"].kv_tokens == 0
-    assert configs["verifier"].feature_head == configs["drafter"].head == "/models/head"
+    heads = {str(configs["verifier"].feature_head), str(configs["drafter"].head)}
+    assert heads == {"/models/head"}
     (claim,) = _of("PersistentVolumeClaim", found)
     for pod in pods(found):
         (models,) = [volume for volume in pod.spec["volumes"] if volume["name"] == "models"]
