@@ -43,6 +43,10 @@ class RetryDecision:
 
     delay_s: float
     resume: bool
+    needs_new_id: bool = False
+    """Whether the request must get a new id, because it may still run on a router that is
+    unreachable. If both had the same id, the stream could later be resumed with the answer of the
+    wrong one."""
 
 
 class RequestAttempts:
@@ -90,11 +94,11 @@ class RequestAttempts:
         if is_elsewhere(error) and self._looks < MAX_ROUTER_LOOKUPS:
             self._looks += 1
             return RetryDecision(MIN_BACKOFF_S, resume=True)
-        is_gone = isinstance(error, NotFoundError) or error.reason == ROUTER_UNREACHABLE
-        if self._probing and is_gone:
+        is_unreachable = error.reason == ROUTER_UNREACHABLE
+        if self._probing and (is_unreachable or isinstance(error, NotFoundError)):
             # If the request did arrive at a router that is unreachable, it ends there by itself.
             self._probing = False
-            return RetryDecision(0.0, resume=False)
+            return RetryDecision(0.0, resume=False, needs_new_id=is_unreachable)
         if self._resumable and self._openings > 1 and isinstance(error, AlreadyExistsError):
             self._probing = True
             return RetryDecision(0.0, resume=True)

@@ -19,7 +19,7 @@ from outrider.client.arguments import (
     check_request_ids,
     check_timeout_s,
 )
-from outrider.client.attempts import ROUTER_UNREACHABLE, RequestAttempts
+from outrider.client.attempts import RequestAttempts
 from outrider.client.channels import ChannelPool
 from outrider.client.collected_stream import CollectedStream, left_error
 from outrider.client.connection import RouterConnector, call_metadata, check_metadata
@@ -392,9 +392,7 @@ class Stream:
                 now=time.monotonic(),
             )
             self._resume = wait_attempt(again, problem, self._deadline)
-            if not self._resume and problem.reason == ROUTER_UNREACHABLE:
-                # The request may still run on the router that is unreachable. If both had the same
-                # id, the stream could later be resumed with the answer of the wrong one.
+            if again.needs_new_id:
                 self._request = with_new_id(self._request)
         except OutriderError as error:
             self._collected.fail(error)

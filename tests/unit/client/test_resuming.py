@@ -65,7 +65,8 @@ def test_a_router_that_others_cannot_reach_is_waited_for_unless_nothing_was_hear
         tries.decide_after(unreachable, informed=True, told=True, now=10.1)
     tries = attempts()
     assert tries.decide_after(LOST, now=0.0) == RetryDecision(1.0, resume=True)
-    assert tries.decide_after(unreachable, now=1.0) == RetryDecision(0.0, resume=False)
+    sent_again = RetryDecision(0.0, resume=False, needs_new_id=True)
+    assert tries.decide_after(unreachable, now=1.0) == sent_again
 
 
 def test_an_attempt_that_broke_is_looked_for_before_it_is_sent_again() -> None:

@@ -20,7 +20,7 @@ from outrider.wire.stats import SpecStats
 from outrider_router.api.status_page.figures import Interval, ratio
 
 MAX_CHOICES: Final = 8
-"""Largest number of choices of one verifier that are told."""
+"""Largest number of choices of one verifier that are described."""
 
 
 def describe_fleet(info: ServerInfo, recent: Interval) -> list[str]:
